@@ -63,7 +63,7 @@ PHRASES = (
 )
 _ANY = re.compile("|".join(PHRASES), re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z][\w'’-]*")
-_CODE = re.compile(r"```.*?```|`[^`\n]*`|^    .*$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|^    [^\n]*$", re.DOTALL | re.MULTILINE)
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,1 +1,1 @@
-"""Access: who somebody is, and what they may do in a project."""
+"""Access: identities of principals, and what they may do in a project."""

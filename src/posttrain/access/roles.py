@@ -14,8 +14,7 @@ def role_of(ledger: Ledger, identity: Identity) -> Role | None:
     """Return an identity's present role in the ledger's project; None: it has no role.
 
     While no principal has a role yet, a user whom the operating system lets open the ledger is its admin: a workspace
-    of
-    one user. A token never grants more than its scopes.
+    of one user. A token never grants more than its scopes.
     """
     known = ledger.roles()
     role = known.get(identity.principal) if known or identity.auth != OS else Role.ADMIN

@@ -1,14 +1,14 @@
-"""`python -m posttrain.app.background WORKSPACE KEY`: the process that drives runs which nobody waits for.
+"""`python -m posttrain.app.background WORKSPACE KEY`: the process that drives unattended runs.
 
-Loops and who unblocks whom::
+Loops and what each one starts::
 
-    detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes the requests of this environment, and says so
-                                                   │ the runs that are wanted
+    detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes this environment's requests, and records that
+                                                   │ the wanted runs
                                                    ▼
     main thread: `app.driver`, until no request is left
 
-It may be killed at any line: requests and ledger say what is to be done, the jobs go on, and whoever drives next (a
-command in the foreground, or the next background driver of this environment) goes on from there.
+It may be killed at any line: requests and ledger contain the remaining work, jobs continue, and the next driver (a
+command in the foreground, or the next background driver of this environment) continues from there.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from posttrain.drivers.requests import (
     write_request,
 )
 
-_LISTEN = 0.1  # seconds between two looks for requests
+_LISTEN = 0.1  # seconds between two checks for requests
 _LOGS = 8  # logs of drivers that are kept
 
 
 class Ears(threading.Thread):
-    """Takes requests while the main thread is busy with a run: whoever asked waits for the answer.
+    """Takes requests while the main thread drives a run, since `detach` waits for the answer.
 
     Args:
-        project: whose runs they are.
-        let_go: lets the next driver come, when nothing is wanted any more.
+        project: the project of the runs.
+        let_go: releases the lock for the next driver, when no run is wanted any more.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Ears(threading.Thread):
         super().__init__(name="ears", daemon=True)
         self._root, self._key, self._project, self._say, self._let_go = root, key, project, say, let_go
         self._mine = process_name()
-        self._wanted: list[str] = []  # replaced as a whole, by whoever holds the requests
+        self._wanted: list[str] = []  # replaced as a whole, under the lock of the requests
         self._seen: object = None
         self._deaf = False
         self._said = ""
@@ -74,25 +74,25 @@ class Ears(threading.Thread):
             time.sleep(_LISTEN)
 
     def listen(self) -> None:
-        """Take what is new, forget what was withdrawn."""
+        """Take new requests, and drop withdrawn ones."""
         try:
             state = fingerprint(self._root)
             if state != self._seen:
                 with self._held():
                     self._take()
-                self._seen = state  # what was written since is another one, and looked at the next time
+                self._seen = state  # later writes change the fingerprint, and are read the next time
                 crashpoint("driver.after_taken")
-        except (PosttrainError, OSError) as error:  # a full disk; a file that went between two looks
+        except (PosttrainError, OSError) as error:  # a full disk; a file that was removed between two checks
             if self._said != str(error):
                 self._said = str(error)
                 self._say(f"requests cannot be read: {error}")
 
     def _held(self) -> AbstractContextManager[None]:
-        """Of a workspace that was removed, or moved, nothing is held: nothing is wanted there any more."""
+        """Lock the requests; a workspace that was removed or moved has none to lock."""
         return requests_held(self._root) if runs_folder(self._root).is_dir() else nullcontext()
 
     def wanted(self) -> dict[str, list[str]]:
-        """See `Wanted.wanted`: in the order in which they came."""
+        """See `Wanted.wanted`: in the order of the requests."""
         return {self._project: self._wanted}
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
@@ -105,7 +105,7 @@ class Ears(threading.Thread):
                 self._wanted = [one for one in self._wanted if one != run_id]
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """See `Wanted.give_up`: the request tells why."""
+        """See `Wanted.give_up`: the request records the error."""
         with requests_held(self._root):
             request = read_request(self._root, run_id)
             if request is not None and request.owner == self._mine:
@@ -113,11 +113,11 @@ class Ears(threading.Thread):
             self._wanted = [one for one in self._wanted if one != run_id]
 
     def stop(self) -> None:
-        """Take nothing any more."""
+        """Take no more requests."""
         self._deaf = True
 
     def over(self) -> bool:
-        """End, if nothing is wanted; whoever asks from then on starts another driver."""
+        """End if no run is wanted; later requests start another driver."""
         if self._wanted:
             return False
         try:
@@ -152,13 +152,13 @@ class Ears(threading.Thread):
 
 
 def main(root: Path, key: str) -> int:
-    """Drive what is wanted from this environment; 0 when nothing is left."""
+    """Drive the wanted runs of this environment; return 0 when none is left."""
     given = os.environ.pop(LOCK_VARIABLE, "")
     if not given.isdecimal():
         print("error: a background driver is started by posttrain run --detach", file=sys.stderr)
         return InputError.exit_code
     lock = int(given)
-    os.set_inheritable(lock, False)  # no job holds it
+    os.set_inheritable(lock, False)  # no job inherits it
     log = DriverLog(log_path(root, key), Veil(os.environ))
     log.take_over()
     try:
@@ -191,7 +191,7 @@ def main(root: Path, key: str) -> int:
 
 
 def _tidy(workspace: Workspace, key: str) -> None:
-    """Remove requests of runs that have ended, and logs, of drivers that are gone."""
+    """Remove requests of runs that have ended, and logs of former drivers."""
     root = workspace.root
     with suppress(OSError, PosttrainError), requests_held(root):
         kept = {key}

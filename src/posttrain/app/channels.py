@@ -1,6 +1,6 @@
-"""Release channels: what is live, what moves it, and the policies that releases must pass.
+"""Release channels: their live releases, moves, and the policies that releases must pass.
 
-What loads numpy is imported when a verb needs it.
+Modules that load numpy are imported when a verb needs them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def rollback(
 
 
 def _announced(workspace: Workspace, entry: ReleaseEntry) -> ReleaseEntry:
-    """A move of a channel, of which registries and sinks are told."""
+    """Notify registries and sinks of a move of a channel; return the release."""
     from posttrain.app import sinks
     from posttrain.trackers.tracked import announce
 
@@ -162,7 +162,7 @@ def unfreeze(workspace: Workspace, name: str, *, why: str = "") -> ChannelRecord
 
 
 def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
-    """Every evaluation of the data that the live release was judged on, oldest first.
+    """Return every evaluation of the data that the live release was judged on, oldest first.
 
     The gate also counts evaluations of other files with the same items: finding these takes reading results.
     """
@@ -176,10 +176,10 @@ def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look,
 
 
 def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> ChannelPolicy:
-    """A policy with the digest of every suite's data; relative paths in it start at its folder.
+    """Return a policy with the digest of every suite's data; relative paths in it start at its folder.
 
     Raises:
-        InputError: data that there is not, or that is not what a written digest says.
+        InputError: missing data, or data with another digest than the written one.
     """
     find, suites = workspace.catalog.resolver(source.parent), {}
     for name, suite in policy.suites.items():
@@ -204,12 +204,12 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
 def policy_notes(
     pinned: PinnedPolicy, known: Iterable[str], people: Collection[str], roles: Mapping[str, Role]
 ) -> Iterator[str]:
-    """What a policy that was just set does not do, in words.
+    """Yield hints about the limits of a policy that was just set.
 
     Args:
-        known: channels that there were before.
+        known: channels that existed before.
         people: principals who have a role in the project, or did something there.
-        roles: of its members; none: whoever opens the workspace may do everything.
+        roles: of its members; empty: any user of the workspace may do everything.
     """
     names = list(known)
     if pinned.channel not in names:

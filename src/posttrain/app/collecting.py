@@ -1,7 +1,7 @@
 """Garbage collection and erasure in a workspace.
 
-Collection deletes artifacts that nobody needs, and whatever else accumulates beside them. Erasure removes words from a
-workspace and names the places that hold copies of them which no command empties.
+Collection deletes artifacts that no row needs, and leftovers next to them. Erasure removes words from a workspace and
+lists the places with copies of them that no command empties.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from posttrain.store.sweeping import PATIENCE, Marker, ended_runs, forget_answer
 from posttrain.store.trees import scratch
 from posttrain.trackers.tracking import describe, of_workspace
 
-ANSWERS_SECONDS = 86400.0  # that an answer over HTTP can be given again
-_CACHED = ("trees", "files")  # folders of the cache whose entries are called by their digests
+ANSWERS_SECONDS = 86400.0  # that an answer over HTTP is kept for repeats
+_CACHED = ("trees", "files")  # folders of the cache whose entries have digests as names
 _PERSON = ("user:", NOBODY)
 
 
 @answers(Control.gc)
 def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -> Collected:
-    """Delete what no row of any project needs.
+    """Delete artifacts that no row of any project needs.
 
     Args:
-        older_than: seconds; what is younger stays.
-        dry_run: delete nothing, and say what would be.
+        older_than: seconds; younger artifacts stay.
+        dry_run: delete nothing, and report what would be deleted.
 
     Raises:
-        ConflictError: another workspace keeps its artifacts in the same store.
+        InputError: another project than the default one. ConflictError: another workspace uses the same store.
         IntegrityError, DeadlineError, WorkspaceError: as `store.sweeping.sweep`.
     """
     project = workspace.ledger.project
-    if project != DEFAULT_PROJECT:  # the store is everybody's: an admin of one project does not sweep it
+    if project != DEFAULT_PROJECT:  # all projects share the store: an admin of one does not sweep it
         raise InputError(
             f"gc is asked by an admin of {DEFAULT_PROJECT}, got project {project}: it sweeps the store of all"
         )
     blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
     actor, ledger = workspace.actor, workspace.ledger
-    kept = max(older_than, ANSWERS_SECONDS)  # a client that lost an answer may still ask for it
+    kept = max(older_than, ANSWERS_SECONDS)  # a client that lost an answer may request it again
     answers = forget_answers(ledger, ledger.clock.now() - kept, dry_run=dry_run)
     if dry_run:
         leftovers = list(_leftovers(workspace, Marker(ledger, blobs).mark().needed, older_than))
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)
     else:
-        folders, size = _clear(workspace, blobs, older_than)  # first: nobody is told of bytes that are gone
+        folders, size = _clear(workspace, blobs, older_than)  # first: no answer may name deleted bytes
     folders += _end_unfinished(workspace, blobs.url, older_than, dry_run)
     done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
     return Collected(dry_run, done, folders, size, answers)
 
 
 def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
-    """What another ledger needs, this one does not know.
+    """Refuse a store that another ledger refers to, since this ledger does not contain its needs.
 
     Raises:
-        ConflictError: another workspace said that it uses the store.
+        ConflictError: another workspace is registered in the store.
     """
     join_store(workspace, blobs)
     own = {one.id for one in workspace.hosts.all()} if workspace.hosts else set()
@@ -85,7 +85,7 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
 
 
 def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: bool) -> int:
-    """End what was begun in a store beside its blobs and never ended: uploads in parts, and what clients sent."""
+    """End uploads that were begun in a store and never finished: in parts, and those of clients; return how many."""
     ledger, store, direct = workspace.ledger, PartStore(url), open_direct(url)
     forgotten = frozenset(forget_parts(ledger, ledger.clock.now() - older_than, dry_run=dry_run))
     late = {name for name, at in store.stored().items() if at < time.time() - older_than}
@@ -100,9 +100,9 @@ def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: 
 
 
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:
-    """Move leftovers away while nobody starts anything, then delete them; how many folders and bytes.
+    """Move leftovers away while no process starts anything, then delete them; return the numbers of folders and bytes.
 
-    What was sent and never used is forgotten first: nobody is told that it is there and then that it is not.
+    Unused uploads are forgotten first: no client receives that they exist and later that they do not.
     """
     with scratch(workspace.root / "cache" / "scratch", ".gc-") as bin_:
         with workspace.lock.alone(PATIENCE):
@@ -115,7 +115,7 @@ def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple
 
 
 def _leftovers(workspace: Workspace, needed: Container[str], older_than: float) -> Iterator[Path]:
-    """Cached copies of what nobody needs, checkpoints of runs that ended for good."""
+    """Yield cached copies that no row needs, and checkpoints of runs that ended permanently."""
     for kind in _CACHED:
         for path in sorted((workspace.root / "cache" / kind).glob("[0-9a-f]*")):
             if DIGEST_PREFIX + path.name not in needed and path.stat().st_mtime < time.time() - older_than:
@@ -131,7 +131,7 @@ def _size(path: Path) -> int:
 def _bytes(path: Path) -> int:
     try:
         return path.lstat().st_size
-    except OSError:  # a path that is too long, or gone
+    except OSError:  # a path that is too long, or was deleted
         return 0
 
 
@@ -140,16 +140,16 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
     """Erase the words of a run, of a version of an asset, or the name of a person.
 
     Args:
-        what: a run as one names it, `dataset:NAME@VERSION`, `user:NAME`, or `erased:ID` to write the file anew.
+        what: a run's name or id, `dataset:NAME@VERSION`, `user:NAME`, or `erased:ID` to write the file again.
 
     Raises:
         InputError: no reason, no version, a run that has not ended.
-        NotFoundError: there is no such thing.
+        NotFoundError: there is no such subject.
     """
     if not reason.strip():
         raise InputError("erase: --reason must say why, got nothing; it is kept with the event")
     if what.startswith(_PERSON):
-        if workspace.ledger.project != DEFAULT_PROJECT:  # it takes their roles and tokens in every project
+        if workspace.ledger.project != DEFAULT_PROJECT:  # it removes their roles and tokens in every project
             raise InputError(
                 f"erase {what}: the name of a person is erased by an admin of {DEFAULT_PROJECT}, got project "
                 f"{workspace.ledger.project}; ask there: --project {DEFAULT_PROJECT}"
@@ -189,7 +189,7 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
 
 
 def _policies(workspace: Workspace, who: str) -> Iterator[str]:
-    """Policies that name a person, or cannot be read: what waits for approvals under them says the name again."""
+    """Yield policies that name a person, or cannot be read: pending approvals under them contain the name again."""
     for record in workspace.ledger.channel_records():
         try:
             pinned = policy_of(workspace.stores, record.name)

@@ -1,4 +1,4 @@
-"""Where the command line and the Python API get what they ask: a `Control` over a workspace or a server."""
+"""The `Control` of the command line and the Python API: over a workspace or a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Carries verbs out in this process, over an open workspace, and seals the events that they leave behind."""
+    """Carries verbs out in this process, over an open workspace, and seals their events."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -27,9 +27,9 @@ class Local:
         """See `Asks.ask`."""
         try:
             return verb.answers(self.workspace)(*words, **options)
-        finally:  # also of a verb that records something and then raises: an approval that was asked for
+        finally:  # also after a verb that records something and then raises: a requested approval
             if verb.seals:
-                with suppress(PosttrainError):  # what was done is answered; the next seal catches up
+                with suppress(PosttrainError):  # the verb has succeeded; the next seal catches up
                     self.workspace.seal()
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Local:
 
 
 def control_of(given: Workspace | Control) -> Control:
-    """Over an open workspace, for the user that the operating system knows; what is a `Control` stays what it is."""
+    """Return `Control` over an open workspace, for the user of the operating system; return a `Control` unchanged."""
     from posttrain.access.roles import role_of
     from posttrain.api.guarding import Guard
     from posttrain.app.workspace import Workspace
@@ -50,16 +50,17 @@ def control_of(given: Workspace | Control) -> Control:
 
 
 def open_control() -> Control:
-    """Over the server that the environment names; else over the nearest workspace, by its server where it has one.
+    """Return `Control` over the server in the environment; else over the nearest workspace, by its server where it has
+    one.
 
     Raises:
-        WorkspaceError: there is none, or it cannot be opened.
-        NotFoundError: the workspace has no project of the name that the environment gives.
-        InputError: that is no name of a project; the environment names a server that nobody logged in to.
+        WorkspaceError: there is no workspace, or it cannot be opened.
+        NotFoundError: the workspace has no project with the name in the environment.
+        InputError: the name is not valid; the environment names a server without a login.
     """
     project = os.environ.get(PROJECT_VARIABLE, "")
     TYPES["ProjectId"].check(project or None, f"--project or {PROJECT_VARIABLE}")
-    if os.environ.get(SERVER_VARIABLE):  # first: whoever asks a server loads nothing of a workspace
+    if os.environ.get(SERVER_VARIABLE):  # first: a client of a server loads no workspace
         from posttrain.client.logins import logged_in
 
         return logged_in(os.environ[SERVER_VARIABLE], project)

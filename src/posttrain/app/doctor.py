@@ -1,7 +1,7 @@
-"""Checks of `doctor`: whether this machine, the workspace, its server and what that server needs are fit to run.
+"""Checks of `doctor`: whether this machine, the workspace, its server and that server's database and store are ready.
 
-Each check has a finding and what to do about it. Nothing here imports the engine: versions come from package metadata,
-and torch and Ray are queried in another process.
+Each check has a finding and a remedy. Nothing here imports the engine: versions come from package metadata, and torch
+and Ray are queried in another process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from posttrain.store.sealer import Lost, verify_chain
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS, OpenWorkspace
 
-_APART = 60.0  # seconds between two clocks that are told
+_APART = 60.0  # seconds between two clocks that are reported
 _LATE = 300.0  # seconds that a run may wait for a driver, and an event to be sealed
 _PROBE = digest_bytes(b"is anybody there?")
 _ENGINE = ("torch", "transformers", "safetensors")
@@ -52,7 +52,7 @@ _RUNS_LOOKED_AT = 50
 
 
 def remote_checks(url: str) -> Iterator[Check]:
-    """Whether it answers, of which release it is, whether it is ready, what its clock says, and who one is there."""
+    """Check whether a server answers, its release, readiness and clock, and the principal of the token."""
     try:
         reply = Transport(url, "").look("/readyz")
     except PosttrainError as error:
@@ -96,7 +96,7 @@ def _token(url: str) -> Check:
 
 
 def server_checks(root: Path) -> Iterator[Check]:
-    """Of a workspace that is being served: whether its server answers, of which release it is, and drives runs."""
+    """Check the server of a served workspace: whether it answers, its release, and whether it drives runs."""
     if not is_served(root):
         return
     place = served_at(root)
@@ -120,7 +120,7 @@ def server_checks(root: Path) -> Iterator[Check]:
 
 
 def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
-    """Queue, sinks and store of a workspace, whether it is served or not."""
+    """Check queue, sinks and store of a workspace, whether it is served or not."""
     try:
         now = standing(workspace.ledger.database, workspace.ledger.clock)
     except PosttrainError as error:
@@ -146,13 +146,13 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
 
 
 def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: str | None = None) -> list[Check]:
-    """Every check, the machine first; then the server that the environment names, or else the workspace.
+    """Run every check, the machine first; then the server in the environment, or else the workspace.
 
     Args:
-        probe: also start the engine in another process to ask for GPUs (seconds).
-        ray: address of a running Ray cluster to ask whether it takes this machine in (seconds).
+        probe: also start the engine in another process to query GPUs (seconds).
+        ray: address of a running Ray cluster to query whether it accepts this machine (seconds).
         end: also end the workspace's jobs that no live attempt owns.
-        accept: why what the ledger lost is missed no more.
+        accept: the reason why the loss of the ledger is accepted.
     """
     facts = read_machine(probe=probe)
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
@@ -186,7 +186,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: st
 
 
 def _images(workspace: Workspace) -> Iterator[Check]:
-    """Whether jobs run in images, where the workspace's executor is to do that."""
+    """Check whether jobs run in images, where the workspace's executor is podman."""
     executor = workspace.jobs.executor
     if isinstance(executor, LocalExecutor) and executor.images:
         why = executor.trouble()
@@ -230,7 +230,7 @@ def _engine() -> Check:
 
 
 def _device_locks() -> Iterator[Check]:
-    """Who has the devices that jobs are given; nothing where there are none."""
+    """Check who holds the devices that jobs get; nothing without devices."""
     try:
         room = LocalExecutor(None, local_devices).capacity()
     except PosttrainError as error:
@@ -242,7 +242,7 @@ def _device_locks() -> Iterator[Check]:
 
 
 def _rewards() -> Check:
-    """Whether the kernel gives what confines a reward's code."""
+    """Check whether the kernel supports the confinement of rewards."""
     try:
         found = confinement()
     except PosttrainError as error:
@@ -254,7 +254,7 @@ def _rewards() -> Check:
 
 
 def _packages() -> Check:
-    """What installed packages add, none of it imported."""
+    """List the additions of installed packages, without importing them."""
     found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS})
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "nothing else is hindered by it")
@@ -298,11 +298,11 @@ def _ledger(workspace: Workspace) -> Check:
 
 
 def _heads(workspace: Workspace, accepted: Lost) -> Check:
-    """Whether the ledger has what is kept outside it."""
+    """Check whether the ledger contains everything that is kept outside it."""
     lost = workspace.lost()
     found = [*accepted.lines(), *lost.lines()]
     if not found and not lost.kept:
-        workspace.seal()  # a new or restored one has none yet
+        workspace.seal()  # a new or restored one has no head yet
         if not workspace.lost().kept:
             said = "no head of the event log is kept in the artifact store: the loss of its tail would not show"
             return Check("log heads", "warn", said, "make the artifact store writable")
@@ -321,7 +321,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _orphans(workspace: Workspace, end: bool) -> Check:
-    """Jobs that no live attempt owns."""
+    """Check for jobs that no live attempt owns."""
     try:
         ended = end_orphans(workspace.ledger, workspace.jobs) if end else []
         found = find_orphans(workspace.ledger, workspace.jobs)
@@ -338,7 +338,7 @@ def _orphans(workspace: Workspace, end: bool) -> Check:
 
 
 def _runs(workspace: Workspace) -> Iterator[Check]:
-    """Who drives what, runs that nobody does, runs that are unreadable."""
+    """Check which driver drives which runs, undriven runs, and unreadable runs."""
     idle, at_work = [], defaultdict(list)
     now = workspace.ledger.clock.now()
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):

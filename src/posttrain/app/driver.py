@@ -50,7 +50,7 @@ _JUDGING = (
     "scipy.optimize",
     "scipy.special",
     "scipy.stats",
-)  # what gates import when they judge
+)  # modules that gates import
 _PAUSE, _MOST_PAUSE = 0.1, 1.5  # seconds between passes that change nothing
 _SHARE = 8.0  # the rest after a pass, in durations of that pass
 _TRACKERS = 1.0  # seconds between two checks of the processes that write trackers
@@ -83,7 +83,7 @@ class _Known:
 
     workspace: OpenWorkspace
     scribe: Scribe
-    loading: Iterator[Any] = field(default_factory=lambda: iter(()))  # of modules that its end needs
+    loading: Iterator[Any] = field(default_factory=lambda: iter(()))  # imports of modules that its end needs
     said: dict[str, str] = field(default_factory=dict)  # run and stages → state last reported
     troubled_since: float | None = None
     tries: int = 0
@@ -121,7 +121,7 @@ class Driver:
         self._seen: dict[str, OpenWorkspace] = {}  # by project
         self._deliverers: dict[str, Deliverer] = {}  # by project
         self._sealed = self._asked = self._kept = self._stepped = 0.0
-        self._leases = ExitStack()  # kept also while one run takes long
+        self._leases = ExitStack()  # held also during a long pass
         self._away = ""  # why the ledger cannot be used, as last reported
         self.told: int | None = None  # the signal that ended it
 

@@ -1,6 +1,4 @@
-"""The examples that come with the package, and the `demo.yaml` in each that says how to play it: no task is hard-coded
-anywhere.
-"""
+"""The examples in the package, each with a `demo.yaml` that describes how to play it: the code contains no task."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class DemoModel(Frozen):
     """The base model: made from nothing by `posttrain asset create`."""
 
     name: str
-    file: str  # parameters, beside demo.yaml
+    file: str  # parameters, next to demo.yaml
 
 
 class DemoReward(Frozen):
@@ -54,7 +52,7 @@ class DemoRun(Frozen):
     """One run of the story."""
 
     label: str  # A, B, C: the legend of the picture
-    say: str  # what happens, for the person who watches
+    say: str  # a description for the person who watches
     file: str  # the run file
     before: DemoChange | None = None
     exit: int = 0  # the exit code it must end with
@@ -74,7 +72,7 @@ class DemoPlan(Frozen):
 
 
 def find_example(name: str | None, start: Path | None = None) -> Path:
-    """The folder of an example: below `./examples`, else the package's own.
+    """Return the folder of an example: below `./examples`, else the package's own.
 
     Raises:
         NotFoundError: no such example.
@@ -88,14 +86,14 @@ def find_example(name: str | None, start: Path | None = None) -> Path:
 
 
 def examples(start: Path | None = None) -> list[Path]:
-    """The folders of all examples, by name: those below `./examples` where there are any, else the package's own."""
+    """Return the folders of all examples, by name: those below `./examples` if it has any, else the package's own."""
     here = (start or Path.cwd()) / "examples"
     found = (sorted(path.parent for path in root.glob(f"*/{PLAN}")) for root in (here, OWN))
     return next(filter(None, found), [])
 
 
 def copy_example(folder: Path, target: Path) -> list[str]:
-    """Copy an example into a new folder, with what it names of other examples, so that it stands alone.
+    """Copy an example and the files of other examples that it names into a new folder, so that it is self-contained.
 
     Returns:
         The names of its files.
@@ -123,10 +121,10 @@ def copy_example(folder: Path, target: Path) -> list[str]:
 
 
 def preparation(plan: DemoPlan, place: str, seed: int) -> list[list[str]]:
-    """The commands that make data and register assets, after `posttrain init`.
+    """Return the commands that make data and register assets, after `posttrain init`.
 
     Args:
-        place: the example's folder, as the commands name it.
+        place: the example's folder in the commands.
     """
     return [
         ["python", f"{place}/{plan.make_data}", "--seed", str(seed), "--out", "data"],
@@ -143,7 +141,7 @@ def load_demo(folder: Path) -> DemoPlan:
     """Read an example's `demo.yaml`.
 
     Raises:
-        InputError: an unknown key, a missing one, a file that is not there.
+        InputError: an unknown key, a missing one, a missing file.
     """
     path = folder / PLAN
     plan = validated(DemoPlan, read_yaml(path), str(path))
@@ -160,14 +158,14 @@ def load_demo(folder: Path) -> DemoPlan:
 
 
 def confined() -> Confinement:
-    """Whether this machine confines what rewards do."""
+    """Return how far this machine confines rewards."""
     from posttrain.preflight.confinement import confinement
 
     return confinement()
 
 
 def overlaid(folder: Path, runs: list[tuple[str, str]], picture: Path, title: str) -> Path:
-    """The curves of several runs of the workspace in a folder on one picture.
+    """Draw the curves of several runs of a folder's workspace into one picture.
 
     Args:
         runs: label and run id of each.

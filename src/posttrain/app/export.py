@@ -1,4 +1,4 @@
-"""A model out of the workspace: a Hugging Face folder with its model card and its lineage."""
+"""Export of a model: a Hugging Face folder with its model card and its lineage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
 _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0
 _CARD, _LINEAGE = "README.md", "lineage.json"
-_PARTIAL = ".posttrain-export-"  # what a killed one left, the next one in the same place sweeps
+_PARTIAL = ".posttrain-export-"  # the next export in the same place deletes what a killed one left
 _PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
@@ -52,11 +52,11 @@ def export(
     """Write a model's files into a new folder. It appears whole, or not at all.
 
     Args:
-        dtype: convert the weights; None: as they are, byte for byte.
-        progress: told each file.
+        dtype: convert the weights; None: keep them byte for byte.
+        progress: receives each file name.
 
     Raises:
-        InputError: something is at `folder`, an unknown dtype, or weights that the dtype cannot hold.
+        InputError: something is at `folder`, an unknown dtype, or weights that the dtype cannot represent.
         NotFoundError, IntegrityError: a file of the model is missing or corrupt.
         WorkspaceError: `folder` cannot be written.
     """
@@ -87,14 +87,14 @@ def export(
 
 
 def _place(target: Path, workspace: Workspace) -> Path:
-    """Where the folder goes, its parents made.
+    """Return the target folder, its parents made.
 
     Raises:
-        InputError: something is there, or it lies in the workspace. WorkspaceError: it cannot be made.
+        InputError: something is there, or it is in the workspace. WorkspaceError: it cannot be made.
     """
     try:
         target = Path(os.path.normpath(target.expanduser().absolute()))
-    except RuntimeError as error:  # ~nobody
+    except RuntimeError as error:  # an unknown user in `~USER`
         raise InputError(f"{target}: {error}; name another folder") from error
     if target.resolve().is_relative_to(workspace.root):
         raise InputError(f"{target}: must not lie in the workspace {workspace.root}; name another folder")
@@ -116,7 +116,7 @@ def _refuse_occupied(target: Path) -> None:
 
 
 def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Put the model's files into `folder`, each hashed on the way, as readable as folders made here are."""
+    """Copy the model's files into `folder`, each hashed on the way, with the permissions of new files here."""
     folder.mkdir()
     mode = folder.stat().st_mode & 0o666
     for name, file in tree_listing(workspace.blobs, digest).items():
@@ -131,20 +131,20 @@ def _is_classifier(folder: Path) -> bool:
 
 
 def _release_state(workspace: Workspace, made: MadeModel) -> str:
-    """`live`, `superseded` or `rolled_back`, in words."""
+    """Return `live`, `superseded` or `rolled_back`, as words."""
     states = release_states(workspace.ledger.history(str(made.channel)))
     return str(states.get(made.digest, "never live")).replace("_", " ")
 
 
 def _public(node: Node) -> Node:
-    """A lineage without the names of people: what is exported is made to be published."""
+    """Return a lineage without the names of people: exports are made to be published."""
     details = tuple(pair for pair in node.details if pair[0] not in _PRIVATE)
     return replace(node, details=details, children=tuple(map(_public, node.children)))
 
 
 def _put(made: Path, target: Path) -> None:
     try:
-        os.rename(made, target)  # an empty folder makes way
+        os.rename(made, target)  # replaces an empty folder
         sync_folder(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -152,11 +152,11 @@ def _put(made: Path, target: Path) -> None:
         raise unwritable(target, error) from error
 
 
-# --- what the folder says of itself -----------------------------------------------------------------------------------
+# --- description of the model in the folder ---------------------------------------------------------------------------
 
 
 def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *, cast: bool) -> bool:
-    """Write the model card and `lineage.json`; false for a model of which no run knows how it was made."""
+    """Write the model card and `lineage.json`; return False for a model that no run of this workspace made."""
     if made.run_id is None or made.stage is None:
         return False
     run = workspace.ledger.run(made.run_id)
@@ -205,7 +205,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
 
 
 def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: str, *, cast: bool) -> None:
-    """Write `lineage.json` of a model that was imported; the card is the one that it came with."""
+    """Write `lineage.json` of an imported model, which keeps its own card."""
     if model.ref.source is not Source.REGISTRY:
         return
     asset = workspace.catalog.find(model.pinned.name)
@@ -222,7 +222,7 @@ def _write_lineage(folder: Path, said: Mapping[str, object]) -> None:
 
 
 def _chain(manifest: Manifest, name: str) -> Iterator[StageManifest]:
-    """The stages of this run that the model went through, first to last."""
+    """Yield the stages of this run that the model passed through, first to last."""
     stage = manifest.stage(name)
     before = stage.inputs.get("model")
     if before is not None and before.source == "stage":
@@ -235,12 +235,12 @@ def _stage_line(workspace: Workspace, stage: StageManifest, row: StageRecord) ->
     settings = {key: value for key, value in deciding(stage.params).items() if key not in stage.inputs}
     params = tuple((key, json.dumps(value, ensure_ascii=False)) for key, value in settings.items())
     own = [attempt for attempt in workspace.ledger.attempts(row.run_id, row.name) if attempt.run_id == row.run_id]
-    seconds = spending((), own).seconds if own else None  # what was billed, as `get` shows it
+    seconds = spending((), own).seconds if own else None  # the billed time, as `get` shows it
     return StageLine(stage.name, stage.kind, inputs, params, row.tokens, seconds)
 
 
 def _scores(manifest: Manifest, digest: str, rows: Mapping[str, StageRecord]) -> Iterator[ScoreLine]:
-    """What this run measured of the model."""
+    """Yield this run's measurements of the model."""
     for stage in manifest.stages:
         if not stage.measures or rows[stage.name].inputs.get("model", {}).get("digest") != digest:
             continue

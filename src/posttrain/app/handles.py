@@ -1,6 +1,6 @@
-"""The Python API: plan and submit run files, take hold of runs and channels.
+"""The Python API: plan and submit run files, open runs and channels.
 
-Each asks a `Control`: the one that it is given, or one over a workspace of this machine.
+Each function uses a `Control`: the given one, or one over a workspace of this machine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def connect(url: str, token: str | None = None, *, project: str | None = None) -> Control:
-    """A server, as the `workspace` of everything below.
+    """Return a server's `Control`, for use as `workspace` below.
 
     Args:
         token: None: POSTTRAIN_TOKEN, or that of `posttrain login`.
         project: None: POSTTRAIN_PROJECT, or that of the last login, else `default`.
 
     Raises:
-        InputError: no URL of a server; nobody is logged in there.
+        InputError: an invalid URL; there is no login for the server.
     """
     from posttrain.client.logins import logged_in
 
@@ -36,12 +36,12 @@ def connect(url: str, token: str | None = None, *, project: str | None = None) -
 def plan(
     path: str | Path, workspace: Workspace | Control | None = None, *, seed: int | None = None, setting: Setting = ()
 ) -> PlanView:
-    """Validate a run file, resolve it to a manifest and look ahead. Writes nothing.
+    """Validate a run file, resolve it to a manifest and estimate its run. Writes nothing.
 
     Args:
         workspace: None: the nearest one.
-        seed: instead of the file's.
-        setting: values in the place of the file's.
+        seed: replaces the file's.
+        setting: values that replace the file's.
 
     Raises:
         InputError: naming file, field, constraint and value.
@@ -59,7 +59,7 @@ def submit(
 ) -> Run:
     """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
 
-    Nothing computes until somebody drives the run: `run.wait()`, or `posttrain run` in any terminal.
+    Nothing computes until a process drives the run: `run.wait()`, or `posttrain run` in any terminal.
 
     Raises:
         InputError: as `plan`; a seed or a setting for a manifest that is locked already.
@@ -70,7 +70,7 @@ def submit(
 
 
 def run(prefix: str, workspace: Workspace | Control | None = None) -> Run:
-    """A run by id, by a prefix of it, or the newest of a name.
+    """Return a run by id, by a prefix of it, or the newest with a name.
 
     Raises:
         NotFoundError: no such run. InputError: the prefix names several.
@@ -80,7 +80,7 @@ def run(prefix: str, workspace: Workspace | Control | None = None) -> Run:
 
 
 def channel(name: str, workspace: Workspace | Control | None = None) -> Channel:
-    """A release channel; it need not exist yet."""
+    """Return a release channel; it need not exist yet."""
     return Channel(_control(workspace), name)
 
 

@@ -4,8 +4,8 @@ A base model is made from nothing through the same machinery as any run: a manif
 names a model by a channel, a run, a run's stage, or a ref of run.yaml. An evaluation without a run file is a run of one
 stage, like any other in ledger, cache and reports.
 
-To ask a model some prompts records nothing. Data sets, models, rewards and imported run histories are registered here,
-and people mark their versions.
+Sampling from a model records nothing. Data sets, models, rewards and imported run histories are registered here, and
+people mark their versions.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from posttrain.store.trees import materialise, scratch
 STAGE = "init"
 _HEADS = ("model", "channel", "run", "hf")
 _STAGE = "evaluate"
-_REWARD = "reward"  # what it is called in that run
+_REWARD = "reward"  # its name in that run
 _USUAL_TOKENS = 256  # of a response at most
-_SOURCE = Path("posttrain eval")  # what errors call the file that nobody wrote; relative paths start here
+_SOURCE = Path("posttrain eval")  # the name of the generated run file in errors; relative paths start here
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 _PROGRAM = "posttrain.jobs.sample"
-LONGEST_WAIT = 3600.0  # seconds, where nobody says another
+LONGEST_WAIT = 3600.0  # seconds, the default timeout
 Form = Literal["chat", "text"]
 
 
 @answers(Control.create_model)
 def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tuple[Asset, str]:
-    """Run a one-stage `init_model` run and register what it makes as `model:NAME`.
+    """Run a one-stage `init_model` run and register its model as `model:NAME`.
 
     The same configuration and seed attach to the run that made it, and register nothing new.
 
@@ -65,7 +65,7 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
         config: YAML with the parameters of the `init_model` stage.
 
     Raises:
-        InputError: an unknown or ill-typed parameter, a name that is not one.
+        InputError: an unknown or ill-typed parameter, an invalid name.
         PosttrainError: the run's outcome, when it did not succeed.
     """
     params = read_yaml(config)
@@ -94,7 +94,7 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model that somebody named, pinned to its bytes."""
+    """A model that a user named, pinned to its bytes."""
 
     word: str  # as run.yaml would name it: channel:prod, run:sort/sft, model:base, hf:org/name@revision, a path
     ref: AssetRef
@@ -103,11 +103,11 @@ class NamedModel:
 
     @property
     def digest(self) -> str:
-        """Of its tree of files."""
+        """The digest of its tree of files."""
         return str(self.pinned.digest)
 
     def folder(self, workspace: Workspace) -> Path:
-        """Its files, in Hugging Face format; not to be written to.
+        """Return the folder with its files, in Hugging Face format; it must not be written to.
 
         Raises:
             NotFoundError, IntegrityError: bytes are missing or corrupt.
@@ -118,12 +118,12 @@ class NamedModel:
 
 
 def named_model(workspace: Workspace, text: str) -> NamedModel:
-    """The model that `prod`, `prod@3`, `sort-b0ed9b49`, `sort/sft` or a ref such as `model:base` means here.
+    """Return the model that `prod`, `prod@3`, `sort-b0ed9b49`, `sort/sft` or a ref such as `model:base` names.
 
-    A channel goes before a run of the same name, and a run before a folder of it; relative paths start here.
+    A channel takes precedence over a run with the same name, and a run over a folder; relative paths start here.
 
     Raises:
-        NotFoundError: nobody knows it. InputError: ill-formed, or a folder that is no model.
+        NotFoundError: there is no such model. InputError: ill-formed, or a folder without a model.
     """
     word = model_word(workspace, text)
     ref = parse_ref(word, "model")
@@ -132,7 +132,7 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
     try:
         made = made_model(workspace.stores, ref)
     except NotFoundError as error:
-        if word == text or ref.source is Source.CHANNEL:  # there is the channel, and the error says what it has
+        if word == text or ref.source is Source.CHANNEL:  # the channel exists, and the error lists its releases
             raise
         hint = nearest(text, workspace.ledger.channels()) or " (there are no channels yet)"
         raise NotFoundError(f"model {text!r}: no channel{hint}, and {error}") from error
@@ -140,7 +140,7 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
 
 
 def model_word(workspace: Workspace, text: str) -> str:
-    """How run.yaml would name what a person calls `text`."""
+    """Return the ref of run.yaml for a user's name of a model."""
     if text.partition(":")[0] in _HEADS or text.startswith((".", "~", "/")):
         return text
     head = "channel" if text.partition("@")[0] in workspace.ledger.channels() else "run"
@@ -150,7 +150,7 @@ def model_word(workspace: Workspace, text: str) -> str:
 
 
 def measured_word(workspace: Workspace, word: str) -> str:
-    """What `compare` calls a model folder: the digest of its files, which evaluations of it have; else the word."""
+    """Return the digest of a model folder, by which `compare` finds its evaluations; else the word."""
     path = model_word(workspace, word)
     return named_model(workspace, path).digest if path.startswith((".", "~", "/")) else word
 
@@ -158,7 +158,7 @@ def measured_word(workspace: Workspace, word: str) -> str:
 def _is_run(workspace: Workspace, word: str) -> bool:
     try:
         return bool(workspace.ledger.find_run(word))
-    except PosttrainError:  # no run, or several that begin so
+    except PosttrainError:  # no run, or several with that prefix
         return False
 
 
@@ -174,7 +174,7 @@ def submit_evaluation(
     seed: int = 0,
     again: bool = False,
 ) -> Submitted:
-    """Record a run that measures `model` on each of `suites`; the same question attaches to the run that answers it.
+    """Record a run that measures `model` on each of `suites`; an equal request attaches to the existing run.
 
     Args:
         model: a channel, run, run/stage, or a ref of run.yaml.
@@ -185,10 +185,10 @@ def submit_evaluation(
         runtime: `device`, `dtype`, `threads`.
         reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), and fields of a
             reward of run.yaml: `entry`, `dialect`, `secrets`, `network`.
-        again: another run of the same question.
+        again: make another run of the same request.
 
     Raises:
-        InputError: as `plan`, naming what is wrong with model, suite or setting.
+        InputError: as `plan`, naming the error in model, suite or setting.
     """
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
@@ -200,7 +200,7 @@ def submit_evaluation(
         ref = str(reward["ref"])
         named = NAME.fullmatch(ref) and not Path(ref).suffix
         source["rewards"] = {_REWARD: {**reward, "ref": f"reward:{ref}" if named else ref}}
-    run = {  # the run file that nobody needs to write
+    run = {  # the generated run file
         "name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"),
         **source,
         "model": model_word(workspace, model),
@@ -212,7 +212,7 @@ def submit_evaluation(
 
 
 def _room(workspace: Workspace, model: str) -> int:
-    """256 tokens, or half of a context that is shorter than two times that."""
+    """Return 256 tokens, or half of the context if that is less."""
     named = named_model(workspace, model)
     read = model_files(workspace, named.pinned, named.word if named.ref.on_disk else None, Path.cwd()).read
     context = context_length(read)
@@ -220,7 +220,7 @@ def _room(workspace: Workspace, model: str) -> int:
 
 
 def _suite_names(suites: Sequence[str]) -> dict[str, str]:
-    """Suite name → ref: the data set's own name, or its file's."""
+    """Return suite name → ref: the name of the data set, or of its file."""
     found: dict[str, str] = {}
     for suite in suites:
         ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
@@ -264,7 +264,7 @@ def ask(
         "name": "prompt",
         "rows": [prompt_row(text, form, system) for text in prompts],
         "samples": samples,
-        "max_new_tokens": max_new_tokens,  # None: 256, or as many as the context leaves
+        "max_new_tokens": max_new_tokens,  # None: 256, or the rest of the context
         "temperature": temperature,
         "seed": seed,
         "stop": list(stop),
@@ -281,7 +281,7 @@ def ask(
 def _refuse_unusable(
     samples: int, temperature: float, stop: Sequence[str], top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Refuse ways of drawing that there are not, or that contradict each other."""
+    """Refuse sampling settings that are out of range or contradict each other."""
     if not 0 <= temperature <= 1000:
         raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {temperature:g}")
     if samples > 1 and temperature == 0:
@@ -300,7 +300,7 @@ def _refuse_unusable(
 def _answers(
     workspace: Workspace, model: NamedModel, request: Mapping[str, Any], timeout: float
 ) -> Iterator[Answer | str]:
-    """Responses as they come, prompt by prompt; a text among them is a warning."""
+    """Yield responses as they arrive, prompt by prompt; a string among them is a warning."""
     folder = str(model.folder(workspace).resolve())
     yield from filter(None, [workspace.catalog.not_taken.get(model.digest)])
     said = foreground.answers(_PROGRAM, {**request, "folder": folder}, timeout=timeout)
@@ -309,7 +309,7 @@ def _answers(
 
 
 def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, Any]:
-    """A prompt as a row of a data set would hold it.
+    """Return a prompt as a row of a data set.
 
     Raises:
         InputError: a system prompt for plain text.
@@ -323,12 +323,12 @@ def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, An
 
 
 def usual_form(workspace: Workspace, model: NamedModel) -> tuple[Form, str]:
-    """How the model is used to be asked, and why: as the rows it was trained on ask, else as its chat template does."""
+    """Return the usual form of a prompt, and why: the form of the training rows, else that of the chat template."""
     trained = _training_data(workspace, model)
     if trained is not None:
         try:
             row = first_row(workspace, trained)
-        except NotFoundError:  # its bytes are gone; the model's are not
+        except NotFoundError:  # its bytes were deleted; the model's were not
             row = {}
         form: Form = "text" if isinstance(row.get("prompt", ""), str) and "messages" not in row else "chat"
         if row:
@@ -382,7 +382,7 @@ def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asse
 
 
 def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
-    """Runs that used the bytes, and every unfinished one: what its stages will use stands in its manifest alone."""
+    """Yield runs that used the bytes, and every unfinished run, whose future inputs only its manifest contains."""
     yield from (workspace.ledger.run(one) for one in of_bytes(workspace.ledger, asset.digest).runs)
     for state in RunState:
         if not is_final("run", state):
@@ -390,26 +390,26 @@ def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
 
 
 def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
-    """The newest release that a channel may go back to."""
+    """Return the newest release that a channel may go back to."""
     return next((entry.sequence for entry in reversed(moves(history)) if entry.model_digest not in barred), None)
 
 
 @answers(Control.import_trl_output)
 def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> importing.Imported:
-    """Register what a TRL or transformers trainer left in its `output_dir`.
+    """Register the output of a TRL or transformers trainer in its `output_dir`.
 
     Raises:
-        InputError: no such run, or nothing that can be used. WorkspaceError: the workspace cannot be written.
+        InputError: no such run, or nothing usable. WorkspaceError: the workspace cannot be written.
     """
     return _imported(workspace, read_trl_output(folder), name)
 
 
 @answers(Control.import_mlflow)
 def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> importing.Imported:
-    """Register a run of an MLflow store, or what a client read of one. Raises as `import_trl_output`; InputError too
-    where mlflow is missing.
+    """Register a run of an MLflow store, or a client's copy of one. Raises as `import_trl_output`; InputError too where
+    mlflow is missing.
     """
-    if is_confined():  # the client read it where the store is, and sent what it found
+    if is_confined():  # the client has read the store, and sent a copy
         from posttrain.foreign.outside import carried
 
         return _imported(workspace, carried(Path(where)), name)
@@ -419,7 +419,7 @@ def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str |
 
 
 def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str, Any]:
-    """What a client read of an MLflow store, as `import_mlflow` takes it."""
+    """Return the arguments of `import_mlflow` for a client's copy of an MLflow run."""
     return {"where": str(folder), "run": None, "name": name}
 
 
@@ -433,10 +433,10 @@ def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) ->
 
 @answers(Control.curves)
 def curves(workspace: Workspace, ref: str) -> list[importing.Curve]:
-    """The metrics of an imported run.
+    """Return the metrics of an imported run.
 
     Raises:
-        InputError: it is no history. NotFoundError, IntegrityError: its bytes are missing or corrupt.
+        InputError: the ref is not a history. NotFoundError, IntegrityError: its bytes are missing or corrupt.
     """
     history = workspace.catalog.find(ref)
     if history.kind != "history":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.domain.manifest import Manifest
 
-_CHANNEL = "channel:"  # before the name of one, where a run or an asset could be meant too
+_CHANNEL = "channel:"  # prefix of a channel, where the name could also be a run or an asset
 
 
 @answers(Control.ids)
@@ -145,7 +145,7 @@ def follow(workspace: Workspace, run_id: str) -> None:
     from posttrain.app.workspace import open_workspace
     from posttrain.trackers.following import follow
 
-    workspace.close()  # one of each thread's own takes its place
+    workspace.close()  # each thread opens its own instead
     follow(partial(open_workspace, workspace.root), run_id)
 
 
@@ -198,7 +198,7 @@ def verify(workspace: Workspace, target: str = "") -> VerifyReport:
     stores = workspace.stores
     channel = target.startswith(_CHANNEL) or target in stores.ledger.channels()
     run_id = "" if not target or channel or target.partition(":")[0] in KINDS else _run_id(workspace, target)
-    named = bool(run_id) or stores.ledger.projects() == [DEFAULT_PROJECT]  # run ids of other projects are not told
+    named = bool(run_id) or stores.ledger.projects() == [DEFAULT_PROJECT]  # run ids of other projects are not revealed
     lost = replace(workspace.lost(run_id or "*"), named=named)
     return verify(stores, lambda: lineage(workspace, target), lost, run_id) if target else verify_live(stores, lost)
 
@@ -211,7 +211,7 @@ def _run_id(workspace: Workspace, target: str) -> str:
         if ledger.channel_record(target).generation:
             raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
         known = [record.name for record in ledger.channel_records()]
-        if target.removeprefix(_CHANNEL).partition("@")[0] in known:  # a release of one
+        if target.removeprefix(_CHANNEL).partition("@")[0] in known:  # a release of a channel
             raise
         hint = nearest(target, known)
         raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error

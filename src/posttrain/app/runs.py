@@ -1,13 +1,13 @@
 """Planning, submission and sweeps of runs, and objects that were set aside.
 
-A plan (`posttrain plan`) shows the manifest, what is cached, what the run will cost, and whether its gates can decide.
+A plan (`posttrain plan`) shows the manifest, the cached stages, the cost of the run, and whether its gates can decide.
 Planning writes nothing.
 
-A sweep is one run file under several settings and seeds, each point a run like any other. A sweep is no object of the
-ledger. Its points are the runs that its words name, so the same command attaches to them, goes on where a kill left it,
-and shows the table of what is there; stages that two points share are computed once, by the stage cache.
+A sweep is one run file under several settings and seeds, each point a run like any other. The ledger has no record of a
+sweep. Its points are the runs of its settings and seeds, so the same command attaches to them, continues after a kill,
+and shows the table of their results; stages that two points share are computed once, by the stage cache.
 
-An object is set aside when looks at it failed again and again, until a person looks at it.
+An object is set aside after repeated failures, until a person revives it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from posttrain.trackers.tracking import check_trackers, describe, of_workspace, 
 from posttrain.views.plans import PlanView, StagePlan
 
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
-MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
+MAX_SEED = 2**53  # JSON readers represent larger integers differently
 MOST_RUNS = 1000
 _KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
 
@@ -81,8 +81,8 @@ def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, set
     """Validate a run file and resolve it to a manifest. Writes nothing.
 
     Args:
-        seed: instead of the file's.
-        setting: values in the place of the file's.
+        seed: replaces the file's.
+        setting: values that replace the file's.
 
     Raises:
         InputError: naming file, field, constraint and value.
@@ -93,7 +93,7 @@ def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, set
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
-    """Resolve an already read run file, and refuse what can never succeed unless its run exists already.
+    """Resolve a parsed run file, and refuse a run that can never succeed unless it exists already.
 
     Raises:
         InputError: as `resolve_spec`; also for a budget or a gate that no run of it could meet.
@@ -108,11 +108,11 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
 
 
 def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
-    """The manifest of an already read run file; relative paths in it start at its folder.
+    """Return the manifest of a parsed run file; relative paths in it start at its folder.
 
     Raises:
-        InputError: as `plan`; also for rows that do not fit the model or the stage that reads them, and for a placement
-            that cannot be had.
+        InputError: as `plan`; also for rows that do not fit the model or the stage that reads them, and for an
+            infeasible placement.
     """
     if seed is not None:
         if not 0 <= seed < MAX_SEED:
@@ -144,10 +144,10 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
 
 
 def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterator[str]:
-    """What was recalled ends the planning of a new run; of one that exists already it is told.
+    """Refuse recalled assets in a new run; yield a warning for a run that exists already.
 
     Raises:
-        InputError: something was, and no run of this manifest exists.
+        InputError: an asset was recalled, and no run of this manifest exists.
     """
     with workspace.ledger.snapshot() as now:
         if not now.runs(manifest_digest=manifest.digest):
@@ -158,7 +158,7 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
-    """A run to a channel that will not take it can run: the channel may be open when it ends."""
+    """Yield a warning for a frozen channel; it may be unfrozen when the run ends."""
     channel = spec.release.channel if spec.release else ""
     if channel and workspace.ledger.channel_record(channel).frozen:
         yield (
@@ -168,7 +168,7 @@ def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
 
 
 def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | None:
-    """What the run file names, each with its place; None: the workspace's are taken, which are checked as well.
+    """Return the run file's trackers, each with its place; None: the workspace's are used, which are checked as well.
 
     Raises:
         InputError: one that could not be written.
@@ -183,10 +183,10 @@ def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | N
 
 
 def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
-    """A channel or a run as the command line names it is told how a run file does.
+    """Refuse a bare channel or run name, and name the ref that a run file needs.
 
     Raises:
-        InputError: it is one.
+        InputError: the text is such a name.
     """
     if ":" in text or text.startswith((".", "~", "/")) or (folder / text).exists():
         return
@@ -194,13 +194,13 @@ def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
         raise InputError(f"ref {text!r}: is a channel; write channel:{text}")
     try:
         workspace.ledger.find_run(text.partition("/")[0])
-    except InputError:  # no run of that name, or several: what else it may be is told elsewhere
+    except InputError:  # no such run, or several: the parser reports other errors
         return
     raise InputError(f"ref {text!r}: is a run; write run:{text}")
 
 
 def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
-    """Refs of a run file to pinned inputs: assets by the catalog, models that runs made by the ledger."""
+    """Return a resolver of refs to pinned inputs: assets by the catalog, models that runs made by the ledger."""
     of_assets = workspace.catalog.resolver(source.parent, boxed=spec.image is not None)
 
     def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
@@ -248,7 +248,7 @@ def submit(
     if is_lock(path) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
     lock = is_lock(path)
-    with workspace.blobs.holding():  # what was found while planning is there when the run is recorded
+    with workspace.blobs.holding():  # garbage collection must not delete what planning found
         locked = read_lock(path, workspace, again=again) if lock else None
         planned = locked or plan(path, workspace, seed=seed, setting=setting)
         found = submit_planned(planned, workspace, again=again, exact=lock)
@@ -258,13 +258,13 @@ def submit(
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
-    """Record a run of an already resolved manifest. A run of it that was stopped, or whose attempts were all lost, goes
-    on. See `control.submission.submit`.
+    """Record a run of a resolved manifest. A run of it that was stopped, or whose attempts were all lost, is retried.
+    See `control.submission.submit`.
     """
     with workspace.blobs.holding():
         workspace.catalog.publish(planned.manifest)
         submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
-    makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing
+    makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports no metrics
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
     if submitted.run.state == RunState.STOPPED or submitted.run.reason == Reason.ATTEMPTS_EXHAUSTED:
@@ -276,7 +276,7 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
 
 @answers(Control.plan)
 def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
-    """Validate a run file and look ahead.
+    """Validate a run file, and estimate the cost and outlook of its run.
 
     Raises:
         InputError: naming file, field, constraint and value.
@@ -325,7 +325,7 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
         tuple(describe(planned.trackers or of_workspace(workspace))),
         existing[0] if existing else None,
         gates,
-        tuple(  # of everything that is measured of the released model, as a policy names them
+        tuple(  # every evaluator of the released model, as a policy names it
             (suite, suite_evaluator(stage, planned.manifest.code, suite))
             for stage in channels.released_evaluators(planned.manifest)
             for suite, _ in measured_suites(stage)
@@ -335,7 +335,7 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
 
 
 def _approvals(planned: Planned, workspace: Workspace) -> tuple[int, tuple[str, ...]]:
-    """How many approvals the release will wait for, and who may give them."""
+    """Return how many approvals the release needs, and who may give them."""
     release = planned.manifest.release
     if release is None:
         return 0, ()
@@ -345,7 +345,7 @@ def _approvals(planned: Planned, workspace: Workspace) -> tuple[int, tuple[str, 
 
 
 def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
-    """`posttrain-words 1.0`, for what of a stage is not Posttrain's own."""
+    """Yield `posttrain-words 1.0` for each plugin that a stage uses."""
     kind = installed_kind(stage.kind)
     trainer = workspace.jobs.trainers.get(stage.trainer)
     plugins = [kind.plugin if kind else None, trainer.plugin if isinstance(trainer, InstalledTrainer) else None]
@@ -374,10 +374,10 @@ def plan_sweep(
     """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep.
 
     Args:
-        overrides: those of `seed` are the seeds of every setting.
+        overrides: the values of `seed` are the seeds of every setting.
         seeds: of each setting: the file's own, and others derived from it.
         metric: to rank by; None: the first gate's, else the evaluation's first.
-        better: "higher" or "lower"; None: as a gate or the metric itself says.
+        better: "higher" or "lower"; None: the direction of a gate or of the metric itself.
 
     Raises:
         InputError: as `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
@@ -392,7 +392,7 @@ def plan_sweep(
     if len(chosen) * count > MOST_RUNS:
         raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
     points: list[Point] = []
-    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # words first: they cost nothing
+    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # all files first: that costs nothing
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
         more = (derive_seed(spec.seed, "sweep", number) % MAX_SEED for number in range(1, seeds))
@@ -410,13 +410,13 @@ def plan_sweep(
 
 @answers(Control.submit_point)
 def submit_point(workspace: Workspace, point: Point) -> Submitted:
-    """The run of a point: a new one, or the one that exists."""
+    """Record the run of a point, or attach to the one that exists."""
     return submit_planned(point.planned, workspace)
 
 
 @answers(Control.rank)
 def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
-    """The settings, ranked by what was measured so far.
+    """Return the settings, ranked by the measurements so far.
 
     Args:
         runs: (place of a setting, seed) → run id, of the points that were submitted.
@@ -429,7 +429,7 @@ def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]
 
 
 def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[str, Any]:
-    """The point that a client means, of a sweep that is planned again: it is what it was, or another one is refused.
+    """Return the point in a client's request, from the sweep planned again.
 
     Raises:
         InputError: the sweep has no such point.
@@ -441,7 +441,7 @@ def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[st
 
 
 def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
-    """The sweep that a client means, planned again, and its runs."""
+    """Return the sweep in a client's request, planned again, and its runs."""
     return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
 
 
@@ -458,7 +458,7 @@ def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting
 
 
 def _refuse_equal(points: Sequence[Point]) -> None:
-    """Refuse two points of one manifest: they would be one run, counted twice.
+    """Refuse two points with one manifest: they would be one run, counted twice.
 
     Raises:
         InputError: naming both.
@@ -475,10 +475,10 @@ def _refuse_equal(points: Sequence[Point]) -> None:
 
 @answers(Control.dead)
 def dead(workspace: Workspace, within: str | None) -> list[Dead]:
-    """What was set aside, all of it or of one run, or one stage of it.
+    """Return objects that were set aside: all of them, or those of one run or stage.
 
     Args:
-        within: RUN or RUN/STAGE; the run as a person names it.
+        within: RUN or RUN/STAGE; the run by name or id.
 
     Raises:
         NotFoundError: nothing there was set aside, or there is no such run.
@@ -498,7 +498,7 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
 
 @answers(Control.look_again)
 def look_again(workspace: Workspace, within: str) -> list[Dead]:
-    """Let what was set aside of a run, or of one stage, be looked at again.
+    """Revive the objects of a run, or of one stage, that were set aside.
 
     Raises:
         NotFoundError: as `dead`.
@@ -511,7 +511,7 @@ def look_again(workspace: Workspace, within: str) -> list[Dead]:
 
 @answers(Control.assume_dead)
 def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
-    """Take a person's word that the job of RUN/STAGE is dead; see `control.attempts`.
+    """Record a person's statement that the job of RUN/STAGE is dead; see `control.attempts`.
 
     Raises:
         InputError: it names no stage, or one whose job is seen.

@@ -1,4 +1,4 @@
-"""The sinks of a workspace: which back-end each has, adding and testing them, and whoever delivers to them."""
+"""The sinks of a workspace: their back-ends, adding and testing them, and delivery to them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _OPENS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], float], Admit], S
 KINDS = tuple(_OPENS)
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _ENDS = 8  # random bytes of a test's id
-_SERIAL = itertools.count()  # of whoever delivers in this process: digits behind its start time
+_SERIAL = itertools.count()  # of deliverers in this process: digits after its start time
 
 
 def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = False) -> Sink:
-    """The back-end of a sink. Connects to nothing yet.
+    """Return the back-end of a sink. Connects to nothing yet.
 
     Args:
         served: for a server, which connects to public addresses and uses secrets of the sink's project alone.
 
     Raises:
-        InputError: an unknown kind, settings that mean nothing, or a secret of another project.
+        InputError: an unknown kind, invalid settings, or a secret of another project.
     """
     admit = public() if served else anywhere
     if served:
@@ -54,7 +54,7 @@ def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = Fa
 
 
 def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
-    """Whoever delivers to the sinks of a workspace, beside what its process does otherwise. Seal what is to be told.
+    """Return the deliverer to the sinks of a workspace. The caller seals pending events.
 
     Args:
         served: as in `open_sink`.
@@ -71,19 +71,19 @@ def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
 
 
 def announce(workspace: OpenWorkspace) -> None:
-    """Seal what happened a moment ago and deliver it, for a few seconds; where a server asked, its driver delivers.
+    """Seal recent events and deliver them, for a few seconds; after a request to a server its driver delivers.
 
-    What is left waits for the next driver, and `posttrain sink ls` shows it.
+    Undelivered events wait for the next driver, and `posttrain sink ls` shows them.
     """
     workspace.seal()
     if workspace.ledger.auth == OS and not workspace.read_only:
-        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not what the command has to answer
+        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not the command
             deliverer(workspace).finish(LEAVE)
 
 
 @answers(Control.sinks)
 def sinks(workspace: OpenWorkspace) -> list[SinkView]:
-    """How every sink stands."""
+    """Return the state of every sink."""
     workspace.seal()
     ledger, found = workspace.ledger, []
     moment = ledger.clock.now()
@@ -113,10 +113,10 @@ def sinks(workspace: OpenWorkspace) -> list[SinkView]:
 
 
 def view(workspace: OpenWorkspace, name: str) -> SinkView:
-    """How a sink stands.
+    """Return the state of a sink.
 
     Raises:
-        NotFoundError: there is none of this name.
+        NotFoundError: there is no sink with this name.
     """
     workspace.ledger.sink(name)
     return next(one for one in sinks(workspace) if one.name == name)
@@ -135,13 +135,13 @@ def add_sink(
     """Add a sink.
 
     Raises:
-        InputError: a name, settings or a rule that mean nothing. ConflictError: there is a sink of this name.
+        InputError: an invalid name, settings or rule. ConflictError: there is a sink with this name.
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"sink: name must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, got {name!a}")
     if kind not in KINDS:
         raise InputError(f"sink {name}: kind must be of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
-    if workspace.ledger.auth != OS and (kind == "jsonl" or "secret_file" in settings):  # reached by a token
+    if workspace.ledger.auth != OS and (kind == "jsonl" or "secret_file" in settings):  # the caller uses a token
         raise InputError(
             f"sink {name}: files of the server are named where its workspace is, got {kind}; add it there, or use a "
             "webhook with --secret-env"
@@ -159,10 +159,10 @@ def add_sink(
 
 @answers(Control.test_sink)
 def test_sink(workspace: OpenWorkspace, name: str) -> str:
-    """Send a marked message, whether the sink is paused or not; where it went.
+    """Send a marked message, whether the sink is paused or not; return the sink's address.
 
     Raises:
-        SinkError: it was not taken.
+        SinkError: the sink did not accept it.
     """
     ledger = workspace.ledger
     sink = open_sink(workspace, ledger.sink(name), served=is_confined())
@@ -171,7 +171,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
 
 
 def _lacks(record: SinkRecord) -> str:
-    """What it needs where events are delivered and is not there, as far as this process sees."""
+    """Return the variable or file that the sink needs and that this process lacks; empty: nothing is missing."""
     for setting, value in record.settings.items():
         if setting.endswith("_env") and not os.environ.get(str(value), "").strip():
             return f"variable {value} is not set"
@@ -181,7 +181,7 @@ def _lacks(record: SinkRecord) -> str:
 
 
 def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
-    """Sinks that are not paused, and what each lacks to be delivered to from here."""
+    """Return the sinks that are not paused and lack something here, with the missing thing."""
     with workspace.ledger.snapshot() as now:
         records = [record for record, _, _ in now.sinks_standing() if not record.paused]
     return [(record.name, lacks) for record in records if (lacks := _lacks(record))]
@@ -189,7 +189,7 @@ def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
 
 @answers(Control.pause_sink)
 def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
-    """Deliver nothing to a sink any more."""
+    """Pause deliveries to a sink."""
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
         transaction.pause_sink(name, BY_PERSON)
@@ -198,7 +198,7 @@ def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
 
 @answers(Control.resume_sink)
 def resume_sink(workspace: OpenWorkspace, name: str, *, skip: bool = False) -> SinkView:
-    """Deliver again; `skip`: only what comes from now on."""
+    """Resume deliveries; `skip`: only events from now on."""
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
@@ -209,7 +209,7 @@ def resume_sink(workspace: OpenWorkspace, name: str, *, skip: bool = False) -> S
 
 @answers(Control.remove_sink)
 def remove_sink(workspace: OpenWorkspace, name: str) -> None:
-    """Forget a sink."""
+    """Remove a sink."""
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
         transaction.remove_sink(name)
@@ -218,5 +218,5 @@ def remove_sink(workspace: OpenWorkspace, name: str) -> None:
 def _where(workspace: OpenWorkspace, record: SinkRecord) -> str:
     try:
         return open_sink(workspace, record).where
-    except InputError as error:  # what it needs was erased, or altered
+    except InputError as error:  # its settings were erased or altered
         return str(error)

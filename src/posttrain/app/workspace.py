@@ -483,7 +483,7 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
     """Write a run file for the training that `source` configures for `trainer`; return it with the fate of its
     settings.
 
-    Nothing of the source is executed.
+    The source is never executed.
 
     Args:
         source: a TRL script, configuration or command; verl's YAML or a script with its overrides.

@@ -1,1 +1,1 @@
-"""`Control` over HTTP: what a server answers, asked by the same verbs."""
+"""`Control` over HTTP: the same verbs, answered by a server."""

@@ -1,7 +1,7 @@
 """Transfer of files between this machine and a server by their digests, run files with their local files included.
 
-What the project already holds is not sent again. Large files go directly to the server's store and come directly from
-it, where it has such a way. Where that fails, a person gets a message, and the files go through the server.
+Files that the project already has are not sent again. Large files go directly to the server's store and come directly
+from it, if it supports that. Where that fails, the user gets a message, and the files go through the server.
 
 A `Bundle` is a run file with the local files that it names. The server plans it and sees no path of this machine.
 """
@@ -30,8 +30,8 @@ from posttrain.store.reaching import patiently
 from posttrain.store.trees import beside_model, file_digest, left_behind, not_taken, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request
-_LARGE = 8 << 20  # bytes from which a server is asked for a direct way
-_TRIES = 20  # without a step forward, where somebody else sends the same file at this moment
+_LARGE = 8 << 20  # bytes from which a direct transfer is requested
+_TRIES = 20  # without progress, while another client sends the same file
 _RECIPE = "recipe"
 
 
@@ -43,10 +43,10 @@ class Sender:
         self._direct = True
 
     def send(self, path: Path, skip: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False) -> FileRef:
-        """A file, or a folder with all that is in it.
+        """Send a file, or a folder with its files, and return its reference.
 
         Raises:
-            InputError: there is none, or it cannot be read.
+            InputError: it does not exist, or cannot be read.
         """
         if path.is_dir():
             if skip is beside_model and (line := not_taken(path)):
@@ -58,13 +58,13 @@ class Sender:
         return FileRef(path.name, self.put_file(path), "file")
 
     def put(self, data: bytes) -> str:
-        """Send bytes; the digest."""
+        """Send bytes; return their digest."""
         digest = digest_bytes(data)
         self._send(digest, len(data), lambda start, length: data[start : start + length])
         return digest
 
     def put_file(self, path: Path) -> str:
-        """Send a file in constant memory; the digest."""
+        """Send a file in constant memory; return its digest."""
         digest, size = file_digest(path), path.stat().st_size
 
         def piece(start: int, length: int) -> bytes:
@@ -77,7 +77,7 @@ class Sender:
         return digest
 
     def _sent_directly(self, digest: str, size: int, path: Path) -> bool:
-        """Whether the file is where it should be without the server having seen its bytes."""
+        """Return whether the file is in the project without a transfer through the server."""
         if not self._direct or size < _LARGE:
             return False
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
@@ -112,7 +112,7 @@ class Sender:
             }
             try:
                 state = json.loads(self._transport.ask("PATCH", path, raw=data, headers=headers).body)
-            except ConflictError:  # somebody else sends it, or an answer was lost: ask where it is
+            except ConflictError:  # another client sends it, or an answer was lost: read the offset again
                 state = self._state(path, size)
                 tries = tries + 1 if int(state["offset"]) == start else 0
                 if tries > _TRIES:
@@ -133,13 +133,13 @@ class Fetcher:
     def fetch(
         self, files: Mapping[str, Mapping[str, Any]], folder: Path, progress: Callable[[str], None] = lambda _: None
     ) -> dict[str, Path]:
-        """Files into a folder; name → where it is. Each is whole, or not there.
+        """Fetch files into a folder; return name → path. Each file is complete, or absent.
 
         Args:
-            files: name → digest and bytes, as the server says.
+            files: name → digest and bytes, as the server reports.
 
         Raises:
-            IntegrityError: what came is not what the digest says.
+            IntegrityError: received bytes do not match their digest.
             WorkspaceError: the folder cannot be written.
         """
         made = {}
@@ -181,20 +181,20 @@ def _tell(error: Exception) -> None:
 
 
 def refuse_full(folder: Path) -> None:
-    """Refuse a folder that has something in it.
+    """Refuse a path that is not an empty or new folder.
 
     Raises:
-        InputError: it has, or is a file.
+        InputError: it is a file, or not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: must be a new or an empty folder; name another one")
 
 
 class Bundle:
-    """What one run file needs.
+    """A run file and its local files.
 
     Args:
-        sender: where its files go.
+        sender: sends the files.
     """
 
     def __init__(self, sender: Sender) -> None:
@@ -202,7 +202,7 @@ class Bundle:
         self.files: dict[str, FileRef] = {}
 
     def of(self, path: Path, setting: Setting = ()) -> RunFile:
-        """The run file as it is sent; values in the place of its own are written into it.
+        """Return the run file as it is sent; settings replace its own values.
 
         Raises:
             InputError: it, or a file that it names, cannot be read.
@@ -225,11 +225,11 @@ class Bundle:
         return RunFile(path.name, text, self.files)
 
     def word(self, kind: str, text: str) -> str:
-        """A word of the command line as the server can resolve it: a local file or folder is sent."""
+        """Return a name of the command line as the server can resolve it: a local file or folder is sent."""
         return str(self._ref(kind, text, Path()))
 
     def _ref(self, kind: str, text: Any, base: Path) -> Any:
-        """A ref as the server can resolve it; what is none is left for the server to refuse."""
+        """Return a ref as the server can resolve it; an invalid one is left for the server to refuse."""
         if not isinstance(text, str):
             return text
         try:
@@ -266,7 +266,7 @@ class Bundle:
         return f"./{place}"
 
     def _recipe(self, stage: Any, base: Path) -> None:
-        """A user's dataflow lies beside the run file."""
+        """Add a user's dataflow, which is next to the run file."""
         word = stage.get(_RECIPE) if isinstance(stage, Mapping) else None
         module = word.partition(":")[0] if isinstance(word, str) else ""
         if module and (base / f"{module}.py").is_file():

@@ -1,4 +1,4 @@
-"""Servers that this user logged in to: their tokens, in a file that nobody else may read."""
+"""Servers that this user logged in to: their tokens, in a file that no other user may read."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Login:
     """The tokens of one server, by the project that each was given for."""
 
     tokens: Mapping[str, str]
-    chosen: str = ""  # the project of the last login, which commands ask that name none; empty: it was logged out of
+    chosen: str = ""  # the project of the last login, the commands' default; empty: it was logged out of
 
     @property
     def project(self) -> str:
-        """What commands ask that name no project; empty: none, or one of several that nobody chose."""
+        """The default project of commands; empty: no login, or several and no default."""
         return self.chosen or ("".join(self.tokens) if len(self.tokens) == 1 else "")
 
 
 def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
-    """`Control` over a server, with a token, or that of the environment, or that of the login to the project.
+    """Return `Control` over a server, with `token`, or the environment's, or that of the login to the project.
 
     Args:
         project: empty: that of the environment, or of the last login, else `default`.
 
     Raises:
-        InputError: there is no token, or there are several and no project says which.
-        WorkspaceError: others may read the file with the tokens.
+        InputError: there is no token, or there are several and no project is named.
+        WorkspaceError: other users may read the file with the tokens.
     """
     url = url.rstrip("/")
     check_address(url)
@@ -59,7 +59,7 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
             raise InputError(
                 f"server {url}: you are logged in to {' and '.join(known.tokens)} there; say which: --project NAME"
             )
-        # of a project that nobody logged in to the server says what to do
+        # for a project without a login the server reports what to do
         token = known.tokens.get(asked) or known.tokens.get(known.project) or next(iter(known.tokens.values()))
     if not token:
         of = f" --project {project}" if project else ""
@@ -68,25 +68,25 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
 
 
 def login_of(url: str) -> Login:
-    """What this user logged in to at a server; without tokens: to nothing."""
+    """Return this user's tokens for a server; without tokens: no login."""
     return _login(_logins().get(url.rstrip("/")))
 
 
 def log_in(url: str, token: str, project: str) -> None:
-    """Keep a token for a project of a server, beside those for others. Whoever calls it made sure that it is good."""
+    """Store a token for a project of a server, next to those for other projects. The caller has checked the token."""
     known = login_of(url)
     make_folder(_path().parent)
     _keep(url, Login({**known.tokens, project: token}, project))
 
 
 def log_out(url: str, project: str = "") -> str:
-    """Forget the token for a project of a server; the project, or empty: there was no such token.
+    """Delete the token for a project of a server; return the project, or empty: there was no such token.
 
     Args:
-        project: empty: the one that commands ask which name none.
+        project: empty: the default project of commands.
 
     Raises:
-        InputError: there are several, and none of them is that.
+        InputError: there are several, and no default.
     """
     known = login_of(url)
     left = dict(known.tokens)
@@ -100,19 +100,19 @@ def log_out(url: str, project: str = "") -> str:
 
 
 def servers() -> list[str]:
-    """Servers that this user logged in to."""
+    """Return the servers that this user logged in to."""
     return sorted(_logins())
 
 
 def project_of(transport: Transport, wanted: str) -> str:
-    """The project to log in to with the token that a transport shows: the wanted one, or else the token's own.
+    """Return the project to log in to with a transport's token: the wanted one, or else the token's own.
 
     Raises:
-        AccessError: the token is of others.
+        AccessError: the token is for other projects.
     """
     try:
         of = json.loads(transport.ask("GET", "/v1/token").body)["projects"]
-    except NotFoundError:  # a server of a release that does not say it
+    except NotFoundError:  # a server of an older release
         return wanted or DEFAULT_PROJECT
     if wanted and wanted not in of:
         own = next(iter(of), DEFAULT_PROJECT)
@@ -130,7 +130,7 @@ def _keep(url: str, login: Login) -> None:
 
 
 def _login(kept: Any) -> Login:
-    """What the file has of a server; of a release before: one token, and its project."""
+    """Read a server's entry in the file; an older release wrote one token and its project."""
     if not isinstance(kept, dict):
         return Login({})
     chosen = str(kept.get("project") or "")

@@ -1,7 +1,7 @@
-"""Verbs over HTTP, and the waits of a client for a server.
+"""Verbs over HTTP, and how a client waits for a server.
 
-A verb that is not written out here is one request, as its declaration describes it. A client waits here for an
-operation that a server carries out for longer than a connection lasts, and for a run that a server drives.
+A verb without its own method here is one request, built from its declaration. A client waits here for an operation that
+a server carries out for longer than a connection lasts, and for a run that a server drives.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ if TYPE_CHECKING:
     from posttrain.domain.records import RunRecord
 
 _PREFER = "respond-async, wait=10"
-_PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between two looks, the last one again and again
+_PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between two polls, the last one repeatedly
 _TELL = 5.0  # seconds between two lines for a person
-_MOST_SECONDS = 22200.0  # that an operation is waited for: longer than a server carries one out
-_REPEATS = 20  # times that a request is asked again whose server is gone
+_MOST_SECONDS = 22200.0  # the longest wait for an operation: more than a server's limit
+_REPEATS = 20  # times that a request is sent again after its server ended
 _EVERY = 0.5  # seconds between two requests
 _OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
-_PAGE = 200  # things of one page
-_DRAW = 0.1  # seconds between two calls of whoever draws a run
+_PAGE = 200  # items of one page
+_DRAW = 0.1  # seconds between two calls of `watch`
 
 
 def carried_out(transport: Transport, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-    """The answer of a request that may take long.
+    """Return the answer of a request that may take long.
 
-    A server that ended meanwhile is asked again with the same key, so nothing is done twice. Who interrupts the wait
-    cancels the request.
+    After the end of a server the request is sent again with the same key, so it is carried out once. An interrupt of
+    the wait cancels the request.
 
     Raises:
-        PosttrainError: the problem that the server answered with. InfrastructureError: it ended again and again.
-        DeadlineError: it takes longer than a server lets one take.
+        PosttrainError: the problem that the server answered with. InfrastructureError: it ended repeatedly.
+        DeadlineError: it takes longer than a server allows.
     """
     headers = {"prefer": _PREFER, "idempotency-key": secrets.token_hex(16)}
     for _ in range(_REPEATS):
@@ -72,7 +72,7 @@ def carried_out(transport: Transport, method: str, path: str, body: Mapping[str,
             return reply.body
         try:
             return _awaited(transport, reply.headers["location"], json.loads(reply.body))
-        except NotFoundError:  # of its operation: that server is gone; whoever answers now knows the key
+        except NotFoundError:  # its operation was lost with the server; the next server has the key
             continue
         except KeyboardInterrupt:
             transport.ask("DELETE", reply.headers["location"])
@@ -108,11 +108,11 @@ class RemoteLog:
     run_id: str
     stage: str
     attempt: int
-    path: Path | None = None  # on a machine that is not ours
+    path: Path | None = None  # on another machine
 
 
 class RemoteWatcher:
-    """Looks at one run again and again; a server is asked twice a second at most."""
+    """Reads one run repeatedly; sends at most two requests a second."""
 
     def __init__(self, transport: Transport, project: str, run_id: str) -> None:
         self._transport = transport
@@ -121,7 +121,7 @@ class RemoteWatcher:
         self._last: tuple[float, str, RunStatus] | None = None
 
     def read(self) -> RunStatus:
-        """The run as it is now, or was half a second ago."""
+        """Return the run's status, at most half a second old."""
         now = time.monotonic()
         if self._last is not None and (now - self._last[0] < _EVERY or is_final("run", self._last[2].run.state)):
             return self._last[2]
@@ -133,14 +133,14 @@ class RemoteWatcher:
 
 
 class RemoteVigil:
-    """Waits for a run; a server is asked twice a second at most."""
+    """Waits for a run; sends at most two requests a second."""
 
     def __init__(self, look: Callable[[], RunRecord], timeout: float | None) -> None:
         self._look, self._timeout, self._began = look, timeout, time.monotonic()
         self._known: tuple[float, RunRecord] | None = None
 
     def look(self) -> RunRecord:
-        """The run as it is now, or was half a second ago. Raises DeadlineError when the time is up."""
+        """Return the run, at most half a second old. Raises DeadlineError when the time is up."""
         now = time.monotonic()
         if self._known is None or now - self._known[0] >= _EVERY:
             self._known = now, self._look()
@@ -152,7 +152,7 @@ class RemoteVigil:
         return run
 
     def rest(self, seconds: float) -> None:
-        """Until the next look."""
+        """Wait until the next look."""
         time.sleep(seconds)
 
 
@@ -162,11 +162,11 @@ class Remote:
     def __init__(self, transport: Transport, project: str) -> None:
         self._transport, self._project = transport, project
         self._sender, self._fetcher = Sender(transport, project), Fetcher(transport, project)
-        self._sweep: dict[str, Any] = {}  # as it was sent
+        self._sweep: dict[str, Any] = {}  # as last sent
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         verb.given(words, options)
-        own = getattr(self, f"_{verb.name}", None)  # more than one request, or none
+        own = getattr(self, f"_{verb.name}", None)  # several requests, or none
         return own(*words, **options) if own else self._asked(verb, *words, **options)
 
     def close(self) -> None:
@@ -184,13 +184,13 @@ class Remote:
         return self._fetched(verb, given.arguments, json.loads(body)) if verb.writes else self._read(verb, body)
 
     def _sent(self, operation: Verb[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments as they are sent: files are uploaded, what is called back stays here."""
+        """Return arguments as they are sent: files are uploaded, callbacks stay here."""
         setting = given.get("setting", ())
         found = {}
         for name, one in operation.parameters.items():
             value = given.get(name, one.default)
             if value is one.default or (value == one.default and type(value) is type(one.default)):
-                continue  # so that a server of the release before, which may not know it, answers
+                continue  # an older server, which may lack it, still answers
             if name == operation.writes:
                 value = value is not None
             elif isinstance(value, Path):
@@ -212,7 +212,7 @@ class Remote:
         return found
 
     def _fetched(self, verb: Verb[..., Any], given: Mapping[str, Any], said: Mapping[str, Any]) -> Any:
-        """The answer of a verb that writes: what the server wrote is fetched to where it was wanted."""
+        """Return the answer of a verb that writes: the server's files are fetched to the requested place."""
         files, target = said["files"], given[verb.writes]
         found = self._read(verb, json.dumps(said["value"]).encode())
         if verb.file:
@@ -225,7 +225,7 @@ class Remote:
         return replace(found, **inside)
 
     def _streamed(self, verb: Verb[..., Any], sent: Mapping[str, Any]) -> Any:
-        """An answer whose things come as they are said."""
+        """Return an answer whose items arrive one by one."""
         path = in_path(verb.whole_path, {"project": self._project})
         events = self._transport.stream(path, body=_plain(sent))
         kind, first = next(events)
@@ -235,7 +235,7 @@ class Remote:
         return Asked(**known, answers=(kinds.validate_json(data) for kind, data in events if kind == "answer"))
 
     def _pages(self, operation: Verb[..., Any], sent: Mapping[str, Any], wanted: int | None) -> Any:
-        """All pages of a list, or those of its first `wanted` things."""
+        """Return all items of a list, or its first `wanted`, page by page."""
         found: list[Any] = []
         behind: str | None = None
         while True:
@@ -254,10 +254,10 @@ class Remote:
                 return dict(found) if isinstance(items, dict) else found
 
     def _read(self, verb: Verb[..., R], body: bytes) -> R:
-        """A verb's answer.
+        """Parse a verb's answer.
 
         Raises:
-            ApiVersionError: it is of another release, and means nothing here.
+            ApiVersionError: it is of another release and cannot be parsed.
         """
         try:
             found: R = verb.answer.validate_json(body)
@@ -270,10 +270,10 @@ class Remote:
             ) from error
 
     def _body(self, operation: Verb[..., Any], named: Mapping[str, Any]) -> bytes:
-        """What a verb is answered with.
+        """Send a verb's request and return its answer.
 
         Raises:
-            NotFoundError: a name that no path can have.
+            NotFoundError: a name that no path can contain.
         """
         for name in operation.in_path:
             if "/" in str(named[name]):
@@ -303,7 +303,7 @@ class Remote:
         watch: Callable[[RunRecord], None] | None = None,
         report: bool = False,
     ) -> RunRecord:
-        """The server drives it; this waits."""
+        """Wait; the server drives the run."""
         vigil = RemoteVigil(lambda: Control(self).run(run_id), timeout)
         while True:
             run = vigil.look()
@@ -328,12 +328,12 @@ class Remote:
                 yield RemoteLog(said["run_id"], said["stage"], said["attempt"]), said["text"]
 
     def _compare(self, words: Sequence[str], page: Path | None = None) -> Any:
-        """Model folders of this machine are named by what is in them."""
+        """Replace model folders of this machine by the digests of their files."""
         named = [_model_digest(word) if word.startswith((".", "~", "/")) else word for word in words]
         return self._asked(Control.compare, named, page)
 
     def _import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
-        """The store is read here, and what was found is sent."""
+        """Read the store here, and send a copy of the run."""
         from posttrain.foreign.mlflow_run import read_mlflow
         from posttrain.foreign.outside import carry
 
@@ -343,12 +343,12 @@ class Remote:
         return self._read(Control.import_mlflow, body)
 
     def _write_report(self, run_id: str, folder: Path | None = None) -> Any:
-        """Into this user's cache, where no other folder is named."""
+        """Write into this user's cache, where no other folder is named."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
         return self._asked(Control.write_report, run_id, folder or cache / "reports" / run_id)
 
     def _follow(self, run_id: str) -> None:
-        """The server's driver sees to it."""
+        """Do nothing: the server's driver starts the writer."""
 
     def _export(self, model: str, folder: Path, **how: Any) -> Any:
         refuse_full(folder)
@@ -359,18 +359,18 @@ class Remote:
         return replace(self._read(Control.plan_sweep, self._body(Control.plan_sweep, self._sweep)), source=path)
 
     def _submit_point(self, point: Point) -> Submitted:
-        """Of the sweep that was planned last."""
+        """Submit a point of the sweep that was planned last."""
         sent = {**self._sweep, "place": point.place, "seed": point.seed}
         return self._read(Control.submit_point, self._body(Control.submit_point, sent))
 
     def _rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
-        """Of the sweep that was planned last."""
+        """Rank the runs of the sweep that was planned last."""
         sent = {**self._sweep, "runs": [[*key, run] for key, run in runs.items()]}
         return self._read(Control.rank, self._body(Control.rank, sent))
 
 
 def remote_control(url: str, token: str, project: str) -> Control:
-    """`Control` over a server."""
+    """Return `Control` over a server."""
     return Control(Remote(Transport(url, token), project))
 
 
@@ -383,7 +383,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
-    """A word, several, or the ref of a reward, as the server can resolve them: local files that they name are sent."""
+    """Return a name, several, or the ref of a reward as the server can resolve them: local files in them are sent."""
     if isinstance(value, str):
         return bundle.word(kind, value)
     if isinstance(value, Mapping):
@@ -392,7 +392,7 @@ def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
 
 
 def _model_digest(word: str) -> str:
-    """Of a model folder of this machine, once it is seen to be one."""
+    """Return the digest of a model folder of this machine, once it is checked to be one."""
     from posttrain.data.assets import inspect_model
     from posttrain.data.refs import local_path, parse_ref
 

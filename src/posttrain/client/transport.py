@@ -1,6 +1,6 @@
 """Requests to a server, and direct transfers between this machine and the server's store.
 
-A server gets one connection a thread, and a request is tried again where that cannot do anything twice. Direct
+Each thread has one connection to a server, and a request is repeated where that cannot do anything twice. Direct
 transfers use presigned URLs, which are secrets.
 """
 
@@ -37,24 +37,24 @@ _STALLED = 60.0  # seconds without a byte
 _OK = 200
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
-_HEARD_SECONDS = 60.0  # a server that tells nothing says four times a minute that it is there
-PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its database
+_HEARD_SECONDS = 60.0  # a silent stream gets a comment four times a minute
+PATIENCE = 120.0  # seconds of retries: a server, or its database, may be restarting
 HOPE = "trying for two minutes"
 _PIECE = 1 << 20  # bytes
 _LATER = (429, 502, 503, 504)
-_MOST_PAUSE = 30.0  # seconds that a server may ask to be waited for at a time
+_MOST_PAUSE = 30.0  # longest pause that a server may ask for
 _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
 
 
 class DirectError(Exception):
-    """The store cannot be reached from here, or refuses: the way through the server is left."""
+    """The store cannot be reached from here, or refuses; the transfer through the server remains."""
 
 
 def fetched(url: str) -> Iterator[bytes]:
-    """What is at a presigned URL, piece by piece.
+    """Yield the bytes at a presigned URL, piece by piece.
 
     Raises:
-        DirectError: it did not come as a whole.
+        DirectError: they did not arrive completely.
     """
     with _answer(url, "GET") as response:
         while piece := response.read(_PIECE):
@@ -67,7 +67,7 @@ def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
     """Send a file to a presigned URL.
 
     Raises:
-        DirectError: it was not taken.
+        DirectError: the store did not accept it.
     """
     with path.open("rb") as file, _answer(url, "PUT", file, headers) as response:
         response.read()
@@ -77,10 +77,10 @@ def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
 def _answer(
     url: str, method: str, body: BinaryIO | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[http.client.HTTPResponse]:
-    """A good answer.
+    """Yield a successful response.
 
     Raises:
-        DirectError: there is none, or it broke off.
+        DirectError: there is no such response, or it broke off.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -98,7 +98,7 @@ def _answer(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered."""
+    """The answer of a server."""
 
     status: int
     headers: Mapping[str, str]
@@ -106,21 +106,21 @@ class Reply:
 
 
 class Transport:
-    """To one server.
+    """The requests to one server.
 
     Args:
         url: `http://127.0.0.1:8460`, or https.
-        token: what is shown.
+        token: sent with every request.
 
     Raises:
-        InputError: no URL of a server; a token would go over the network in the clear.
+        InputError: an invalid URL; a token would be sent over the network unencrypted.
     """
 
     def __init__(self, url: str, token: str) -> None:
         parts = check_address(url)
         self.url = url.rstrip("/")
         self._base, self._token = parts.path.rstrip("/"), token
-        self.release = ""  # of the server, once it has answered
+        self.release = ""  # the server's version, once it has answered
         self._kept = KeptConnection()
 
     def ask(
@@ -133,11 +133,11 @@ class Transport:
         raw: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Ask, and ask again where the server is away: an unsafe request carries one key in all its tries.
+        """Send a request, and repeat it while the server is away: an unsafe request has the same key in all tries.
 
         Raises:
             PosttrainError: the problem that the server answered with.
-            InfrastructureError: it cannot be reached.
+            InfrastructureError: the server cannot be reached.
         """
         sent = raw if raw is not None else None if body is None else json.dumps(body).encode()
         named = {"content-type": "application/json"} if body is not None else {}
@@ -172,7 +172,7 @@ class Transport:
         ) from last
 
     def look(self, path: str) -> Reply:
-        """What a GET answers, whatever its status, asked once.
+        """Return the answer of a single GET, whatever its status.
 
         Raises:
             InfrastructureError: there is no answer.
@@ -188,11 +188,11 @@ class Transport:
     def stream(
         self, path: str, query: Mapping[str, Any] | None = None, body: Any = None
     ) -> Iterator[tuple[str, bytes]]:
-        """Server-sent events: kind and data of each, until the server ends or the connection does.
+        """Yield kind and data of each server-sent event, until the server ends the stream.
 
         Raises:
             PosttrainError: the problem that the server answered with. InfrastructureError: the connection ended too
-                early, or nothing comes any more.
+                early, or no event arrives any more.
         """
         try:
             yield from self._events(path, query, body)
@@ -225,14 +225,14 @@ class Transport:
             raise ConnectionError("the server ended the stream")
 
     def pieces(self, path: str, *, direct: bool = False) -> Iterator[bytes]:
-        """The bytes at a path, piece by piece.
+        """Yield the bytes at a path, piece by piece.
 
         Args:
-            direct: follow the server where it sends us elsewhere, which gets no token of ours.
+            direct: follow a redirect to the store, without sending our token there.
 
         Raises:
             PosttrainError: the problem that the server answered with. InfrastructureError: the answer broke off.
-            DirectError: the other place did not give them.
+            DirectError: the store did not return them.
         """
         try:
             with self._asked("GET", path, {"direct": "yes"} if direct else None) as response:
@@ -267,7 +267,7 @@ class Transport:
         headers: Mapping[str, str] = MappingProxyType({}),
         silence: float = ANSWER_SECONDS,
     ) -> Iterator[http.client.HTTPResponse]:
-        """What the server answers over a connection of its own, asked once."""
+        """Send one request over a separate connection and yield the response."""
         with closing(self._connect(silence)) as connection:
             connection.request(method, self._path(path, query), body=sent, headers=self._headers(headers))
             yield connection.getresponse()
@@ -288,10 +288,10 @@ class Transport:
         return {"authorization": f"Bearer {self._token}", "user-agent": f"posttrain/{__version__}", **more}
 
     def _checked(self, reply: Reply) -> Reply:
-        """A good answer.
+        """Return a successful answer.
 
         Raises:
-            PosttrainError: the problem that the server answered with. ApiVersionError: it speaks another API.
+            PosttrainError: the problem that the server answered with. ApiVersionError: it has another API version.
         """
         spoken = reply.headers.get("posttrain-api", "")
         if spoken and str(API_VERSION) not in spoken.split(", "):
@@ -315,15 +315,15 @@ class Transport:
 
     @property
     def skew(self) -> str:
-        """What to do where the server is of another release."""
+        """The remedy where the server is of another release."""
         return f"server {self.url} is Posttrain {self.release}, this is {__version__}; install Posttrain {self.release}"
 
 
 def check_address(url: str) -> SplitResult:
-    """The parts of a server's URL.
+    """Return the parts of a server's URL.
 
     Raises:
-        InputError: it is none; a token would go over the network in the clear.
+        InputError: it is not a valid URL; a token would be sent over the network unencrypted.
     """
     try:
         parts = urlsplit(url)
@@ -339,12 +339,12 @@ def check_address(url: str) -> SplitResult:
 
 
 def in_path(template: str, named: Mapping[str, Any]) -> str:
-    """A path with its parameters in it."""
+    """Return a path with its parameters filled in."""
     return template.format_map({name: quote(str(value), safe="") for name, value in named.items()})
 
 
 def _told_later(reply: Reply) -> float:
-    """Seconds after which a server says to ask again; 0: it says nothing of that."""
+    """Return the seconds of a `retry-after` header; 0 without one."""
     said = reply.headers.get("retry-after", "")
     return min(_MOST_PAUSE, float(said)) if said.isdecimal() else 0.0
 

@@ -1,4 +1,4 @@
-"""Actions that people ask for, and their approvals and rejections of what was asked for.
+"""Actions of people, and their approvals and rejections of requests.
 
 The actions are stop, send a signal, note, retry, promote and roll back.
 """
@@ -28,14 +28,14 @@ from posttrain.domain.waits import signals_of
 from posttrain.store.writing import quarantined
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
-_GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it
+_GOES_ON = (RunState.STOPPED, RunState.FAILED)  # after a retry
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
 _MOST_LETTERS, _MOST_NOTES, _MOST_TAGS = 1000, 100, 8  # of a text; of a run
 _SHORTEST = len(DIGEST_PREFIX) + 8  # of a digest that names a request
 
 
 def stop(stores: Stores, run_id: str) -> RunRecord:
-    """Ask a run to stop: its jobs checkpoint and end. Whoever drives the run carries it out.
+    """Request a run's stop: its jobs checkpoint and end. The run's driver executes it.
 
     Raises:
         InputError: the run has already ended.
@@ -54,13 +54,14 @@ def stop(stores: Stores, run_id: str) -> RunRecord:
 
 
 def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
-    """Let a run go on where it waits for a signal, or will; and wake whoever drives it.
+    """Send a signal that a stage of a run waits for, or will wait for, and notify its driver.
 
     Returns:
-        The signal, and whether this call sent it: sent twice it is the first one.
+        The signal, and whether this call sent it: a second call returns the first signal.
 
     Raises:
-        InputError: the run has ended, or it waits for no such signal.
+        InputError: the run has ended, or no stage waits for such a signal.
+        ConflictError: concurrent changes prevented it.
     """
     run = stores.ledger.run(run_id)
     known = signals_of(stores.manifest(run))
@@ -81,13 +82,14 @@ def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tup
 def note(
     stores: Stores, run_id: str, text: str = "", tags: Sequence[str] = (), untag: Sequence[str] = ()
 ) -> list[RunNote]:
-    """Write a text down of a run, give it tags and take tags off it. What it had already changes nothing.
+    """Add a text and tags to a run, and remove tags. Adding an existing text or tag changes nothing.
 
     Returns:
         Its tags, and its newest text.
 
     Raises:
-        InputError: nothing to write down, too long a text, too many, a tag that is given and taken, none to take off.
+        InputError: nothing to change, a text that is too long, too many texts or tags, a tag that is both added and
+            removed, or a tag to remove that the run does not have.
     """
     check_note(text, tags)
     both = next((tag for tag in tags if tag in untag), None)
@@ -118,10 +120,10 @@ def note(
 
 
 def check_note(text: str, tags: Sequence[str]) -> None:
-    """Refuse what no run can be given.
+    """Refuse an invalid note.
 
     Raises:
-        InputError: too long a text, too many tags.
+        InputError: a text that is too long, or too many tags.
     """
     if len(text) > _MOST_LETTERS:
         raise InputError(f"note: the text must be at most {_MOST_LETTERS} characters, got {len(text)}; shorten it")
@@ -134,10 +136,10 @@ def _refuse_many(what: str, count: int, most: int, remedy: str) -> None:
 
 
 def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
-    """Let a stopped or failed run go on: ended stages become pending again and resume from their checkpoints.
+    """Continue a stopped or failed run: its stopped and failed stages become pending, and resume their checkpoints.
 
     Raises:
-        InputError: the run is not stopped or failed, or something that it uses was recalled.
+        InputError: the run is not stopped or failed, or one of its inputs was recalled.
     """
     run = stores.ledger.run(run_id)
     if run.state not in (RunState.STOPPED, RunState.FAILED):
@@ -148,7 +150,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
         transaction.lock_recalls()
         transaction.lock_run(run.id)
         refuse_recalled(transaction.snapshot, manifest, f"run {run.id}")
-        environments.accept(folders, run.id)  # before a driver may look at the run
+        environments.accept(folders, run.id)  # before a driver may read the run
         transaction.look_again(run.id)
         for stage in stores.ledger.stages(run.id):
             if stage.state in (StageState.FAILED, StageState.STOPPED):
@@ -175,19 +177,19 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
     since.
 
     Args:
-        lift_quarantine: why a model that was rolled back from this channel may come back.
+        lift_quarantine: the reason for lifting the quarantine of a model that was rolled back from this channel.
 
     Raises:
         InputError: the run has no gate report.
-        QuarantinedError: its model was rolled back from this channel.
-        NotFoundError: a channel that neither exists nor is the one the run file names.
-        GateRejectedError, GateInconclusiveError: the report does not say PASS.
-        ConflictError: the channel moved since the gate looked, even if it came back.
-        PolicyError: the channel's policy is another than the one it was judged under.
+        QuarantinedError: its model was rolled back from this channel, and `lift_quarantine` is empty.
+        NotFoundError: the channel neither exists nor is named in the run file.
+        GateRejectedError, GateInconclusiveError: the report's result is not PASS.
+        ConflictError: the channel moved since the gate ran, even if it moved back.
+        PolicyError: the channel's policy differs from the one that the run was judged under.
         ApprovalError: the channel is protected or its policy names approvers, and an approval is missing; this call
             requests it.
         ChannelClosedError: the channel is frozen, or the quarantine may not be lifted.
-        RecalledError: the model, or something that it was made from, was recalled.
+        RecalledError: the model, or an input that it was made from, was recalled.
         IntegrityError: the model's bytes are missing or corrupt.
     """
     run, manifest = stores.ledger.run(run_id), stores.manifest(stores.ledger.run(run_id))
@@ -211,7 +213,7 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         approvals.require(stores, request, pinned)
     check_weights(stores.blobs, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
-        return live  # asking twice is one promotion
+        return live  # a repeated call is one promotion
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, report.candidate)
@@ -231,13 +233,13 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
 
 
 def judged_report(stores: Stores, run: RunRecord, verb: str) -> str:
-    """Digest of a run's gate report.
+    """Return the digest of a run's gate report.
 
     Args:
-        verb: what needs it, for the error.
+        verb: the action that needs it, for the error.
 
     Raises:
-        InputError: it has none.
+        InputError: the run has no gate report.
     """
     gate = next((stage for stage in stores.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
     if gate is None or REPORT not in gate.outputs:
@@ -254,24 +256,24 @@ def rollback(
     reason: str = "",
     lift_quarantine: str = "",
 ) -> ReleaseEntry:
-    """Point a channel back at a model it served before. Waits for no gate.
+    """Point a channel back at a model that it served before. Waits for no gate.
 
     Args:
         to: a model digest prefix, a run id, or a release number of the channel's history; None: the newest release
-            that is not quarantined. When it is live already nothing moves, so that asking twice is one rollback.
-        since: the release that must be live now, so that a repeated bare rollback cannot go back twice.
-        reason: why, in words that may be erased.
-        lift_quarantine: why the quarantined model that `to` names may come back.
+            that is not quarantined. If that model is already live nothing moves, so a repeated call is one rollback.
+        since: the release that must be live now, so that a repeated rollback without `to` cannot go back twice.
+        reason: an erasable text.
+        lift_quarantine: the reason for lifting the quarantine of the model that `to` names.
 
     Raises:
-        InputError: `lift_quarantine` without `to`; no reason, of a protected channel.
-        NotFoundError: unknown channel, or nothing to return to.
-        ConflictError: another release is live than `since`, or the channel moved meanwhile.
-        QuarantinedError: what `to` names is quarantined, and `lift_quarantine` gives no reason.
+        InputError: `lift_quarantine` without `to`; no reason for a protected channel.
+        NotFoundError: unknown channel, or no earlier model.
+        ConflictError: another release than `since` is live, or the channel moved meanwhile.
+        QuarantinedError: the model that `to` names is quarantined, and `lift_quarantine` is empty.
         ChannelClosedError: the channel is frozen for rollbacks too, or its policy never lifts a quarantine.
-        ApprovalError: it is quarantined, and may come back once that is approved.
-        RecalledError: what it would return to was recalled, or made from something that was.
-        IntegrityError: bytes of the model to return to are missing or corrupt.
+        ApprovalError: lifting the quarantine needs an approval that is missing.
+        RecalledError: the earlier model was recalled, or made from recalled bytes.
+        IntegrityError: bytes of the earlier model are missing or corrupt.
     """
     if lift_quarantine and to is None:
         raise InputError(f"rollback {channel}: --lift-quarantine must come with --to; name the release to bring back")
@@ -308,7 +310,7 @@ def rollback(
 
 
 def _refuse_unsaid(channel: ChannelRecord, to: str | None, barred: Quarantine | None, reason: str, lift: str) -> None:
-    """Refuse a rollback that lacks the reason which a quarantined model or a protected channel needs."""
+    """Refuse a rollback without the reason that a quarantined model or a protected channel requires."""
     if barred is not None and not lift:
         raise quarantined(barred, f"posttrain rollback {channel.name} --to {to} --lift-quarantine REASON")
     if channel.protected and not (reason.strip() or lift.strip()):
@@ -316,11 +318,11 @@ def _refuse_unsaid(channel: ChannelRecord, to: str | None, barred: Quarantine | 
 
 
 def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEntry:
-    """The release that a channel serves.
+    """Return the release that a channel serves.
 
     Raises:
-        NotFoundError: the channel is unknown, or serves none.
-        ConflictError: it is another than `since`.
+        NotFoundError: the channel is unknown or has no release.
+        ConflictError: another release than `since` is live.
     """
     live = stores.ledger.channel(channel)
     if live is None:
@@ -333,11 +335,11 @@ def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEnt
 
 
 def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | None:
-    """The model digest a person means: by release number, else by run id or its prefix, else by digest prefix.
+    """Return the model digest for a release number, else for a run id or its prefix, else for a digest prefix.
 
     Raises:
-        NotFoundError: nothing in the history is called that.
-        InputError: several models are.
+        NotFoundError: no release in the history matches.
+        InputError: several models match.
     """
     if to is None:
         return None
@@ -358,10 +360,11 @@ def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | Non
 
 
 def find_request(stores: Stores, digest: str) -> ApprovalRequest:
-    """The request whose digest begins like this.
+    """Return the request whose digest has this prefix.
 
     Raises:
-        InputError, NotFoundError: too short, or none, or several.
+        InputError: the prefix is too short or ambiguous.
+        NotFoundError: no request has this prefix.
     """
     if len(digest) < _SHORTEST:
         raise InputError(f"approval request {digest!r}: must have at least 8 digits, as get CHANNEL shows them")
@@ -375,10 +378,10 @@ def find_request(stores: Stores, digest: str) -> ApprovalRequest:
 
 
 def asked_policy(stores: Stores, channel: str, digest: str) -> PinnedPolicy:
-    """The policy that a request asks for.
+    """Return the policy that a request would set.
 
     Raises:
-        InputError: it is a request for something else, or of another channel.
+        InputError: the request is for another action or another channel.
     """
     request = find_request(stores, digest)
     wanted = request.asked.get("set")
@@ -390,16 +393,16 @@ def asked_policy(stores: Stores, channel: str, digest: str) -> PinnedPolicy:
 
 
 def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRequest:
-    """The request for the release of a run's model, whether it was asked for yet or not.
+    """Return the request for the release of a run's model, recorded or not.
 
     Args:
         channel: by default the one that its run file names.
 
     Raises:
-        InputError: the run has no gate report, no channel, or is live; or nobody is asked on that channel.
-        NotFoundError: a channel that neither exists nor is the one the run file names.
+        InputError: the run has no gate report or no channel, its model is live, or the channel requires no approval.
+        NotFoundError: the channel neither exists nor is named in the run file.
         GateRejectedError, GateInconclusiveError: its gates do not pass.
-        ConflictError: the channel moved since the gate looked, or has another policy.
+        ConflictError: the channel moved since the gate ran, or has another policy.
     """
     run = stores.ledger.run(run_id)
     manifest = stores.manifest(run)
@@ -430,20 +433,20 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
 
 
 def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = "") -> Standing:
-    """Approve or reject what was asked for, as the present actor; saying the same again changes nothing.
+    """Approve or reject a request as the current actor; the same verdict again changes nothing.
 
-    Whoever rejected it and may not approve it, since it is theirs, takes the rejection back by approving.
+    An owner of the request, who may reject but not approve it, withdraws a rejection by approving.
 
     Args:
         verdict: `approved` or `rejected`.
 
     Returns:
-        Where it stands afterwards.
+        The standing of the request afterwards.
 
     Raises:
-        AccessError: the channel's policy does not name the actor, or the request is the actor's own.
-        ConflictError: what it is about has changed since it was asked for.
-        InputError: it is done.
+        AccessError: the actor is not an approver of the channel, or approves the actor's own request.
+        ConflictError: the channel has changed since the request was made.
+        InputError: the requested action is already done.
     """
     pinned, channel = policy_of(stores, request.channel), request.channel
     with stores.ledger.transaction(stores.actor) as transaction:

@@ -1,16 +1,16 @@
 """Launch of jobs: executor, folders and channels of attempts, requests, the code that decides results, environments.
 
-Whoever only reads what jobs left takes the folders and no executor. Nothing here names a concrete back-end.
+Code that only reads the outputs of jobs takes the folders and no executor. Nothing here names a concrete back-end.
 
-The request of an attempt is written once into its folder, and submitted as written by whoever gets to it.
+The request of an attempt is written once into its folder, and every driver submits it as written.
 
-The code that decides results is the trainer's, and that of a kind which an installed package brought. A manifest's
-`code` names both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of their trainer's
-code and are not named.
+The code that decides results is the trainer's, and that of kinds from installed packages. A manifest's `code` names
+both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of their trainer's code and are
+not named.
 
-The environment that a run's jobs import from is pinned when its first job starts, and compared before every other. Of
-the installed packages those count that jobs of the run can import: Posttrain, what its rewards and dataflows import,
-packages that add to one of these by entry points, and what all of them require.
+The environment that a run's jobs import from is pinned when its first job starts, and compared before every other job.
+It includes the installed packages that jobs of the run can import: Posttrain, the imports of its rewards and dataflows,
+packages that extend one of these by entry points, and the requirements of all of them.
 """
 
 import ast
@@ -38,13 +38,13 @@ from posttrain.store.trees import tree_listing
 
 _KIND = "kind:"
 _FILE = "request.json"
-_OVERTIME_SECONDS = 120.0  # beyond what the budget leaves: the job ends by itself, or its driver ends it, before
+_OVERTIME_SECONDS = 120.0  # beyond the rest of the budget: before that the job or its driver ends it
 _RECORD = "environment.json"  # in a run's folder: {"digest"}
 _CODE = ("reward", "recipe")  # slots; a run's rewards with weights are `rewards.NAME`
 
 
 def code_of(stages: Iterable[tuple[str, str]], trainers: Mapping[str, Trainer]) -> dict[str, str]:
-    """What a manifest's `code` holds.
+    """Return the `code` of a manifest.
 
     Args:
         stages: kind and trainer of each.
@@ -55,10 +55,10 @@ def code_of(stages: Iterable[tuple[str, str]], trainers: Mapping[str, Trainer]) 
 
 
 def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
-    """The digest that a name of `code` has now.
+    """Return the present digest of a name in `code`.
 
     Raises:
-        InputError: there is no such trainer or kind any more, or its package is broken.
+        InputError: the trainer or kind is no longer installed, or its package is broken.
     """
     if name.startswith(_KIND):
         kind = name.removeprefix(_KIND)
@@ -70,10 +70,10 @@ def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
 
 
 def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
-    """A trainer that a manifest names.
+    """Return the trainer of this name.
 
     Raises:
-        InputError: it is not installed any more, or its package is broken.
+        InputError: it is not installed, or its package is broken.
     """
     if name not in trainers:
         known = ", ".join(sorted(trainers))
@@ -84,60 +84,60 @@ def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
 
 
 def names_of(manifest: Manifest, stage: StageManifest) -> list[str]:
-    """What of the manifest's `code` decides a stage's result."""
+    """Return the names in the manifest's `code` that decide a stage's result."""
     return [stage.trainer, *(name for name in (f"{_KIND}{stage.kind}",) if name in manifest.code)]
 
 
 def deciding_code(manifest: Manifest, stage: StageManifest) -> Any:
-    """The part of a stage's cache key that its code is."""
+    """Return the code part of a stage's cache key."""
     found = [manifest.code[name] for name in names_of(manifest, stage)]
     return found[0] if len(found) == 1 else found
 
 
 def called(name: str) -> str:
-    """A name of `code` in an error."""
+    """Return a name of `code` as errors show it."""
     return f"kind {name.removeprefix(_KIND)!r}" if name.startswith(_KIND) else f"trainer {name!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFolders:
-    """Where the attempts of one workspace are."""
+    """The folders and channels of a workspace's attempts."""
 
     root: Path  # the workspace folder
-    channels: Callable[[], str] = lambda: ""  # URL below which new attempts have their channels; empty: their folders
+    channels: Callable[[], str] = lambda: ""  # base URL of new attempts' channels; empty: their folders
 
     def path(self, run_id: str, stage: str, number: int) -> Path:
-        """Where attempt `number` lives."""
+        """Return the path of attempt `number`."""
         return self.root / "runs" / run_id / stage / f"{number:03d}"
 
     def of(self, attempt: AttemptRecord) -> AttemptFolder:
-        """The attempt's folder."""
+        """Return the attempt's folder."""
         return AttemptFolder(self.root / attempt.folder, self.known(attempt), otherwise=self.channel(attempt))
 
     def known(self, attempt: AttemptRecord) -> str | None:
-        """URL of an attempt's channel, empty: its folder, by what its job cannot have written.
+        """Return the URL of an attempt's channel (empty: its folder) from records that its job cannot have written.
 
-        None: a release before planned it, and only its order says whether its channel is in a store.
+        None: an older version planned it, and only its order contains the channel's place.
         """
         return "" if attempt.channel is None and not self.channels() else attempt.channel
 
     def channel(self, attempt: AttemptRecord) -> str:
-        """URL of the channel that an attempt gets with its order; empty: its folder."""
+        """Return the URL of the channel in an attempt's order; empty: its folder."""
         if attempt.channel is not None:
             return attempt.channel
         return self.channel_of(attempt.run_id, attempt.stage, attempt.number)
 
     def channel_of(self, run_id: str, stage: str, number: int) -> str:
-        """URL of the channel that an attempt gets when it is planned; empty: its folder."""
+        """Return the URL of the channel of a newly planned attempt; empty: its folder."""
         base = self.channels()
         return f"{base}/{run_id}/{stage}/{number:03d}" if base else ""
 
 
 class Access(Protocol):
-    """Lets the jobs of a server read what they need, and nothing else."""
+    """Lets the jobs of a server read only their inputs."""
 
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
-        """Write into an attempt's folder what lets its job in, until the attempt ends.
+        """Write credentials into an attempt's folder, valid until the attempt ends.
 
         Args:
             boxed: the job runs in an image, without a network.
@@ -146,62 +146,62 @@ class Access(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Executor, trainers and attempt folders of one control plane, and what its jobs may."""
+    """Executor, trainers and attempt folders of one control plane, and the permissions of its jobs."""
 
     executor: Executor
     trainers: Mapping[str, Trainer]
     folders: AttemptFolders
-    slots: int = 1  # jobs of this host at a time, whatever their runs and projects
-    beside: int = 0  # threads for what takes long; none: whoever decides does it
-    trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
-    workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
-    hosts: Hosts | None = None  # that share the ledger; None: it has one
-    access: Access | None = None  # how jobs reach their inputs; None: by the store, with the user's own rights
+    slots: int = 1  # jobs of this host at a time, over all runs and projects
+    beside: int = 0  # threads for long work; 0: the deciding thread does it
+    trust_rewards: bool = False  # rewards may run even if the kernel cannot confine them
+    workspace: Callable[[], str] = lambda: ""  # identifies the workspace, as opposed to its copies, in labels of jobs
+    hosts: Hosts | None = None  # that share the ledger; None: it has one host
+    access: Access | None = None  # how jobs read their inputs; None: from the store, with the user's own rights
 
     @property
     def host(self) -> str | None:
-        """Whose drivers alone can reach these jobs; None: the ledger has one host."""
+        """The only host whose drivers can reach these jobs; None: the ledger has one host."""
         return self.hosts.id if self.hosts else None
 
     def elsewhere(self, attempt: AttemptRecord) -> bool:
-        """Whether an attempt's job and folder are on another host.
+        """Return whether an attempt's job and folder are on another host.
 
-        An attempt of a release that knew no hosts is of the one that has its folder.
+        An attempt of an older version without hosts belongs to the host with its folder.
         """
         if attempt.host is None and self.hosts is not None and attempt.state == AttemptState.LAUNCHED:
             return not (self.folders.root / attempt.folder).is_dir()
         return attempt.host not in (None, self.host)
 
     def trainer(self, name: str) -> Trainer:
-        """A trainer that a manifest names.
+        """Return the trainer of this name.
 
         Raises:
-            InputError: it is not installed any more, or its package is broken.
+            InputError: it is not installed, or its package is broken.
         """
         return trainer_of(name, self.trainers)
 
 
 def job_of(folders: AttemptFolders, attempt: AttemptRecord) -> Job:
-    """What finds an attempt's job."""
+    """Return the reference of an attempt's job."""
     return Job(attempt.name, str(folders.of(attempt).path), folders.known(attempt))
 
 
 def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
-    """The names of variables that a stage's rewards get."""
+    """Return the names of the secrets that a stage's rewards get."""
     return frozenset(str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
 
 
 def request_of(
     jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, of_rewards: frozenset[str]
 ) -> JobRequest:
-    """The attempt's request; of several processes that write one at once, the first's.
+    """Write the attempt's request unless it exists, and return it; of concurrent writers the first one wins.
 
     Args:
         of_rewards: the secrets that its manifest names. A job of the same run can write into the folder.
 
     Raises:
-        InputError: it asks for something malformed, or another version wrote it.
-        IntegrityError: what was written cannot be read, or names other secrets than its manifest and its trainer.
+        InputError: the request is malformed, or another version wrote it.
+        IntegrityError: the file cannot be read, or names secrets that its manifest and its trainer do not.
         WorkspaceError: the disk is full or read-only.
     """
     folder = jobs.folders.of(attempt)
@@ -238,7 +238,10 @@ def request_of(
 
 
 def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
-    """How the present environment differs from the run's, in one line; empty where it does not, or nobody compares."""
+    """Return how the present environment differs from the run's; empty: it does not, or the executor does not attest.
+
+    The first call of a run pins the environment.
+    """
     if not jobs.executor.attests:
         return ""
     cache, record = jobs.folders.root / "cache", _record(jobs.folders, run_id)
@@ -248,13 +251,13 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     packages = (
         before.packages if before else tuple(sorted(closure({name for own in imported.values() for name in own})))
     )
-    # takes seconds: the workspace may be gone
+    # takes seconds, in which the workspace may be deleted
     present = read_environment(packages=packages, known=before.files if before else ())
     make_folder(cache, within=jobs.folders.root)
     if known is None:
         pin(present, cache)
         make_folder(record.parent, within=jobs.folders.root)
-        told = stores.ledger.events_about(run_id, RUN_ENVIRONMENT)  # by a driver that died before it wrote the record
+        told = stores.ledger.events_about(run_id, RUN_ENVIRONMENT)  # a driver may have died before it wrote the record
         if not told or told[-1].payload["digest"] != present.digest:
             payload = {"digest": present.digest, "packages": _versions(imported)}
             with stores.ledger.transaction(stores.actor) as transaction:
@@ -269,7 +272,7 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
 
 
 def imported_by(stores: Stores, manifest: Manifest) -> dict[str, set[str]]:
-    """Each reward and dataflow of a run → names of the installed packages that its sources import."""
+    """Return reward or dataflow of a run → names of the installed packages that its sources import."""
     owners = importlib.metadata.packages_distributions()
     found: dict[str, set[str]] = {}
     for _, slot, ref in manifest.assets():
@@ -289,8 +292,8 @@ def _versions(imported: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
 
 
 def closure(names: set[str]) -> set[str]:
-    """Normalised names of Posttrain, of these packages, of those that add to one of them by entry points, and of
-    everything that they require here. Extras count where they are asked for.
+    """Return the normalised names of Posttrain, of these packages, of packages that extend one of them by entry points,
+    and of all their requirements here. Extras count if a requirement names them.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -328,11 +331,11 @@ def _sources(stores: Stores, ref: InputRef) -> Iterator[bytes]:
             if name.endswith(".py"):
                 yield stores.blobs.get(file.digest)
     except PosttrainError:
-        return  # whoever runs it says what is missing
+        return  # the job reports the missing blob
 
 
 def _modules(source: bytes) -> Iterator[str]:
-    """First words of the modules that a source names in its imports, also inside functions."""
+    """Yield the top-level names of all modules that a source imports, also inside functions."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -345,13 +348,13 @@ def _modules(source: bytes) -> Iterator[str]:
 
 
 def ordered(jobs: Jobs, run_id: str) -> str:
-    """The digest that a job of the run must find; empty: it need not compare."""
+    """Return the environment digest that a job of the run must find; empty: it does not compare."""
     known = read_json(_record(jobs.folders, run_id)) if jobs.executor.attests else None
     return str(known["digest"]) if known else ""
 
 
 def accept(folders: AttemptFolders, run_id: str) -> None:
-    """A person lets the run go on: the next job pins what is there then."""
+    """Accept environment changes for a retried run: its next job pins the environment again."""
     _record(folders, run_id).unlink(missing_ok=True)
 
 

@@ -2,11 +2,12 @@
 
 A judge stage judges the evidence; a release stage moves the release pointer.
 
-The explanation of why a run is where it is gives the reason, which number missed and by how much, and what to do next.
+The explanation of a run's state contains the reason, the number that missed its limit and by how much, and the next
+action.
 
-A count records how often the items of a run's gates were evaluated before; `decision.gates` draws the consequence.
-Items are told apart by their content. Two data sets that share half of the smaller one's items count as the same items,
-so a row more or another order of rows begins no new count.
+A count records how often the items of a run's gates were evaluated before; `decision.gates` applies it. Items are
+identified by their content. Two data sets that share half of the smaller one's items count as the same items, so an
+additional row or another order of rows starts no new count.
 """
 
 import functools
@@ -55,7 +56,7 @@ from posttrain.domain.rewards import JUDGES
 from posttrain.store.trees import verify_tree
 
 Ids = NDArray[np.uint64]  # of items, sorted and distinct
-_SHARED = 2  # one item in so many of the smaller set, in common: the items are the same
+_SHARED = 2  # sets that share 1/_SHARED of the smaller one are the same items
 _COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")  # of metrics.parquet; the last three are the range
 _REASONS = {
     Outcome.FAIL: Reason.GATE_FAILED,
@@ -63,7 +64,7 @@ _REASONS = {
     Outcome.ERROR: Reason.GATE_ERROR,
 }
 _TURNED_AWAY: Mapping[type[ConflictError], tuple[Reason, str]] = {
-    # why a release did not happen, and what to type next: judging again needs the run file, as the error says
+    # reason and next action of a refused release; only a plan of the run file can judge again
     QuarantinedError: (Reason.QUARANTINED, "posttrain promote {run} --lift-quarantine REASON"),
     RecalledError: (Reason.RECALLED, "posttrain lineage {run}"),
     PolicyError: (Reason.POLICY_NOT_MET, "posttrain run RUN.yaml"),
@@ -74,13 +75,13 @@ _TURNED_AWAY: Mapping[type[ConflictError], tuple[Reason, str]] = {
 
 
 def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list[Evaluation]:
-    """Every evaluation of these items, oldest first.
+    """Return every evaluation of these items, oldest first.
 
-    An evaluation without readable results (it failed, or they were erased) counts where it read the same data set.
+    An evaluation without readable results (it failed, or they were erased) counts if it read the same data set.
 
     Args:
         items: digest of a data set.
-        written: ids of its items, for a data set that was never evaluated.
+        written: ids of its items, for a data set without evaluations.
     """
     with stores.ledger.snapshot() as now:
         measured = now.measured(SUITES, METRICS)
@@ -102,9 +103,9 @@ def _alike(mine: Ids, theirs: Ids) -> bool:
 
 @functools.lru_cache(256)
 def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
-    """The items of a suite in an evaluation's `metrics.parquet`; none where it was erased or cannot be read.
+    """Return the items of a suite in an evaluation's `metrics.parquet`; empty if it was erased or is unreadable.
 
-    A gate that judges an unreadable file ends as ERROR; a gate that only counts it goes on.
+    A gate that judges an unreadable file ends as ERROR; a gate that only counts it continues.
     """
     try:
         written = io.BytesIO(get(results))
@@ -113,12 +114,12 @@ def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
     try:
         table = pq.ParquetFile(written).read(["metric", "item_id"], use_threads=False)
         return _numbers(map(str, table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"].to_pylist()))
-    except (ArrowException, KeyError, OSError):  # of the bytes: a store that does not answer is retried
+    except (ArrowException, KeyError, OSError):  # bad bytes only: an unavailable store raises, and is retried
         return _numbers(())
 
 
 def _numbers(ids: Iterable[str]) -> Ids:
-    """Eight bytes of each id's hash: a set of 100,000 items takes 0.8 MB."""
+    """Return eight bytes of each id's hash, sorted: a set of 100,000 items takes 0.8 MB."""
     found = {hashlib.blake2b(one.encode(), digest_size=8).digest() for one in ids}
     return np.sort(np.frombuffer(b"".join(found), dtype=np.uint64))
 
@@ -131,17 +132,17 @@ def gate_looks(
     run_id: str | None = None,
     written: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, Look]:
-    """The look of every rule at its items; rules whose items are not known are left out.
+    """Return the look of every rule at its items; rules with unknown items are left out.
 
-    Evaluations of the same run that the gate compares with are part of its look, and not looks before it.
+    Evaluations of the same run that the gate compares with are part of its look, not earlier looks.
 
     Args:
-        pinned: the policy that the run was planned under. Where it has no `looks`, a project with roles, as every
-            server has them, corrects for the number of looks, and an embedded workspace warns.
-        rows: stages of the run; before there is one, stages whose cached results it will reuse. An evaluation that is
-            not there is the next look.
+        pinned: the policy that the run was planned under. If it has no `looks`, a project with roles (as on every
+            server) corrects for the number of looks, and an embedded workspace warns.
+        rows: stages of the run; before its submission, stages whose cached results it will reuse. A missing evaluation
+            is the next look.
         run_id: the run; None: it is not submitted.
-        written: by digest, ids of the items of data sets that were never evaluated.
+        written: by digest, ids of the items of data sets without evaluations.
     """
     gate = next((stage for stage in manifest.stages if kind_of(stage.kind).judges), None)
     if gate is None:
@@ -161,7 +162,7 @@ def gate_looks(
 
 
 def _items(stage: StageManifest, rule: GateRule) -> Iterator[str]:
-    """Digests of the data that a rule judges: its suite's, or of a kind without suites everything that it reads."""
+    """Yield the digests of a rule's data: its suite's, or for a kind without suites all its data inputs."""
     suites = {name: ref.digest for name, ref in measured_suites(stage)}
     if suites:
         wanted = suites.get(suite_of(rule.metric))
@@ -178,10 +179,10 @@ def _place(
     rows: Mapping[str, StageRecord],
     own: Collection[tuple[str | None, str]],
 ) -> int:
-    """The number of an evaluation among those of its items; the next number of one that is to come.
+    """Return the number of an evaluation among those of its items; a future evaluation gets the next number.
 
-    Before it are those that began before it and those that ended before it did: what was judged first is counted,
-    whichever began first. What the cache answers keeps its number.
+    Evaluations that started or ended earlier count before it, so that earlier judgements always count. A result from
+    the cache keeps its number.
     """
     row = rows.get(stage.name)
     mine = (row.cached_from or f"{row.run_id}/{row.name}") if row else ""
@@ -194,7 +195,7 @@ def _place(
 
 
 def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
-    """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
+    """Judge every gate of the run on the bound evidence; the release stage starts only after PASS."""
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.measures}
     rivals = {CHANNEL, *(rule.rival for rule in manifest.gates if rule.rival)}
@@ -233,7 +234,7 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
 
 
 def _release_in(live: InputBlob | None, channel: str) -> int | None:
-    """Sequence of the release that a gate is bound to, as `channel:prod@3` names it; 0: there was none."""
+    """Return the sequence of the release that a gate is bound to (`channel:prod@3`); 0: no release; None: unknown."""
     if live is None:
         return 0
     named, _, sequence = live.name.rpartition("@")
@@ -241,7 +242,7 @@ def _release_in(live: InputBlob | None, channel: str) -> int | None:
 
 
 def _baseline(blobs: BlobStore, inputs: Mapping[str, InputBlob], word: str) -> Baseline:
-    """What a rule compares with: a model, and what was measured of it."""
+    """Return the baseline of a rule: a model and its measurements."""
     model = inputs.get(CHANNEL if word == CHANNEL else RIVAL + word)
     return Baseline(
         model.digest if model else None, _read(blobs, inputs, BASELINE if word == CHANNEL else f"{RIVAL}{word}.")
@@ -249,13 +250,13 @@ def _baseline(blobs: BlobStore, inputs: Mapping[str, InputBlob], word: str) -> B
 
 
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
-    """What measured: code, parameters, and the suites' data."""
+    """Return the evaluator of a stage: code, parameters, and the suites' data."""
     suites = {slot: [ref.digest, ref.meta] for slot, ref in stage.inputs.items() if slot != "model"}
     return {"code": manifest.code[stage.trainer], "params": deciding(stage.params), "suites": suites}
 
 
 def _summary(report: GateReport) -> str:
-    """One line: how many gates decided, and the first one's numbers."""
+    """Return one line: how many gates decided, and the first one's numbers."""
     total = len(report.verdicts)
     if report.outcome is Outcome.PASS:
         return "the gate passes" if total == 1 else f"all {total} gates pass"
@@ -269,10 +270,10 @@ def _summary(report: GateReport) -> str:
 def release_stage(
     stores: Stores, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> None:
-    """Move the channel to the judged model, if it still points where it pointed when the gate looked.
+    """Move the channel to the judged model, if it has not moved since the gate ran.
 
-    A protected channel, and one whose policy names approvers, makes the stage wait for an approval; nothing is hashed
-    before it is given.
+    If the channel is protected or its policy names approvers, the stage waits for an approval before it hashes the
+    model.
     """
     assert manifest.release is not None
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
@@ -291,7 +292,7 @@ def release_stage(
         crashpoint("promote.before_commit")
         with stores.ledger.transaction(stores.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":
-                return  # a person said stop before the pointer moved: the next tick stops the stage
+                return  # a person stopped the run before the channel moved: the next tick stops the stage
             if move:
                 transaction.lock_recalls()
                 refuse_release(transaction.snapshot, channel, candidate)
@@ -312,10 +313,10 @@ def release_stage(
                 state=StageState.SUCCEEDED,
                 reason=Reason.PROMOTED if move else Reason.ALREADY_LIVE,
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
-                next_action="",  # it asked for approvals perhaps
+                next_action="",  # it may have requested approvals
                 finished_at=stores.clock.now(),
             )
-    except StaleWriteError:  # the stage's own row, not the channel: look again
+    except StaleWriteError:  # the stage's own row, not the channel: decide again
         raise
     except ConflictError as error:
         _turn_away(stores, stage, channel, error)
@@ -323,7 +324,7 @@ def release_stage(
 
 
 def _turn_away(stores: Stores, stage: StageRecord, channel: str, error: ConflictError) -> None:
-    """End a release stage that may not release."""
+    """Reject a release stage, with the reason of the error."""
     reason, action = next(told for kind, told in _TURNED_AWAY.items() if isinstance(error, kind))
     action = action.format(run=stage.run_id, channel=channel)
     stores.update_stage(stage, state=StageState.REJECTED, reason=reason, message=str(error), next_action=action)
@@ -332,10 +333,10 @@ def _turn_away(stores: Stores, stage: StageRecord, channel: str, error: Conflict
 def refuse_unmet(
     stores: Stores, run: RunRecord, manifest: Manifest, report: GateReport, channel: str
 ) -> PinnedPolicy | None:
-    """Hold a report against the policy that a channel has now, which is given back.
+    """Check a report against a channel's current policy, and return the policy.
 
     Raises:
-        PolicyError: it was judged under another, of another manifest, or its run is not what the policy asks.
+        PolicyError: the report has another policy or another manifest, or its run does not meet the policy.
     """
     if report.manifest not in (None, run.manifest_digest):
         raise PolicyError(f"run {run.id}: its gate report is about another manifest; judge again: --again")
@@ -359,10 +360,10 @@ def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:
     """Hash a model before a channel may point at it.
 
     Args:
-        otherwise: what the error says of the channel.
+        otherwise: the start of the error, about the channel.
 
     Raises:
-        IntegrityError: bytes of it are missing or corrupt.
+        IntegrityError: bytes of the model are missing or corrupt.
     """
     try:
         verify_tree(blobs, digest)
@@ -371,7 +372,7 @@ def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:
 
 
 def read_report(blobs: BlobStore, digest: str) -> GateReport:
-    """A gate report by digest.
+    """Return the gate report of a digest.
 
     Raises:
         IntegrityError: corrupt bytes.
@@ -381,7 +382,7 @@ def read_report(blobs: BlobStore, digest: str) -> GateReport:
 
 
 def _read(blobs: BlobStore, inputs: Mapping[str, InputBlob], prefix: str) -> dict[str, Evidence]:
-    """Per-item values by metric, from the evaluations' `metrics.parquet`: its columns are `_COLUMNS`."""
+    """Return per-item values by metric, from the evaluations' `metrics.parquet` with the columns `_COLUMNS`."""
     found: dict[str, Evidence] = {}
     for slot, blob in inputs.items():
         if slot.startswith(prefix):
@@ -394,13 +395,13 @@ def _read(blobs: BlobStore, inputs: Mapping[str, InputBlob], prefix: str) -> dic
 
 
 def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
-    """Per-item evidence of every metric in one evaluation file.
+    """Return the per-item evidence of every metric in one evaluation file.
 
     Raises:
         IntegrityError: it is not such a file.
     """
     try:
-        # no threads: those of a command that ends at once may outlive the interpreter
+        # no threads: those of a short command may outlive the interpreter
         table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False)
         columns = [table.column(name).to_pylist() for name in _COLUMNS]
     except (OSError, ValueError, KeyError) as error:
@@ -421,7 +422,7 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
 
 
 def _range(declared: set[tuple[Any, ...]], what: str) -> ItemRange | None:
-    """The one range that all rows of a metric declare; None where they declare none."""
+    """Return the range that all rows of a metric declare; None: they declare no range."""
     if len(declared) > 1:
         raise IntegrityError(f"{what} must declare one range on all its items, got {len(declared)}; evaluate again")
     binary, low, high = next(iter(declared))
@@ -435,7 +436,7 @@ def _range(declared: set[tuple[Any, ...]], what: str) -> ItemRange | None:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything `posttrain why` prints."""
+    """The output of `posttrain why`."""
 
     run: RunRecord
     stages: tuple[StageRecord, ...]
@@ -444,7 +445,7 @@ class Explanation:
 
     @property
     def lost(self) -> tuple[AttemptRecord, ...]:
-        """Attempts that did not end well, or were stopped."""
+        """Attempts that failed, were lost or were stopped."""
         bad = (AttemptState.LOST, AttemptState.FAILED)
         return tuple(attempt for attempt in self.attempts if attempt.state in bad or attempt.stop_cause)
 

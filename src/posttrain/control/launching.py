@@ -2,11 +2,10 @@
 
 A launch commits the intent, writes the job's order, and submits the job exactly once.
 
-An attempt resumes from the furthest committed checkpoint of the same work, whichever run did it. Work is the same where
-the stage's cache key is: a run whose budget was raised, or that is placed elsewhere, resumes where the one before it
-stopped.
+An attempt resumes from the furthest committed checkpoint of the same work in any run. Work is the same if the stage's
+cache key is: a run with a larger budget or another placement resumes where its predecessor stopped.
 
-The stage cache holds results by code, parameters, seed and input digests: the same ones need not be computed twice.
+The stage cache stores results by code, parameters, seed and input digests, so that equal stages are computed once.
 """
 
 import functools
@@ -57,7 +56,7 @@ class Found:
     digest: str  # of its tree
     step: int
     origin: str  # run/stage that wrote it
-    tokens: int  # that its lineage had spent
+    tokens: int  # spent by its lineage
 
 
 def find_checkpoint(
@@ -67,9 +66,9 @@ def find_checkpoint(
     own: Sequence[AttemptRecord],
     same: Sequence[StageRecord],
 ) -> Found | None:
-    """The furthest checkpoint of this stage's attempts and of the stages `same`, which have its cache key, published.
+    """Publish and return the furthest checkpoint of this stage's attempts and of the stages `same` (equal cache keys).
 
-    A half-written or damaged one does not count, nor one that its job drops while it is read.
+    Incomplete or damaged checkpoints do not count, and neither do those that a job drops while they are read.
     """
     candidates = _candidates(stores.ledger, folders, stage, own, same)
     for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
@@ -86,23 +85,23 @@ def find_checkpoint(
 
 
 def tokens_in(blobs: BlobStore, checkpoint: str | None) -> int:
-    """Tokens that the lineage of a checkpoint had spent when it was written; 0 for none."""
+    """Return the tokens that a checkpoint's lineage had spent when it was written; 0 without a checkpoint."""
     return _number(_state(blobs, checkpoint), "tokens") if checkpoint is not None else 0
 
 
 def tokens_inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
-    """Tokens that the checkpoint which an attempt resumes from brought along: as the ledger has it.
+    """Return the tokens spent before the checkpoint that an attempt resumes from, as recorded in the ledger.
 
-    Of an attempt of a release before, by the checkpoint; never by its order, which its job may have rewritten.
+    For attempts of older versions the checkpoint is read, never the order, which the job may have rewritten.
 
     Raises:
-        IntegrityError: that checkpoint is damaged, or gone.
+        IntegrityError: that checkpoint is damaged or was deleted.
     """
     return tokens_in(blobs, attempt.resume) if attempt.resumed_tokens is None else attempt.resumed_tokens
 
 
 def origin_of(stores: Stores, folders: AttemptFolders, stage: StageRecord, attempt: AttemptRecord) -> tuple[str, int]:
-    """(run/stage, step) of the checkpoint that an attempt resumes from; ("", 0) for none."""
+    """Return (run/stage, step) of the checkpoint that an attempt resumes from; ("", 0) without a checkpoint."""
     if attempt.resume is None:
         return "", 0
     if attempt.resumed_from is not None:
@@ -115,7 +114,7 @@ def origin_of(stores: Stores, folders: AttemptFolders, stage: StageRecord, attem
 
 
 def trained_elsewhere(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> str:
-    """`steps 1-40 were trained in RUN/STAGE`, of a stage that went on from another's checkpoint; else empty.
+    """Return `steps 1-40 were trained in RUN/STAGE` if a stage resumed another stage's checkpoint; else empty.
 
     Args:
         attempts: of one stage, oldest first.
@@ -140,14 +139,14 @@ def _number(state: Mapping[str, Any], name: str) -> int:
 
 
 def _small(blobs: BlobStore, file: TreeFile) -> Any:
-    """The JSON of a file of a checkpoint. A job wrote it, and no job fills the memory of who reads."""
+    """Return the JSON of a checkpoint file; its size is limited, because a job wrote it."""
     if file.size > ANSWER:
         raise IntegrityError(f"a checkpoint's {_STATE} and {_COMMIT} must have at most {ANSWER} bytes, got {file.size}")
     return read_json(blobs, file.digest)
 
 
 def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> int:
-    """Tokens that a run's stages got with checkpoints of other runs, as `budgets.taken_over`.
+    """Return the tokens of the checkpoints that a run's stages took from other runs, as `budgets.taken_over`.
 
     Args:
         attempts: of a run.
@@ -161,11 +160,11 @@ def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequenc
 
 
 def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) -> tuple[str, int] | None:
-    """(run/stage, step) of the checkpoint that an attempt took from another stage; None when it took none such."""
+    """Return (run/stage, step) of the checkpoint that an attempt took from another stage; None: it took no such one."""
     if attempt.resume is None:
         return None
     origin, step = attempt.resumed_from or "", attempt.resumed_step or 0
-    if not origin:  # of a release before
+    if not origin:  # recorded by an older version
         with suppress(InputError, IntegrityError):  # not launched yet, or damaged
             order = folders.of(attempt).read_order()
             origin, step = order.resumed_from, order.resumed_step
@@ -182,7 +181,7 @@ def _candidates(
     own: Sequence[AttemptRecord],
     same: Sequence[StageRecord],
 ) -> Iterator[tuple[int, AttemptRecord]]:
-    """(step, attempt) of everything that looks like a checkpoint: the stage's own first, the newest attempt first."""
+    """Yield (step, attempt) of every possible checkpoint: the stage's own first, the newest attempt first."""
     others = [s for s in same if (s.run_id, s.name) != (stage.run_id, stage.name)]
     attempts = [a for other in others for a in ledger.attempts(other.run_id, other.name)]
     for attempt in (*reversed(own), *attempts):
@@ -190,7 +189,7 @@ def _candidates(
 
 
 def _whole(blobs: BlobStore, digest: str) -> bool:
-    """Whether the stored tree is what its COMMIT says: its job may have dropped files while it was read."""
+    """Return whether the stored tree matches its COMMIT: the job may have dropped files during the read."""
     listing = tree_listing(blobs, digest)
     if _COMMIT not in listing:
         return False
@@ -212,11 +211,11 @@ def plan_attempt(
     unwatched: int | None,
     rivals: int = 0,
 ) -> tuple[Reason, str] | None:
-    """Commit the intent: an attempt with a deterministic external name. Launching it is the next pass's work.
+    """Commit the intent: an attempt with a deterministic external name. The next pass launches it.
 
     Args:
         same: stages with its cache key.
-        unwatched: slots taken by jobs of runs without a driver; None: the executor is asked only where there are any.
+        unwatched: slots taken by jobs of runs without a driver; None: the executor is asked only if there are any.
         rivals: other stages of the run that could start now.
 
     Returns:
@@ -230,7 +229,7 @@ def plan_attempt(
     attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
     anew = " begins anew: no checkpoint was left" if attempt.number > 1 else ""
     message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else anew)
-    if found:  # its hash took time, in which slots may have been taken
+    if found:  # hashing it took time, and slots may have been taken
         _, unwatched = taken_slots(stores, jobs)
     plan = functools.partial(_plan, stores, jobs, view.manifest, stage, attempt, key, message, rivals)
     try:
@@ -240,7 +239,7 @@ def plan_attempt(
 
 
 class _UnwatchedError(Exception):
-    """Jobs of runs without a driver may take slots, and the executor was not asked whether they live."""
+    """Jobs of runs without a driver may take slots, and the executor was not asked whether they are alive."""
 
 
 def _plan(
@@ -254,8 +253,8 @@ def _plan(
     rivals: int,
     unwatched: int | None,
 ) -> tuple[Reason, str] | None:
-    """`plan_attempt` in one transaction, of a host one at a time: no two take the same slot or the same of a budget."""
-    limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
+    """Do `plan_attempt` in one transaction, one per host at a time: no two take the same slot or share of a budget."""
+    limited = budgets.limited(manifest)  # else no rows are read to count the spending
     with stores.ledger.transaction(stores.actor) as transaction:
         state = transaction.lock_run(stage.run_id, slots_of=jobs.host or "")
         if state != RunState.RUNNING:
@@ -284,7 +283,7 @@ def _plan(
 
 
 def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | None, now: float) -> AttemptRecord:
-    """The planned attempt of this number, which resumes from the checkpoint `found`."""
+    """Return the planned attempt of this number, which resumes from the checkpoint `found`."""
     directory = jobs.folders.path(stage.run_id, stage.name, number)
     return AttemptRecord(
         run_id=stage.run_id,
@@ -308,10 +307,10 @@ def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | Non
 def launch_attempt(
     stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
 ) -> Failure | None:
-    """Submit an attempt's job, which the executor is seen not to have, and record its handle.
+    """Submit an attempt's job, which the executor does not have yet, and record its handle.
 
     Returns:
-        Why it could not be started; None when it was, or waits.
+        Why it could not be started; None: it was started, or waits.
     """
     manifest, folder = view.manifest, jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
@@ -319,10 +318,10 @@ def launch_attempt(
     cache = _cache(jobs, manifest, stage, attempt)
     if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, stage, cache):
         return refused
-    # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
+    # an earlier order may be from a driver that died when the workspace had another place or trusted its rewards
     attempt = _settled(stores, jobs, attempt)
     order = _order(stores, jobs, view, stage, attempt)
-    if not jobs.folders.root.is_dir():  # nothing is made where a workspace was
+    if not jobs.folders.root.is_dir():  # create nothing at a former place of a workspace
         raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
     _lay_down(folder, order)
     if jobs.access is not None:
@@ -331,11 +330,11 @@ def launch_attempt(
     crashpoint("attempt.after_intent")
     try:
         answer = jobs.executor.submit(request)
-    except CapacityError as error:  # somebody else was quicker
+    except CapacityError as error:  # another job took the devices first
         say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
         return None
     except InfrastructureError as error:
-        return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # which says nothing about the job
+        return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # not the job's fault, so no signature
     if isinstance(answer, Unknown):
         say(stores, stage, Reason.SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
         return None
@@ -345,10 +344,10 @@ def launch_attempt(
 
 
 def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
-    """One look at an attempt's job.
+    """Return one observation of an attempt's job.
 
     Raises:
-        InfrastructureError: nobody answers, or it was submitted to another executor, which this one knows nothing of.
+        InfrastructureError: the executor does not answer, or the job was submitted to another executor.
     """
     if attempt.executor != jobs.executor.name:
         raise InfrastructureError(
@@ -359,9 +358,9 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
 
 
 def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
-    """Slots of this host that jobs of runs have which somebody drives, and those of runs that nobody drives.
+    """Return the slots of this host that jobs of runs with a driver have, and those of runs without one.
 
-    The latter count as long as their jobs live: nobody records their end.
+    The latter count while their jobs are alive, because no driver records their end.
 
     Raises:
         InfrastructureError: the executor does not answer.
@@ -373,11 +372,11 @@ def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
 
 
 def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
-    """Whether devices that a job of the stage needs are taken; then the stage says by whom.
+    """Return whether devices that a job of the stage needs are taken; if so, record their holders in its row.
 
     Raises:
-        InputError: the machine has fewer than it needs.
-        InfrastructureError: the executor cannot tell.
+        InputError: the machine has fewer devices than it needs.
+        InfrastructureError: the executor cannot read the devices.
     """
     plan = manifest.stage(stage.name)
     wanted = trainer.devices(plan.kind, plan.params)
@@ -390,7 +389,7 @@ def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Sta
 def say(
     stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed", **columns: Any
 ) -> None:
-    """Write down what a stage waits for, once."""
+    """Record why a stage waits, unless its row already contains it."""
     if (stage.reason, stage.message) != (reason, message):
         stores.update_stage(stage, reason=reason, message=message, next_action=action, **columns)
 
@@ -449,8 +448,8 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
 
 
 def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecord:
-    """The attempt with its channel where this workspace has them: a copy has a place of its own for what the original
-    planned, and a release before wrote none down.
+    """Set the attempt's channel to this workspace's place for it: a copy of a workspace has its own place, and older
+    versions recorded none.
     """
     url = jobs.folders.channel_of(attempt.run_id, attempt.stage, attempt.number)
     return attempt if url == attempt.channel else stores.update_attempt(attempt, channel=url)
@@ -458,22 +457,22 @@ def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecor
 
 def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
     make_folder(folder.path)
-    # a container writes into a job.json that replaced the one it was shown
+    # a running container could write into a replaced job.json
     with unclaimed(folder.path) if order.image else nullcontext(True) as free:
         if free:
             folder.write_order(order)
 
 
 def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> Path:
-    """Where a job keeps what it fetched: what an image's programs write there, no other job reads."""
+    """Return the cache folder of a job; an image's job has a private one, since no other job may read its writes."""
     boxed = manifest.image_of(manifest.stage(stage.name))
     return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
 
 
 def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
-    """Why a run does not get the secrets that its rewards still need, before anything computes; None when it does.
+    """Return the failure if secrets that a run's rewards still need are missing, before anything computes; else None.
 
-    They are looked for where and as whoever drives it is now: a server may be configured otherwise than it was.
+    They are looked up with the driver's present configuration, which may have changed since submission.
     """
     left = [one.name for one in view.stages if not is_final("stage", one.state)]
     named = sorted({name for one in left for name in secrets_of_rewards(view.manifest.stage(one))})
@@ -492,16 +491,16 @@ def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
 
 
 def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:
-    """Put what a job reads and what lies elsewhere where jobs look first: a job gets no key to anybody's store.
+    """Copy a job's external inputs into its cache, because jobs get no credentials of external stores.
 
     Returns:
-        Why that cannot be done; None when it is.
+        Why that failed; None: all inputs are there.
 
     Raises:
         InfrastructureError: the workspace's own store does not answer.
     """
     for blob in stage.inputs.values():
-        if stores.blobs.has(blob["digest"]):  # a store that does not answer is trouble, and no try of the stage's
+        if stores.blobs.has(blob["digest"]):  # an error of the store raises, and does not use up an attempt
             continue
         versions = external_versions(
             stores.ledger.assets_by_digest(blob["digest"]), blob["digest"], blob.get("name", "")
@@ -521,14 +520,14 @@ def _resumes(stage: StageRecord, found: Found) -> str:
 
 
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
-    """What decides a stage's outputs, and nothing else (`domain.manifest`)."""
+    """Return the digest of exactly the values that decide a stage's outputs (`domain.manifest`)."""
     code = deciding_code(manifest, stage)
     decides = job_identity(stage.kind, stage.params, manifest.seed, inputs, manifest.image_of(stage))
     return digest_json({"code": code, **decides})
 
 
 def usable(stage: StageRecord, blobs: BlobStore) -> bool:
-    """Whether a cached stage's outputs are still there, every byte of them. A missing or corrupt blob is a miss."""
+    """Return whether all bytes of a cached stage's outputs are still intact. A missing or corrupt blob is a miss."""
     try:
         for output in stage.outputs.values():
             if output["form"] == "tree":

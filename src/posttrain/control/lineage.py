@@ -1,14 +1,14 @@
 """Lineage of models, from released weights back to prompts, reward source, base model and manifest.
 
-It is read, once for each run, from the edges that record what stages used and made, and what that is registered as.
+It is read, once for each run, from the edges between stages and bytes, and from the registrations of these bytes.
 
-Models that runs of this workspace made are named by words: `channel:prod`, `channel:prod@3`, `run:sort-b0ed9b49/sft`,
-`run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`. A word that moves (a channel, a run's name) is pinned when it is
-read: the manifest holds the release or the run that it meant then, and the word beside it.
+Models made by runs of this workspace have names: `channel:prod`, `channel:prod@3`, `run:sort-b0ed9b49/sft`,
+`run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`. A name whose target can change (a channel, a run's name) is pinned
+when it is read: the manifest contains the release or the run, and the name as written.
 
-What a stage trained is also a version of an asset: `model:RUN/STAGE@1`, `model:RUN/STAGE/best@1`. A person never gives
-an asset a name with a slash, so the two kinds of names cannot collide. RUN is the run's name, not its id: repeated runs
-of one file make versions of one asset.
+A trained model is also a version of an asset: `model:RUN/STAGE@1`, `model:RUN/STAGE/best@1`. Asset names given by
+people contain no slash, so the two kinds of names cannot collide. RUN is the run's name, not its id: repeated runs of
+one file make versions of one asset.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from posttrain.store.external import URI, VERSION
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.trees import read_json
 
-Made = tuple[StageRecord, str]  # a stage, and which of its outputs
+Made = tuple[StageRecord, str]  # a stage and one of its outputs
 KIND = "model"
 
 
 class Origins:
-    """Edges of one moment. How many statements it takes depends on the runs that are asked about, not on others."""
+    """Edges at one moment. The number of SQL statements depends only on the queried runs."""
 
     def __init__(self, stores: Stores, now: Snapshot) -> None:
         self.stores, self.now = stores, now
@@ -69,7 +69,7 @@ class Origins:
         self._packages: dict[str, dict[str, list[str]]] = {}
 
     def stages(self, run_id: str) -> list[StageRecord]:
-        """By position, with what they used and made."""
+        """Return a run's stages by position; also reads what they used and made."""
         if run_id not in self._stages:
             rows = {row.name: row for row in self.now.stages(run_id)}
             ends = [stage_end(run_id, name) for name in rows]
@@ -82,33 +82,33 @@ class Origins:
         return list(self._stages[run_id].values())
 
     def used(self, run_id: str, stage: str) -> list[Edge]:
-        """What a stage used, by slot."""
+        """Return the edges of a stage's inputs."""
         self.stages(run_id)
         return self._used.get(stage_end(run_id, stage), [])
 
     def made(self, run_id: str, stage: str) -> dict[str, str]:
-        """Output → digest of what a stage made."""
+        """Return output → digest of a stage."""
         self.stages(run_id)
         return self._made.get(stage_end(run_id, stage), {})
 
     def of_asset(self, asset: Asset) -> list[Edge]:
-        """What a registered version came from."""
+        """Return the edges to the origins of a registered version."""
         self.look_up([asset.digest])
         return self._used.get(asset.ref, [])
 
     def assets(self, digest: str) -> list[Asset]:
-        """What these bytes are registered as."""
+        """Return the registrations of these bytes."""
         self.look_up([digest])
         return self._assets[digest]
 
     def status(self, asset: Asset) -> str:
-        """`recalled by user:ann: a licence ran out`; empty where nobody said anything of a version."""
+        """Return `recalled by user:ann: a licence ran out`; empty for a version without a status."""
         if self._status is None:
             self._status = {(one.kind, one.name, one.version): one.words for one, _ in self.now.asset_status()}
         return self._status.get((asset.kind, asset.name, asset.version), "")
 
     def packages(self, stage: StageRecord, name: str) -> str:
-        """`httpx 0.28.1, sympy 1.13`: what a reward or dataflow imported where a stage was computed; empty: unknown."""
+        """Return `httpx 0.28.1, sympy 1.13`: the imports of a reward or dataflow in a stage's run; empty: unknown."""
         run_id = (stage.cached_from or stage.run_id).partition("/")[0]
         if run_id not in self._packages:
             pinned = self.now.events_about(run_id, RUN_ENVIRONMENT)
@@ -116,12 +116,12 @@ class Origins:
         return ", ".join(self._packages[run_id].get(name, ()))
 
     def form(self, digest: str) -> str:
-        """`file` or `tree`."""
+        """Return `file` or `tree`."""
         self.look_up([digest])
         return self._forms.get(digest, "file")
 
     def look_up(self, digests: Iterable[str]) -> None:
-        """Read what is known of bytes, of all of them together."""
+        """Read the registrations, forms and origins of bytes, together for all digests."""
         new = [digest for digest in dict.fromkeys(digests) if digest and digest not in self._assets]
         if not new:
             return
@@ -133,12 +133,12 @@ class Origins:
 
     def _take_used(self, found: Iterable[Edge]) -> None:
         for edge in found:
-            if edge.slot == REUSED:  # the same result: what it came from, this stage was bound to as well
+            if edge.slot == REUSED:  # an equal result: the stage is bound to the same inputs
                 continue
             self._used.setdefault(edge.consumer, []).append(edge)
 
     def maker(self, edge: Edge) -> Made | None:
-        """The stage whose model an edge hands on, and as which output; of a release's the one that the run releases."""
+        """Return the stage and output of the model that an edge refers to; None: no stage made it."""
         release = release_of(edge.producer)
         if release:
             entry = next((e for e in self.now.history(release[0]) if e.sequence == release[1]), None)
@@ -154,13 +154,13 @@ class Origins:
         return (row, output) if row and output in self.made(*found) else None
 
     def trained(self, asset: Asset) -> Made | None:
-        """The stage that trained a registered version; None: a person registered it."""
+        """Return the stage that trained a registered version; None: a person registered it."""
         origin = next((edge for edge in self.of_asset(asset) if edge.slot == ORIGIN), None)
         return self.maker(origin) if origin and stage_of(origin.producer) else None
 
     def that_made(self, run_id: str | None, digest: str) -> Made | None:
-        """The stage of a run that made these weights, and as which output: of several (one that changed nothing makes
-        the same as the one before it, and a last model may be the best) what the run releases, else the last.
+        """Return the stage and output of a run that made these weights. Of several (a stage that changes nothing repeats
+        its input, and a last model may be the best) the one that the run releases, else the last.
         """
         if run_id is None:
             return None
@@ -174,9 +174,9 @@ class Origins:
 
 @dataclass(frozen=True, slots=True)
 class MadeModel:
-    """What a word meant: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
+    """The model of a name: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
 
-    name: str  # says the same for ever
+    name: str  # pinned: always the same model
     digest: str
     run_id: str | None  # None: a release that no run made
     stage: str | None
@@ -186,21 +186,21 @@ class MadeModel:
 
     @property
     def word(self) -> str | None:
-        """The stage's model as a run file names it: `grpo`, `grpo/best`."""
+        """The name of the model in a run file: `grpo`, `grpo/best`."""
         return self.stage and InputRef(source="stage", name=self.stage, output=self.output).word
 
     def pinned(self, word: str) -> InputRef:
-        """As an input of a stage; `word` as somebody wrote it."""
+        """Return it as an input of a stage; `word` is the name as written."""
         meta = {} if word == self.name else {NAMED: word}
         return InputRef(source="asset", name=self.name, digest=self.digest, form="tree", meta=meta)
 
 
 def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
-    """The model that a channel points at, that a run's stage made, or that is a version of what a stage trains.
+    """Return the model that a channel points at, that a run's stage made, or that is a version of a trained asset.
 
     Raises:
-        NotFoundError: no such channel, release, run or stage; a stage that has made none yet; bytes that are gone.
-        InputError: the start of several runs' ids.
+        NotFoundError: no such channel, release, run or stage; the stage has no model yet; the bytes are missing.
+        InputError: an ambiguous prefix of run ids, or an invalid output.
     """
     found = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}[ref.source](stores, ref)
     if not stores.blobs.has(found.digest):
@@ -256,7 +256,7 @@ def _way(run: RunRecord) -> str:
 
 
 def _main_stage(manifest: Manifest) -> str:
-    """The model that a run is for: the one that it releases, else that of the last stage that makes a policy."""
+    """Return the main model of a run: the one that it releases, else that of the last stage that makes a policy."""
     if manifest.release:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
@@ -267,24 +267,24 @@ def _main_stage(manifest: Manifest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One thing in a lineage: what it is, its name, its digest, and what it was made from."""
+    """One node of a lineage: its kind, name, digest, and the nodes that it was made from."""
 
     kind: str  # release | model | stage | dataset | reward | history | manifest | report | evaluation | import …
     name: str
     digest: str | None
-    form: str | None = None  # file | tree, when it is stored under `digest`
+    form: str | None = None  # file | tree, if it is stored under `digest`
     details: tuple[tuple[str, str], ...] = ()
     children: tuple[Node, ...] = ()
 
     def walk(self) -> Iterator[Node]:
-        """This node and everything below it."""
+        """Yield this node and all its descendants."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def release_lineage(stores: Stores, channel: str) -> Node:
-    """The tree of what a channel serves.
+    """Return the lineage of a channel's live release.
 
     Raises:
         NotFoundError: unknown or empty channel.
@@ -299,7 +299,7 @@ def release_lineage(stores: Stores, channel: str) -> Node:
 
 
 def run_lineage(stores: Stores, run_id: str) -> Node:
-    """The tree of what a run made, from its last model stage back."""
+    """Return the lineage of a run, from its last model stage back."""
     with stores.ledger.snapshot() as now:
         origins, run = Origins(stores, now), now.run(run_id)
         stages = [stage for stage in origins.stages(run.id) if MODEL in origins.made(run.id, stage.name)]
@@ -313,7 +313,7 @@ def run_lineage(stores: Stores, run_id: str) -> Node:
 
 
 def model_lineage(stores: Stores, made: MadeModel) -> Node:
-    """The tree of one model that this workspace made: of a release with what it was judged by."""
+    """Return the lineage of a model made in this workspace; for a release with its report and evaluations."""
     with stores.ledger.snapshot() as now:
         origins = Origins(stores, now)
         history = now.history(made.channel) if made.channel else []
@@ -328,7 +328,7 @@ def model_lineage(stores: Stores, made: MadeModel) -> Node:
 
 
 def asset_lineage(stores: Stores, asset: Asset) -> Node:
-    """The tree of a registered version."""
+    """Return the lineage of a registered version."""
     with stores.ledger.snapshot() as now:
         origins = Origins(stores, now)
         made = origins.trained(asset)
@@ -349,7 +349,7 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
 
 
 def _decided(origins: Origins, run_id: str, digest: str) -> Iterator[Node]:
-    """The gate reports about a model of a run, and its releases with their approvals."""
+    """Yield the gate reports about a model of a run, and its releases with their approvals."""
     for stage in origins.stages(run_id):
         made, candidate = origins.made(run_id, stage.name), stage.inputs.get("candidate", {}).get("digest")
         if kind_of(stage.kind).judges and REPORT in made and candidate == digest:
@@ -368,14 +368,14 @@ def _release_details(origins: Origins, entry: ReleaseEntry) -> tuple[tuple[str, 
 
 
 def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
-    """Who approved a release and why, where it needed that: the owners of its run do not count."""
+    """Yield who approved a release and why, if it required approvals; the owners of its run do not count."""
     now, before = origins.now, live_before(origins.now.history(entry.channel), entry.sequence)
     for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
         if asked.asked.get("live") != before or asked.asked.get("model") != entry.model_digest:
             continue
         policy = asked.asked["policy"]
         pinned = policy_of(origins.stores, entry.channel, policy) if policy else None
-        # that strangers approve is refused when they say it
+        # `say` has refused approvals of other principals
         own = owners(now, asked, Terms((), 0, bool(pinned and pinned.policy.self_approval)))
         yield from (
             f"{said.actor}{f': {said.reason}' if said.reason else ''}"
@@ -385,7 +385,7 @@ def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
 
 
 def _report_node(blobs: BlobStore, digest: str) -> Node:
-    """The verdicts that a release rests on, and the models that they compared with."""
+    """Return the verdicts on which a release is based, and the models that they compared with."""
     try:
         report = read_report(blobs, digest)
     except (IntegrityError, NotFoundError):  # `verify` says what is wrong with it
@@ -398,7 +398,7 @@ def _report_node(blobs: BlobStore, digest: str) -> Node:
 
 
 def _verdict_node(verdict: Verdict) -> Node:
-    """One gate with the numbers that decided it."""
+    """Return one gate with the numbers that decided it."""
     numbers = {"estimate": verdict.estimate, "limit": verdict.limit, "threshold": verdict.threshold}
     told = tuple((name, f"{value:.4g}") for name, value in numbers.items() if value is not None)
     details = (("outcome", verdict.outcome.value), ("metric", verdict.metric), *told, ("items", str(verdict.items)))
@@ -418,7 +418,7 @@ def _manifest_node(origins: Origins, run_id: str) -> Node:
 
 
 def _evaluations(origins: Origins, run_id: str, model: str) -> Iterator[Node]:
-    """What a run measured of one model."""
+    """Yield a run's evaluations of one model."""
     for stage in origins.stages(run_id):
         used, made = origins.used(run_id, stage.name), origins.made(run_id, stage.name)
         measured = next((edge.digest for edge in used if edge.slot == MODEL), None)
@@ -433,7 +433,7 @@ def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:
 
 
 def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
-    """The model a stage made, with its inputs below it. A stage from the cache shows where it was computed."""
+    """Return the model of a stage, with its inputs below it. A cached stage shows where it was computed."""
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
     children = tuple(_input_node(origins, stage, edge) for edge in origins.used(stage.run_id, stage.name))
     details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
@@ -460,11 +460,11 @@ def _input_node(origins: Origins, stage: StageRecord, edge: Edge) -> Node:
 def _asset_node(
     origins: Origins, digest: str, name: str = "", slot: str = "model", *, form: str = "", entry: object = None
 ) -> Node:
-    """Bytes by what they are registered as.
+    """Return bytes with their registration.
 
     Args:
-        name: that they were used by; of several registrations the one of that name is shown.
-        entry: of a reward: one file may be several, and a run file may name another function.
+        name: the name under which they were used, which selects one of several registrations.
+        entry: the function of a reward: one file may contain several, and a run file may name another one.
     """
     assets = origins.assets(digest)
     asset = next((a for a in assets if a.ref == name), assets[0] if assets else None)
@@ -486,12 +486,12 @@ def _asset_node(
 
 
 def _import_node(origins: Origins, digest: str, of: str) -> Node:
-    """The outside run that an asset was imported from: what its record says, to where knowledge ends."""
+    """Return the outside run that an asset was imported from, as far as its record goes back."""
     try:
         record = read_json(origins.stores.blobs, digest)
         source, made = f"{record['from']} ({record['of']})", " ".join(f"{k} {v}" for k, v in record["tools"].items())
         place = record.get("model", {}).get("place", "no model, metrics only")
-    except (IntegrityError, NotFoundError, KeyError, TypeError):  # `verify` says what is wrong with it
+    except (IntegrityError, NotFoundError, KeyError, TypeError):  # `verify` reports the error
         return Node("import", "record of the outside run", digest, "file")
     history = record.get("history", {}).get("digest", of)
     kept = () if history == of else (_kept(origins, "history", "metrics by step", history, "file"),)
@@ -508,7 +508,7 @@ def _import_node(origins: Origins, digest: str, of: str) -> Node:
 
 
 def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
-    """The files that an import read, and the parameters that they told."""
+    """Yield the files that an import read, and the parameters in them."""
     yield from (
         Node("file", name, file["digest"], None, (("read then", f"{file['size']} bytes, not kept"),))
         for name, file in record["read"].items()
@@ -520,7 +520,7 @@ def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
 
 
 def _named_node(origins: Origins, row: Mapping[str, Any]) -> Node:
-    """What an outside run names: its bytes if they were there, else the name."""
+    """Return an input of an outside run: its bytes if they were available, else its name."""
     kind = "dataset" if row["role"] == "data set" else "model"
     said = tuple((key, str(row[key])) for key in ("said", "why") if row.get(key))
     if "digest" in row:
@@ -531,7 +531,7 @@ def _named_node(origins: Origins, row: Mapping[str, Any]) -> Node:
 def _kept(
     origins: Origins, kind: str, name: str, digest: str, form: str, details: tuple[tuple[str, str], ...] = ()
 ) -> Node:
-    """What came of an import beside the asset that is looked at, by what it is registered as."""
+    """Return another result of the same import, with its registration."""
     assets = [asset for asset in origins.assets(digest) if asset.kind == kind]
     return Node(kind, assets[-1].ref if assets else name, digest, form, details)
 
@@ -544,7 +544,7 @@ def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
 def trained_models(
     stores: Stores, run: str, stage: StageRecord, outputs: Mapping[str, Mapping[str, str]]
 ) -> list[Asset]:
-    """The models among the outputs of a stage, as versions that have no number yet.
+    """Return the models among the outputs of a stage, as versions without a number.
 
     Args:
         run: its run's name.

@@ -1,4 +1,4 @@
-"""What can be done about a run, as values: what `control.decide` says and `control.stages` does."""
+"""Orders for a run, as values: `control.decide` returns them, `control.stages` carries them out."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class MoveRun:
     message: str
     next_action: str = ""
     not_reached: tuple[StageRecord, ...] = ()  # stages that will not start
-    culprit: StageRecord | None = None  # for which stage's sake
+    culprit: StageRecord | None = None  # the stage that caused it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class _OfAttempt(_OfStage):
 
 @dataclass(frozen=True, slots=True)
 class StopStage(_OfStage):
-    """A stage that had not begun when a person stopped its run."""
+    """Stop a stage that had not started when a person stopped its run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bind(_OfStage):
-    """What a stage takes is there: bind it."""
+    """Bind the inputs of a stage, which all exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start(_OfStage):
-    """Reuse what was computed before, or plan an attempt."""
+    """Reuse a cached result, or plan an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Release(_OfStage):
 
 @dataclass(frozen=True, slots=True)
 class EndWait(_OfStage):
-    """What a stage waited for has come, or is waited for no longer."""
+    """End a wait: its condition holds, or its time is over."""
 
     state: StageState  # succeeded | failed
     reason: Reason
@@ -72,14 +72,14 @@ class Launch(_OfAttempt):
 
 @dataclass(frozen=True, slots=True)
 class RecordLaunch(_OfAttempt):
-    """The executor has the job already."""
+    """Record the launch of a job that the executor already has."""
 
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
 class Say(_OfStage):
-    """Write down what a stage waits for."""
+    """Record why a stage waits."""
 
     reason: Reason
     message: str
@@ -95,16 +95,16 @@ class AskToStop(_OfAttempt):
 
 @dataclass(frozen=True, slots=True)
 class KeepWatch(_OfAttempt):
-    """Write down how long a job has been silent."""
+    """Record how long a job has been silent."""
 
     watch: Watch
-    goes_on: bool = False  # it was asked to checkpoint, and moves again
-    said: str = ""  # it is going to be killed: why
+    goes_on: bool = False  # it was asked to checkpoint, and makes progress again
+    said: str = ""  # why the job will be killed
 
 
 @dataclass(frozen=True, slots=True)
 class AskToCheckpoint(_OfAttempt):
-    """Ask a job that seems to hang for a checkpoint, and say that it does."""
+    """Ask a job that seems to hang for a checkpoint, and record that in its stage."""
 
     watch: Watch
     message: str
@@ -112,35 +112,35 @@ class AskToCheckpoint(_OfAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Kill(_OfAttempt):
-    """End a job that did not end by itself; whether it is gone, the next look says."""
+    """Kill a job that did not end by itself; the next look observes whether it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collect(_OfAttempt):
-    """Publish what a job left, and end the attempt."""
+    """Publish a job's outputs, and end the attempt."""
 
     result: JobResult
 
 
 @dataclass(frozen=True, slots=True)
 class End(_OfAttempt):
-    """End an attempt that leaves nothing."""
+    """End an attempt without outputs."""
 
     result: JobResult
     why: str = ""  # for the tombstone
-    unless_begun: bool = False  # not if a job of it computes after all
-    cause: StopCause | None = None  # of a stop that no order told the attempt of
+    unless_begun: bool = False  # skip it if a job of the attempt computes
+    cause: StopCause | None = None  # of a stop without a stop order
 
 
 @dataclass(frozen=True, slots=True)
 class TryAgain(_OfAttempt):
-    """End an attempt that infrastructure broke; another follows after `wait` seconds."""
+    """End a failed or lost attempt; the next one follows after `wait` seconds unless `over` is set."""
 
     failure: Failure
     ended: AttemptState
     said: JobResult
     wait: float
-    over: tuple[Reason, str] | None  # reason and words, where no other attempt would help
+    over: tuple[Reason, str] | None  # reason and message if another attempt is pointless
     cause: StopCause | None = None  # why it was stopped; None: it ended by itself
 
 

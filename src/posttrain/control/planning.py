@@ -1,4 +1,4 @@
-"""From run.yaml to the manifest: every word becomes a digest, every mistake an error before a process starts."""
+"""Plan run.yaml into a manifest: names become digests, and mistakes become errors before a process starts."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from posttrain.execution.ports import Trainer
 
 
 class Resolve(Protocol):
-    """From a ref as written to the pinned input."""
+    """Resolves a written ref to a pinned input."""
 
     def __call__(self, kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
         """Raises InputError or NotFoundError.
 
         Args:
-            called: of a reward, what the run file says of its function.
+            called: for a reward, the run file's settings of its function.
         """
 
 
 class Count(Protocol):
-    """Counts the documents of a data set."""
+    """Counts documents of a data set."""
 
     def __call__(self, ref: InputRef, word: str, turns: bool) -> int:
         """Raises InputError, NotFoundError or IntegrityError.
 
         Args:
             word: the data set in the run file's `data`.
-            turns: every assistant turn of a conversation counts, and not the row.
+            turns: count every assistant turn of a conversation instead of the row.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A manifest and what the trainers said of its stages."""
+    """A manifest and the contracts of its stages."""
 
     manifest: Manifest
     contracts: Mapping[str, StageContract]
-    warnings: tuple[str, ...] = ()  # what could not be checked before the run, or will probably not do
-    changes: tuple[str, ...] = ()  # what to change before the run is started
-    passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, where it has them
-    trackers: Trackers | None = None  # what the run file names; they decide nothing, so the manifest knows none
+    warnings: tuple[str, ...] = ()  # facts that could not be checked before the run, or will probably fail
+    changes: tuple[str, ...] = ()  # suggested changes before the run is started
+    passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, if it has them
+    trackers: Trackers | None = None  # of the run file; they decide no result, so the manifest does not contain them
     policy: PinnedPolicy | None = None  # of the channel that it releases to
 
 
@@ -72,12 +72,12 @@ def plan_run(
 
     Args:
         source: the file's name, for errors.
-        channels: those that exist; of a new one beside them a warning tells.
-        count: the documents of a data set; needed for `epochs`.
-        policy: of the channel that the file releases to; its gates are judged beside the file's own.
+        channels: the existing ones; a new channel gets a warning.
+        count: counts the documents of a data set; needed for `epochs`.
+        policy: of the channel that the file releases to; its gates are judged together with the file's own.
 
     Raises:
-        InputError: naming file, field, constraint and value.
+        InputError: the run file is invalid; the message names file, field, constraint and value.
     """
     spec = _gated(spec, source, policy)
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
@@ -114,10 +114,10 @@ def plan_run(
 
 
 def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[StageManifest]:
-    """Stages so that each comes after what it waits for, as far as that is among them.
+    """Return the stages in an order in which each follows its upstream stages.
 
     Raises:
-        InputError: a circle; an `after` that names what there is not.
+        InputError: a cycle, or an `after` that names an unknown stage.
     """
     gate = {GATE.name} if spec.release else set()
     places = {f"stages.{name}": stage.after for name, stage in spec.stages.items()}
@@ -131,10 +131,10 @@ def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[
 
 
 def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
-    """The run file with the gates of its channel's policy.
+    """Return the run file with the gates of its channel's policy.
 
     Raises:
-        InputError: a gate is weaker than the policy's of that name, or there is none at all.
+        InputError: a gate is weaker than the policy's of that name, or a release has no gate.
     """
     if policy is not None:
         try:
@@ -147,7 +147,7 @@ def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
 
 
 def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
-    """A new channel is nobody's mistake, but a slip would find an empty one and no baseline: so it is told."""
+    """Yield a warning if the channel is new: it may be a typo, which would mean a release without a baseline."""
     channel = spec.release.channel if spec.release else None
     if channel and channels and channel not in channels:
         known = ", ".join(sorted(channels))
@@ -176,7 +176,7 @@ def _resolve_epochs(
     resolver: Resolver,
     count: Count | None,
 ) -> dict[str, Passes]:
-    """Turn `epochs` into steps, in `contracts`; what they came to, by stage."""
+    """Replace `epochs` by steps in `contracts`; return the passes by stage."""
     found: dict[str, Passes] = {}
     for name, contract in contracts.items():
         length = contract.length
@@ -197,7 +197,7 @@ def _resolve_epochs(
 
 
 class Resolver:
-    """Turns the words of one run file into input refs."""
+    """Resolves the names in one run file to input refs."""
 
     def __init__(self, spec: RunSpec, source: str, contracts: Mapping[str, StageContract], resolve: Resolve) -> None:
         self._spec, self._source, self._contracts, self._resolve = spec, source, contracts, resolve
@@ -219,7 +219,7 @@ class Resolver:
         )
 
     def input(self, name: str, slot: str) -> InputRef:
-        """One input of a stage, pinned. A judge or a teacher may be a registered model too, by its ref."""
+        """Return a pinned input of a stage. A judge or a teacher may also be the ref of a registered model."""
         field, (kind, word) = f"stages.{name}.{_place(slot)}", self._contracts[name].inputs[slot]
         named = slot in NAMED_MODELS and ":" in word
         return self._asset(field, kind, word) if named else self._input(field, kind, word)
@@ -227,7 +227,7 @@ class Resolver:
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
             return self.model(field, word)
-        if kind == "recipe":  # code lies beside the run file: there is no section for it
+        if kind == "recipe":  # a file next to the run file: it has no section
             return self._asset(field, kind, word)
         if kind == "reward":
             return self._reward(field, word)
@@ -245,17 +245,17 @@ class Resolver:
         return found.model_copy(update={"meta": {**found.meta, **told}}) if told else found
 
     def _reward_files(self, slot: str, word: str) -> dict[str, InputRef]:
-        """`reward/words.txt`: a slot for every file that a reward's code gets besides its source."""
+        """Return `reward/words.txt`: a slot for every file that a reward's code gets in addition to its source."""
         return {
             f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f)
             for f in self._spec.rewards[word].files
         }
 
     def model(self, field: str, word: str) -> InputRef:
-        """`base`, a stage that makes a model, or `STAGE/best`.
+        """Resolve `base`, a stage that makes a model, or `STAGE/best`.
 
         Raises:
-            InputError: there is no such stage, or no base; a stage that keeps no best model.
+            InputError: there is no such stage or no base, or the stage keeps no best model.
         """
         if word == "base":
             if self._spec.model is None:
@@ -286,7 +286,7 @@ class Resolver:
 
 
 def _place(slot: str) -> str:
-    """Where in a stage a slot is written: `rewards.heldout:right` stands in `suites.heldout.reward.right`."""
+    """Return the field of a slot in a stage: `rewards.heldout:right` is `suites.heldout.reward.right`."""
     head, _, part = slot.partition(":")
     if head.startswith(JUDGES):
         head = f"suites.{head.removeprefix(JUDGES)}.reward"

@@ -1,7 +1,7 @@
-"""What can be said of a reward or a model before it is registered, without running any of it.
+"""Inspection of a reward or a model before it is registered, without running any of its code.
 
-Each `inspect_…` returns the asset's `meta`: a JSON map of what a person or a plan asks about. Reward sources are
-parsed, never executed; model weights are measured from their headers.
+Each `inspect_…` returns the asset's `meta`, a JSON map for people and plans. Reward sources are parsed, never executed;
+model weights are measured from their headers.
 """
 
 import ast
@@ -49,7 +49,7 @@ _SIZES = (  # of config.json
     *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
 )
-_PICKLED = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))  # how pickles of these protocols begin
+_PICKLED = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))  # first bytes of pickles of these protocols
 _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 def inspect_reward(
     path: Path, entry: str | None = None, *, dialect: str = "auto", guideline: Path | None = None
 ) -> Meta:
-    """`{"entry", "dialect", "parameters", "async", "source", "source_digest", "guideline"}` of a reward's source.
+    """Return `{"entry", "dialect", "parameters", "async", "source", "source_digest", "guideline"}` of a reward's source.
 
     Args:
-        path: a Python file, or a folder that holds it.
+        path: a Python file, or a folder that contains it.
         entry: `function` or `file.py:function`; by default `score`, `compute_score` or the only public function.
-        dialect: how the function is called, when its parameter names do not tell.
-        guideline: a text file that says what is rewarded; by default the function's docstring, or the module's.
+        dialect: the calling convention, when the parameter names are ambiguous.
+        guideline: a text file that describes what is rewarded; by default the function's docstring, or the module's.
 
     Raises:
         NotFoundError: no such source, function or guideline file.
@@ -93,10 +93,10 @@ def inspect_reward(
 
 
 def inspect_imported(found: ImportedReward, called: Called) -> Meta:
-    """What a run must know of a reward that an installed package has: `{"entry", "dialect", "source"}`.
+    """Return `{"entry", "dialect", "source"}` of a reward of an installed package.
 
     Raises:
-        InputError: parameters that its dialect, or no dialect, calls; an entry beside the one that its ref names.
+        InputError: parameters that its dialect, or any dialect, cannot provide; an entry in addition to the ref's.
     """
     word, dialect = f"{found.module}:{found.function}", called.dialect or AUTO
     if called.entry is not None:
@@ -107,7 +107,7 @@ def inspect_imported(found: ImportedReward, called: Called) -> Meta:
 
 
 def inspect_called(data: bytes, source: str, function: str, dialect: str, *, whole: bool) -> Meta:
-    """`{"entry", "dialect", "source"}` of a function of a stored reward that a run file names.
+    """Return `{"entry", "dialect", "source"}` of a function of a stored reward that a run file names.
 
     Args:
         data: of the file `source`.
@@ -115,8 +115,8 @@ def inspect_called(data: bytes, source: str, function: str, dialect: str, *, who
         whole: the reward is a folder, so its entry names the file too.
 
     Raises:
-        InputError: not Python, no clear entry, parameters that the dialect cannot give.
-        NotFoundError: no such function; names those that there are.
+        InputError: not Python, no clear entry, parameters that the dialect cannot provide.
+        NotFoundError: no such function; lists the existing ones.
     """
     _, name, _, _ = _callable(data, source, function, dialect)
     return {"entry": f"{source}:{name}" if whole else name, "dialect": dialect, "source": source}
@@ -125,7 +125,7 @@ def inspect_called(data: bytes, source: str, function: str, dialect: str, *, who
 def _callable(
     data: bytes, source: str, function: str, dialect: str
 ) -> tuple[ast.Module, str, Function | None, Signature | str]:
-    """A reward's module, and its function's name, definition and parameters."""
+    """Return a reward's module, and its function's name, definition and parameters."""
     module = _parsed(data, source)
     name, node = _entry_node(module, function, source)
     signature = signature_of(module, name)
@@ -137,7 +137,7 @@ def _callable(
 
 
 def _refuse_unknown(signature: Signature, dialect: str, place: str, others: str = "") -> None:
-    """What the worker would refuse when it loads the function, and what no data set could give it."""
+    """Refuse a signature that the worker would refuse, or that no data set could satisfy."""
     try:
         refuse_nameless(signature)
         if dialect == AUTO:
@@ -150,7 +150,7 @@ def _refuse_unknown(signature: Signature, dialect: str, place: str, others: str 
 
 
 def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, Signature | str]:
-    """The function of a reward's source that is called, and its parameters, or why they are not known before it runs.
+    """Return the called function of a reward's source, and its parameters, or why they are unknown before it runs.
 
     Raises:
         InputError: not Python, no clear entry.
@@ -161,7 +161,7 @@ def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, 
 
 
 def inspect_recipe(path: Path, entry: str) -> Meta:
-    """`{"entry", "source"}` of a user's algorithm. Parsed, never executed.
+    """Return `{"entry", "source"}` of a user's algorithm. It is parsed, never executed.
 
     Raises:
         NotFoundError: no such file or class.
@@ -180,7 +180,7 @@ def inspect_recipe(path: Path, entry: str) -> Meta:
 def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deep
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # RecursionError, MemoryError: nested too deeply
         line, reason = getattr(error, "lineno", None), str(error) or "nested deeper than Python reads"
         raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 
@@ -197,7 +197,7 @@ def _reward_source(path: Path, file: str) -> Path:
 
 
 def _entry_node(module: ast.Module, entry: str, source: str) -> tuple[str, Function | None]:
-    """The entry's name and definition; None for a name that is imported or assigned."""
+    """Return the entry's name and definition; None for a name that is imported or assigned."""
     known, own = definitions(module), functions(module)
     entry = entry or entry_name(own, source, rubrics(module), known.keys())
     if entry not in known:
@@ -221,7 +221,7 @@ def _guideline_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model folder may hold at the most, hidden files apart: `ModelLimits(files=20_000)`.
+    """The maximum contents of a model folder, without hidden files: `ModelLimits(files=20_000)`.
 
     Raises:
         InputError: a limit below 1.
@@ -238,10 +238,10 @@ class ModelLimits:
 
 
 def model_limits(words: Sequence[str]) -> dict[str, int]:
-    """Limits as a person writes them, such as `files=20000`; `none` alone: the defaults.
+    """Return limits of arguments such as `files=20000`; `none` alone: the defaults.
 
     Raises:
-        InputError: an unknown one, or no whole number from 1.
+        InputError: an unknown limit, or not a whole number from 1.
     """
     pairs = [word.partition("=")[::2] for word in words if words != ["none"]]
     if odd := next((one for one in pairs if one[0] not in ModelLimits.__slots__ or not one[1].isdecimal()), None):
@@ -253,7 +253,7 @@ def model_limits(words: Sequence[str]) -> dict[str, int]:
 
 
 def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
-    """`{"architecture", "model_type", "context_length", "vocab_size", "parameters", "dtypes", "tokenizer",
+    """Return `{"architecture", "model_type", "context_length", "vocab_size", "parameters", "dtypes", "tokenizer",
     "chat_template"}`.
 
     Args:
@@ -261,8 +261,8 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
 
     Raises:
         NotFoundError: no such folder, no config.json, no weights, a shard missing.
-        InputError: pickled files at any depth, more than the limits allow, code to execute, a config or header that
-            cannot be read, tensors that overlap.
+        InputError: pickled files at any depth, exceeded limits, code to execute, an unreadable config or header,
+            overlapping tensors.
     """
     if not folder.is_dir():
         raise NotFoundError(f"model folder {folder} does not exist; check the path")
@@ -304,7 +304,7 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
 
 
 def _survey(folder: Path, limits: ModelLimits) -> None:
-    """Refuse what the folder holds before anything is hashed."""
+    """Refuse pickles and exceeded limits before files are hashed."""
     how = "; give the model's own folder, or raise it: posttrain init --model-limit"
     files, total, waiting = 0, 0, [(folder, 1)]
     while waiting:
@@ -327,13 +327,13 @@ def _survey(folder: Path, limits: ModelLimits) -> None:
 
 
 def _refuse_pickle(path: Path, folder: Path) -> None:
-    """By its name, and by how it begins: also inside an archive, as torch saves."""
+    """Refuse a pickle by its name or its first bytes, also inside an archive, as torch saves."""
     try:
         with path.open("rb") as file:
             start = file.read(4)
         inside = zipfile.ZipFile(path).namelist() if start == b"PK\x03\x04" else []
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
-        start, inside = b"", []  # what cannot be read is told where it is hashed
+        start, inside = b"", []  # hashing reports an unreadable file
     if path.suffix in _PICKLES or start.startswith(_PICKLED) or any(name.endswith(_PICKLES) for name in inside):
         raise InputError(
             f"model {folder.name} must not hold pickled files, got {path.relative_to(folder)}; convert it to "
@@ -345,7 +345,7 @@ _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def floating_types(folder: Path) -> set[str]:
-    """The floating-point types in which the weights below a folder are stored, by their headers: `{"bfloat16"}`.
+    """Return the floating-point types of the weights below a folder, by their headers: `{"bfloat16"}`.
 
     Raises:
         InputError: a file that is not safetensors.
@@ -382,7 +382,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """Tensor name → {"dtype", "shape", "data_offsets"}: an 8-byte little-endian length, then JSON, then the data."""
+    """Return tensor name → {"dtype", "shape", "data_offsets"}. A file is an 8-byte little-endian length, JSON, data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -399,7 +399,7 @@ def _header(path: Path) -> Mapping[str, Any]:
         raise InputError(f"{path.name} is not safetensors: its header must be a map, got {type(header).__name__}")
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
     odd = next((name for name, tensor in tensors.items() if not _is_tensor(tensor)), None)
-    if odd is not None:  # it may be empty
+    if odd is not None:  # the name may be empty
         raise InputError(f"{path.name} is not safetensors: {odd[:60]!r} must have dtype, shape and data_offsets")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
@@ -417,7 +417,7 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 
 def _stored(tensor: Mapping[str, Any]) -> int:
-    """Bytes of a tensor by dtype and shape; of a dtype that is not known, as its offsets say."""
+    """Return the bytes of a tensor by dtype and shape; for an unknown dtype, by its offsets."""
     bits = re.fullmatch(r"(?:F|BF|I|U)(\d+)(?:_.*)?", tensor["dtype"])
     width = 8 if tensor["dtype"] == "BOOL" else int(bits[1]) if bits else 0
     begin, after = tensor["data_offsets"]
@@ -438,7 +438,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_sizes(config: Mapping[str, Any], model: str) -> None:
-    """Refuse sizes that are none: what is read later takes them for numbers."""
+    """Refuse sizes that are not positive whole numbers, since later code relies on them."""
     for key in _SIZES:
         value = config.get(key)
         if value is not None and not (_is_count(value) and value):

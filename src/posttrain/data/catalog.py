@@ -64,7 +64,7 @@ _CALLED_BY = ("entry", "dialect", "source")  # the call of a reward, and its nam
 def inspect_dataset(
     data: Path | Mapping[str, Path], *, name: str = "", progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return `{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of a data set.
+    """Return `{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of data.
 
     `format` is as of `data.files.file_format`, several sorted and separated by spaces; `files` counts the files.
     `prompts` counts distinct prompts, `answers` rows with an answer to compare a response with, `characters` is {min,
@@ -122,7 +122,7 @@ class Catalog:
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str, limits: ModelLimits | None = None) -> None:
         self._ledger, self._blobs, self._actor, self._limits = ledger, blobs, actor, limits
-        self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path and publishing function, not published yet
+        self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path and function that publishes it
         self.not_taken: dict[str, str] = {}  # digest of a model's folder → the files that are not part of the model
 
     def add_dataset(

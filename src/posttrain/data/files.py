@@ -1,6 +1,6 @@
-"""Data set files: which files make up a data set, and the rows of one file as they were written.
+"""Data set files: the files of a data set, and the rows of one file as written.
 
-The form of a file is recognised by its bytes, never by its name:
+The format of a file is recognised by its bytes, never by its name:
 
 =========================== ==========================================================================================
 begins with                 is
@@ -13,15 +13,15 @@ gzip's, zstd's magic number JSON lines, a JSON list or CSV, compressed once
 anything else               CSV with a header row that names a known column; comma, tab or semicolon
 =========================== ==========================================================================================
 
-A CSV cell stays the text that was written and an empty one is None: pandas and `datasets` would make 7.0 of `007` and
-nothing of `NA`, and an answer is compared as text. A file is read row by row. What it unpacks to is bounded, so that a
-small file cannot fill the memory.
+A CSV cell stays the written text and an empty cell becomes None: pandas and `datasets` would convert `007` to 7.0 and
+`NA` to a missing value, but an answer is compared as text. A file is read row by row. Its unpacked size is bounded, so
+that a small file cannot fill the memory.
 
-A data set is one file, several given together, those that match a pattern, or those of a folder. A folder is read as
-Hugging Face's tools write it: what `save_to_disk` left (`state.json` names the shards; a `DatasetDict` holds a folder
-for every split), the snapshot of a repository, or any folder of shards. Only files of data count: descriptions and
-hidden files may be there. Data of several splits, or in several folders, is never mixed: one must be named. Files are
-taken in the order of their names.
+A data set is one file, several files, the matches of a pattern, or the files of a folder. A folder is read as Hugging
+Face's tools write it: the output of `save_to_disk` (`state.json` lists the shards; a `DatasetDict` has a folder for
+every split), the snapshot of a repository, or any folder of shards. Only data files count; descriptions and hidden
+files are ignored. Data of several splits, or in several folders, is never mixed: the user must name one. Files are read
+in the order of their names.
 """
 
 import codecs
@@ -38,9 +38,9 @@ from typing import Any, BinaryIO, cast
 from posttrain.domain.errors import InputError, NotFoundError
 
 Row = dict[str, Any]
-COLUMNS = ("prompt", "question", "messages", "text", "chosen")  # one of them makes a row: see `data.rows`
+COLUMNS = ("prompt", "question", "messages", "text", "chosen")  # a row has at least one: see `data.rows`
 MOST_ROW = 64 * 2**20  # bytes of one row's text
-ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # bytes that a file may unpack to: any, as often as its size, ever
+ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # unpacked bytes: always allowed, per byte of the file, maximum
 _PARQUET, _STREAM, _ARROW = b"PAR1", b"\xff\xff\xff\xff", b"ARROW1"
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _FOREIGN = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x89HDF": "HDF5"}
@@ -60,21 +60,21 @@ _SHOWN_PARTS = 5  # names in an error
 
 
 def read_file(path: Path, name: str) -> Iterator[Row]:
-    """Rows as they were written.
+    """Yield rows as written.
 
     Args:
-        name: how errors call the file.
+        name: the file's name in errors.
 
     Raises:
         NotFoundError: no such file.
-        InputError: malformed, or of no known form; names file and line or row.
+        InputError: malformed, or of unknown format; names file and line or row.
     """
     kind = _kind(path, name)
     return _bounded_tables(path, name, kind) if kind in ("parquet", "arrow") else _texts(path, name, kind)
 
 
 def file_format(path: Path) -> str:
-    """`jsonl`, `json`, `csv`, `parquet` or `arrow`, with `+gzip` or `+zstd` where it is compressed.
+    """Return `jsonl`, `json`, `csv`, `parquet` or `arrow`, with `+gzip` or `+zstd` where it is compressed.
 
     Raises:
         NotFoundError, InputError: as `read_file`.
@@ -122,7 +122,7 @@ def _opened(path: Path, name: str, packed: str) -> io.BufferedReader:
 
 
 def _text_form(file: io.BufferedReader, name: str) -> str:
-    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # a later cell of a CSV may hold one
+    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # first line only: a later cell of a CSV may contain NUL
         raise InputError(
             f"{name} must be text (JSON lines, a JSON list or CSV in UTF-8), Parquet or Arrow, got a NUL byte; give "
             "the file itself, or save it as UTF-8"
@@ -132,7 +132,7 @@ def _text_form(file: io.BufferedReader, name: str) -> str:
 
 
 class _Unpacked(io.RawIOBase):
-    """A file's text, unpacked where it is packed, up to a bound."""
+    """A file's text, decompressed where necessary, up to a bound."""
 
     def __init__(self, path: Path, name: str, packed: str) -> None:
         self._name, self._packed, self._count = name, packed, 0
@@ -140,16 +140,16 @@ class _Unpacked(io.RawIOBase):
         self._most = bound(path.stat().st_size) if packed else None
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer as far as there is something."""
+        """Fill the buffer; less only at the end."""
         view, filled = memoryview(buffer), 0
         while filled < len(view):
             try:
                 chunk = self._source.read(len(view) - filled)
-            except (OSError, EOFError, zlib.error) as error:  # cut short, or not what it says it is
+            except (OSError, EOFError, zlib.error) as error:  # truncated, or another format
                 reason = " ".join(str(error).split())[:200]
                 raise InputError(f"{self._name} cannot be read: {reason}; make it again") from error
             if not chunk:
@@ -171,7 +171,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def bound(size: int) -> int:
-    """Bytes that a packed file of so many bytes may unpack to."""
+    """Return the maximum unpacked bytes of a packed file of `size` bytes."""
     return max(ALWAYS, min(size * TIMES, MOST))
 
 
@@ -195,7 +195,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Row]:
         try:
             row = json.loads(line, parse_constant=_refuse_constant)
             if b"\\u" in line:
-                json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
+                json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not valid text
         except (ValueError, RecursionError) as error:
             raise InputError(f"{name}:{number} must be one JSON object per line: {_reason(error)}") from error
         if not isinstance(row, dict):
@@ -219,7 +219,7 @@ def _reason(error: Exception) -> object:
 
 
 def _listed_rows(file: BinaryIO, name: str) -> Iterator[Row]:
-    """The objects of one JSON list, one after the other: the list is never in memory as a whole."""
+    """Yield the objects of one JSON list; the list is never in memory as a whole."""
     text, number = _Text(file, name), 0
     text.skip("[")
     if text.skip("]"):
@@ -239,7 +239,7 @@ def _listed_rows(file: BinaryIO, name: str) -> Iterator[Row]:
 
 
 class _Text:
-    """A window over a JSON text, moved on value by value."""
+    """A window over a JSON text that advances value by value."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file, self._name = file, name
@@ -248,19 +248,19 @@ class _Text:
         self._window, self._at, self._ended = "", 0, False
 
     def skip(self, mark: str) -> bool:
-        """Whether this character comes next, which is passed over then."""
+        """Whether this character comes next; then it is consumed."""
         self._blanks()
         found = self._window.startswith(mark, self._at)
         self._at += found
         return found
 
     def shown(self) -> str:
-        """What comes next, for an error."""
+        """Return the next text, for an error."""
         self._blanks()
         return repr(self._window[self._at : self._at + _SHOWN]) if self._at < len(self._window) else "its end"
 
     def value(self, place: str) -> Any:
-        """The next value. Raises InputError where there is none."""
+        """Return the next value. Raises InputError where it is missing."""
         self._blanks()
         wanted = _CHUNK
         while True:
@@ -334,7 +334,7 @@ def _chained(first: str, text: io.TextIOWrapper, name: str) -> Iterator[str]:
 
 
 def _delimiter(line: str, name: str) -> str:
-    """What separates the cells of the header: the first with which it names a column that makes a row."""
+    """Return the delimiter of the header: the first with which it contains a known column."""
     for delimiter in (",", "\t", ";"):
         try:
             cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
@@ -349,7 +349,7 @@ def _delimiter(line: str, name: str) -> str:
 
 
 def _header(cells: list[str], name: str) -> list[str]:
-    """Names of the columns; one without is `Unnamed: N`, as pandas, which writes it, reads it."""
+    """Return the names of the columns; an empty name becomes `Unnamed: N`, as in pandas, which writes such headers."""
     names = [cell or f"Unnamed: {index}" for index, cell in enumerate(cells)]
     padded = next((cell for cell in names if cell != cell.strip()), None)
     if padded is not None:
@@ -367,7 +367,7 @@ def _refuse_twice(columns: list[str], name: str) -> None:
 
 
 def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
-    import pyarrow.parquet  # here: it takes a tenth of a second that `posttrain --help` would pay
+    import pyarrow.parquet  # late: the import takes 0.1 s, too much for `posttrain --help`
 
     most, count = bound(path.stat().st_size), 0
     word = "Parquet" if kind == "parquet" else "Arrow"
@@ -379,23 +379,23 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
             count += sum(map(_decoded, batch.columns))
             if count > most:
                 raise large
-            batch.validate(full=True)  # Arrow reads what a file says of itself without looking
+            batch.validate(full=True)  # Arrow does not check a file's own metadata
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{name} cannot be read as {word}: {' '.join(str(error).split())[:200]}") from error
-    except (ValueError, OverflowError) as error:  # text that is no UTF-8, a date of no year
+    except (ValueError, OverflowError) as error:  # invalid UTF-8, a date out of range
         raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def _declared(found: Any) -> int:
-    """Bytes that a Parquet file's metadata declares for its values, unpacked; eight for each number."""
+    """Return the unpacked bytes of values according to a Parquet file's metadata, at least eight for each value."""
     groups = [found.row_group(index) for index in range(found.num_row_groups)]
     each = [group.column(index) for group in groups for index in range(group.num_columns)]
     return sum(max(one.total_uncompressed_size, 8 * one.num_values) for one in each)
 
 
 def _decoded(array: Any) -> int:
-    """Bytes of the values of an array, where a value that stands once counts as often as it is used."""
+    """Return the bytes of an array's values, where a shared value counts at every use."""
     import pyarrow.compute
 
     if pyarrow.types.is_dictionary(array.type):
@@ -417,7 +417,7 @@ def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
             _refuse_twice(list(file.schema_arrow.names), name)
             columns = [file.schema.column(index) for index in range(len(file.schema))]
         texts = [one.path for one in columns if one.physical_type == "BYTE_ARRAY" and one.logical_type.type == "STRING"]
-        # a text that many rows share is one text in the file: it stays one until its size is known
+        # a text shared by many rows stays one dictionary entry until its size is checked
         with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
             yield from file.iter_batches(batch_size=1024)
         return
@@ -430,20 +430,20 @@ def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether the last part of a path stands for several files, such as `train-*.parquet`."""
+    """Whether the last part of a path is a pattern of several files, such as `train-*.parquet`."""
     return _PATTERN.search(path.name) is not None and not path.exists()
 
 
 def data_files(path: Path, word: str = "") -> dict[str, Path]:
-    """The files of a data set by name, sorted.
+    """Return the files of a data set by name, sorted.
 
     Args:
         path: a file, a folder, or a pattern of file names in a folder.
-        word: how the person named it, for errors; the path by default.
+        word: the user's name of it, for errors; the path by default.
 
     Raises:
         NotFoundError: no such file, or nothing matches.
-        InputError: no data in the folder, data of several splits or folders, or a file that is none.
+        InputError: no data in the folder, data of several splits or folders, or a file that is not data.
     """
     word = word or str(path)
     if is_pattern(path):
@@ -452,10 +452,10 @@ def data_files(path: Path, word: str = "") -> dict[str, Path]:
 
 
 def together(paths: Iterable[Path], word: str) -> dict[str, Path]:
-    """Several files as one data set, by name.
+    """Return several files as one data set, by name.
 
     Raises:
-        NotFoundError: there are none. InputError: two of one name, a folder, too many.
+        NotFoundError: no files. InputError: two of one name, a folder, too many.
     """
     files: dict[str, Path] = {}
     for path in paths:
@@ -506,7 +506,7 @@ def _refuse_mixed(found: list[Path], folder: Path, word: str) -> None:
 
 
 def _described(file: Path, key: str, word: str) -> list[Any]:
-    """A list in one of the files that `datasets` writes beside its data."""
+    """Return a list in a metadata file that `datasets` writes next to its data."""
     try:
         found = json.loads(file.read_bytes())[key]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -533,7 +533,7 @@ def _is_data(name: str) -> bool:
 
 
 def _split(name: str) -> str | None:
-    """The split that a file's name says: `train-00000-of-00002.parquet` is `train`."""
+    """Return the split in a file's name: `train` for `train-00000-of-00002.parquet`."""
     word = next((part for part in re.split(r"[^a-z]+", name.lower()) if part in _KNOWN), None)
     return _SPLITS.get(word, word) if word else None
 

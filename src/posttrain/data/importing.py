@@ -1,7 +1,7 @@
-"""Outside runs as assets: the model, its history and the data that are there, each with the record of the import.
+"""Outside runs as assets: the model, its history and the existing data, each with the record of the import.
 
-The record is a blob: what was imported from where, by which program, with which parameters; digests of the files that
-were read and of what came of them; what is known by name only. Lineages are drawn from it.
+The record is a blob: format, source, programs and parameters of the run; digests of the files that were read and of the
+resulting assets; the inputs known by name only. Lineages are drawn from it.
 """
 
 import io
@@ -23,7 +23,7 @@ from posttrain.foreign.outside import Named, OutsideRun, Points
 from posttrain.store.trees import file_digest, put_files, put_tree, scratch
 
 RECORD = "posttrain.import/1"
-COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # of a history: those of the Parquet tracker
+COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # of a history, as in the Parquet tracker
 _NO_LETTER = re.compile(r"[^a-z0-9._-]+")
 _DATA, _MODEL = "data set", "base model"
 
@@ -38,24 +38,24 @@ class Imported:
 
     @property
     def unknown(self) -> str:
-        """In plain words, where knowledge ends."""
+        """The unknown part of the lineage, as text."""
         return begins_at(self.record)
 
     @property
     def named_only(self) -> list[str]:
-        """What it names without its bytes: `base model Qwen/Qwen3-0.6B`."""
+        """The inputs that it names without bytes: `base model Qwen/Qwen3-0.6B`."""
         return [f"{row['role']} {row['name']}" for row in self.record["named"] if "digest" not in row]
 
 
 def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
-    """Register what an outside run left: everything or nothing. The same again is the same versions.
+    """Register the outputs of an outside run, all or none. Importing it again gives the same versions.
 
     Args:
-        cache: a folder in which the model's files are looked at together.
-        name: of the model and the history; None: the run's, in the letters that a name may have.
+        cache: a folder in which the model's files are inspected together.
+        name: of the model and the history; None: the run's, reduced to valid characters.
 
     Raises:
-        InputError: a name that no asset may have, a model that cannot be used, nothing to register.
+        InputError: an invalid asset name, an unusable model, nothing to register.
         WorkspaceError: the workspace is read-only or full.
     """
     name = name or _name_from(run.source)
@@ -83,7 +83,7 @@ def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun,
 
 
 def _record(run: OutsideRun) -> dict[str, Any]:
-    """What is said of the run whatever came of it."""
+    """Return the part of the record that is independent of the registered assets."""
     return {
         "format": RECORD,
         "of": run.format,
@@ -98,7 +98,7 @@ def _record(run: OutsideRun) -> dict[str, Any]:
 
 
 def _name_from(source: str) -> str:
-    """A name in the letters that a name may have; what it cannot be made of is refused by whoever registers it."""
+    """Return a name reduced to valid characters; raise InputError where none remain."""
     found = _NO_LETTER.sub("-", source.lower()).strip("-._")[:63].rstrip("-._")
     if not found:
         raise InputError(f"{source!r} makes no name of an asset; say one with --name")
@@ -109,9 +109,9 @@ def _name_from(source: str) -> str:
 
 
 def _store_model(blobs: BlobStore, cache: Path, run: OutsideRun) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What can be said of the run's model, and where it is stored; nothing where there is none.
+    """Return the metadata and the stored digest of the run's model; empty maps where it has no model.
 
-    Its files are looked at in a folder that holds links to them and nothing else.
+    Its files are inspected in a folder that contains only links to them.
     """
     if run.model is None:
         return {}, {}
@@ -133,9 +133,9 @@ def _store_model(blobs: BlobStore, cache: Path, run: OutsideRun) -> tuple[dict[s
 def _named(
     catalog: Catalog, blobs: BlobStore, run: OutsideRun, name: str
 ) -> tuple[list[dict[str, Any]], dict[str, Asset]]:
-    """What the run names, each as a row of the record; and versions of the data sets that are there, by digest.
+    """Return the inputs that the run names, as rows of the record; and versions of its existing data sets, by digest.
 
-    Rows that are registered already are what they are called there.
+    Data sets that are registered already get no new version.
     """
     rows: list[dict[str, Any]] = []
     versions: dict[str, Asset] = {}
@@ -156,7 +156,7 @@ def _named(
 
 
 def _data(named: Named, row: dict[str, Any]) -> tuple[Mapping[str, Path], dict[str, Any]]:
-    """The files of a data set that the run names and what they hold; or `row` says why it is known by name only."""
+    """Return files and metadata of a data set that the run names; else set in `row` why it is known by name only."""
     if named.role != _DATA or named.path is None:
         return {}, {}
     try:
@@ -181,7 +181,7 @@ def _summary(points: Points) -> dict[str, Any]:
 
 
 def _parquet(points: Points, run: str, stage: str) -> bytes:
-    """Points in the columns of the Parquet tracker; unknown times are null."""
+    """Return points as Parquet, in the columns of the Parquet tracker; unknown times are null."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -220,7 +220,7 @@ class Curve:
 
 
 def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
-    """(metric, steps, values) of a history, arrays of [points], in the order in which metrics were first recorded."""
+    """Yield (metric, steps, values) of a history, arrays of [points], in the order of first recording."""
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -237,7 +237,7 @@ def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
 
 
 def curves(data: bytes) -> Iterator[Curve]:
-    """The metrics of a history in the order in which they were first recorded; of the finite values least and most."""
+    """Yield the metrics of a history in the order of first recording; least and most are of the finite values."""
     import numpy as np
 
     for name, at, own in recorded(data):
@@ -247,7 +247,7 @@ def curves(data: bytes) -> Iterator[Curve]:
 
 
 def begins_at(record: Mapping[str, Any]) -> str:
-    """In plain words, where knowledge ends."""
+    """Return the unknown part of the lineage, as text."""
     bases = [row["name"] for row in record["named"] if row["role"] == _MODEL and "digest" not in row]
     data = [row for row in record["named"] if row["role"] == _DATA]
     base = f"what {os.fspath(bases[0])} is made of" if bases else "the model it began from"

@@ -1,17 +1,17 @@
-"""Refs of assets, the files that they may name, and the functions that a reward's source defines.
+"""Refs of assets, the files that they may name, and the functions in a reward's source.
 
-A person names an asset as `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision` or
+A user names an asset as `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision` or
 `hf:org/name@revision/path/in/repo.jsonl`; a model that this workspace made as `channel:prod`, `channel:prod@3`,
 `run:sort-b0ed9b49/sft` or `model:sort/sft@2`; and a reward of an installed package as `trl.rewards:accuracy_reward`. A
-data set's path may be a folder or a pattern: `./shards/train-*.jsonl`. On a server, words may name only the files that
-came with the request, and no other of its machine.
+data set's path may be a folder or a pattern: `./shards/train-*.jsonl`. On a server, refs may name only the files that
+came with the request, and no other file of the machine.
 
-How a reward's function is called is read from its source: nothing is executed. If it is imported, made by a call or
-wrapped by an unknown decorator, only its own code has its parameters. Then the answer is the reason why, and the caller
-reports it.
+The parameters of a reward's function are read from its source without executing it. If it is imported, made by a call
+or wrapped by an unknown decorator, its parameters are unknown. Then the result is the reason, and the caller reports
+it.
 
-A reward function of an installed package needs no file of the user's own. It is found and read, never imported here.
-What stands for it is a source of a few lines, which imports it and refuses another version: so its digest pins
+A reward function of an installed package needs no file of the user. It is found and parsed, never imported here. It is
+represented by a generated source of a few lines, which imports it and refuses another version: so its digest pins
 distribution, version and the bytes of the module.
 """
 
@@ -38,7 +38,7 @@ from posttrain.store.trees import file_digest
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = Function | ast.ClassDef | ast.expr | ast.alias
-_TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # they keep parameters
+_TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # decorators that keep parameters
 UNCONFINED = (
     "a server runs a dataflow of one's own only in an image, which confines it; name one that the project allows: "
     "image: NAME@sha256:…"
@@ -46,25 +46,25 @@ UNCONFINED = (
 _FOLDER: ContextVar[Path | None] = ContextVar("posttrain_confined", default=None)
 KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # a run's name, a stage of it
+_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # the name of a run, and its stage
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
-_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # models of the workspace; their names
+_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # prefixes of models of the workspace → their names
 
 
-_VERIFIERS = Signature(("state",), takes_all="columns")  # its rubrics and tasks get all there is
+_VERIFIERS = Signature(("state",), takes_all="columns")  # verifiers' rubrics and tasks get all columns
 
 
-_ENVIRONMENT = "load_environment"  # a function of verifiers' modules
+_ENVIRONMENT = "load_environment"  # the conventional function of verifiers' modules
 
 
-_DEEPEST = 8  # names that stand for names
+_DEEPEST = 8  # depth of names bound to names
 
 
 WORD = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-SOURCE = "imported_reward.py"  # the name of the source that stands for it
+SOURCE = "imported_reward.py"  # the file name of the generated source
 
 
 _TEMPLATE = '''"""{function} of {module}, {distribution} {version}, whose module is {digest}."""
@@ -80,7 +80,7 @@ if importlib.metadata.version("{distribution}") != "{version}":
 
 
 def definitions(module: ast.Module) -> dict[str, _Definition | None]:
-    """Names that a module binds at its top, also under `if` and `try`: to what, None where there are several ways."""
+    """Return names bound at a module's top level, also under `if` and `try` → definition; None where it is ambiguous."""
     found: dict[str, _Definition | None] = {}
     for name, value, certain in _bindings(module.body, True):
         found[name] = value if certain or name not in found else None
@@ -108,12 +108,12 @@ def _bindings(body: list[ast.stmt], certain: bool) -> Iterator[tuple[str, _Defin
 
 
 def functions(module: ast.Module) -> dict[str, Function]:
-    """The functions that a module defines at its top."""
+    """Return the functions defined at a module's top level."""
     return {name: node for name, node in definitions(module).items() if isinstance(node, Function)}
 
 
 def rubrics(module: ast.Module) -> list[str]:
-    """Names that are bound to a call of a class whose name ends in Rubric or RubricGroup: verifiers' way."""
+    """Return names bound to a call of a class whose name ends in Rubric or RubricGroup, as in verifiers."""
     return [name for name, node in definitions(module).items() if isinstance(node, ast.Call) and _is_rubric(node)]
 
 
@@ -122,7 +122,7 @@ def _is_rubric(node: ast.Call) -> bool:
 
 
 def signature_of(module: ast.Module, entry: str) -> Signature | str:
-    """The parameters of what `entry` names, or why they are not known before it is loaded."""
+    """Return the parameters of `entry`, or why they are unknown before it is loaded."""
     return _signature(definitions(module), entry, _DEEPEST)
 
 
@@ -146,7 +146,7 @@ def _signature(known: dict[str, _Definition | None], name: str, depth: int) -> S
 
 
 def _of_call(known: dict[str, _Definition | None], name: str, node: ast.Call, depth: int) -> Signature | str:
-    """`partial(f, …)`, or an object of a class of this file."""
+    """Return the parameters of `partial(f, …)`, or of an object of a class in this file."""
     if _last(node.func) == "partial" and node.args and isinstance(node.args[0], ast.Name):
         whole = _signature(known, node.args[0].id, depth)
         plain = not any(isinstance(a, ast.Starred) for a in node.args) and all(k.arg for k in node.keywords)
@@ -199,24 +199,24 @@ def _of_arguments(found: ast.arguments) -> Signature:
 
 
 def _last(node: ast.expr) -> str:
-    """`Rubric` of `vf.Rubric`."""
+    """Return `Rubric` of `vf.Rubric`."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedReward:
-    """What is known of a package's reward function without importing it."""
+    """The facts about a package's reward function, without importing it."""
 
     module: str
     function: str
     distribution: str
     version: str
     digest: str  # of the module's files
-    signature: Signature | str  # or why it is not known
+    signature: Signature | str  # or why it is unknown
 
     @property
     def source(self) -> bytes:
-        """The source that stands for it."""
+        """The generated source that represents it."""
         return _TEMPLATE.format(
             **{key: getattr(self, key) for key in ("module", "function", "distribution", "version", "digest")}
         ).encode()
@@ -227,7 +227,7 @@ def imported_reward(word: str) -> ImportedReward:
 
     Raises:
         InputError: not of this form, a built-in, or a file that cannot be read.
-        NotFoundError: no such module is installed, or it does not have the function.
+        NotFoundError: no such module is installed, or the module lacks the function.
     """
     if not WORD.fullmatch(word):
         raise InputError(f"reward {word!r} must be MODULE:FUNCTION, such as trl.rewards:accuracy_reward")
@@ -259,7 +259,7 @@ def imported_reward(word: str) -> ImportedReward:
 
 
 def _files(module: str) -> list[Path]:
-    """The Python files of a module: its own, or those at the top of its package."""
+    """Return the Python files of a module: its own, or those at the top of its package."""
     path: list[str] | None = None
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):
@@ -281,7 +281,7 @@ def _parsed(path: Path, word: str) -> ast.Module:
 
 @contextmanager
 def confined(folder: Path) -> Iterator[None]:
-    """For the length of the block words name what is in this folder, by relative paths, and nothing else."""
+    """Within the block refs may name only files in this folder, by relative paths."""
     token = _FOLDER.set(folder.resolve())
     try:
         yield
@@ -290,18 +290,18 @@ def confined(folder: Path) -> Iterator[None]:
 
 
 def is_confined() -> bool:
-    """Whether words come from afar."""
+    """Whether refs come from a remote client."""
     return _FOLDER.get() is not None
 
 
 def refuse_elsewhere(word: str, path: Path) -> None:
-    """Refuse a word that names a file outside; whether it exists is not told.
+    """Refuse a ref to a file outside, without revealing whether it exists.
 
     Args:
-        path: where it would be.
+        path: its resolved location.
 
     Raises:
-        InputError: it does.
+        InputError: the file is outside.
     """
     folder = _FOLDER.get()
     if folder is None:
@@ -316,27 +316,27 @@ def refuse_elsewhere(word: str, path: Path) -> None:
 
 
 def refuse_afar(what: str) -> None:
-    """Refuse what only whoever has the workspace before them may ask for.
+    """Refuse a request that only a local user may make.
 
     Args:
-        what: begins the error, with what to do instead.
+        what: the error message with the remedy.
 
     Raises:
-        InputError: the words come from afar.
+        InputError: the request comes from a remote client.
     """
     if is_confined():
         raise InputError(what)
 
 
 class Source(StrEnum):
-    """Where a referenced thing lies."""
+    """The source of a referenced asset."""
 
     REGISTRY = "registry"  # a version registered in this workspace
     PATH = "path"  # a local file or folder
     HUB = "hub"  # the local cache of the Hugging Face hub
-    CHANNEL = "channel"  # what a release channel of this workspace points at, or pointed at
-    RUN = "run"  # what a stage of a run of this workspace made
-    MODULE = "module"  # a reward that an installed package has
+    CHANNEL = "channel"  # a present or past release of a channel of this workspace
+    RUN = "run"  # the output of a stage of a run of this workspace
+    MODULE = "module"  # a reward of an installed package
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,19 +346,19 @@ class AssetRef:
     kind: str
     source: Source
     name: str  # registry name, path or module as written, org/name on the hub, channel, or run (id, prefix of it, name)
-    version: int | None = None  # registry: None is the latest; channel: the release number, None is the live one
+    version: int | None = None  # registry: None is the latest; channel: the release, None is the live one
     revision: str | None = None  # hub only
     file: str | None = None  # hub data sets only: a file, folder or pattern in the repository; None: all of it
-    stage: str | None = None  # run only; None: the one whose model the run is for
+    stage: str | None = None  # run only; None: the stage of the run's final model
 
     @property
     def made(self) -> bool:
-        """Whether it names what a run made: by a channel, by the run, or as a version that a stage trained."""
+        """Whether it names a run's output: by a channel, by the run, or as a version that a stage trained."""
         return self.source in (Source.CHANNEL, Source.RUN) or (self.source is Source.REGISTRY and "/" in self.name)
 
     @property
     def on_disk(self) -> bool:
-        """Whether its files lie outside the workspace, where they were named."""
+        """Whether its files are outside the workspace."""
         return self.source in (Source.PATH, Source.HUB)
 
     def __str__(self) -> str:
@@ -373,13 +373,12 @@ class AssetRef:
 
 
 def parse_ref(text: str, kind: str) -> AssetRef:
-    """Read a reference where an asset of `kind` is expected.
+    """Parse a reference to an asset of `kind`.
 
     A text with a slash, a leading dot or tilde, or a suffix of a known file type is a path.
 
     Raises:
-        InputError: an unknown or other kind (with the nearest known one), an ill-formed name or version, a hub
-        reference
+        InputError: an unknown or other kind (with the most similar one), an ill-formed name or version, a hub reference
             without revision.
     """
     if kind not in KINDS:
@@ -415,7 +414,7 @@ def _number(what: str, written: str, text: str) -> int:
 
 
 def _made_ref(source: Source, rest: str, kind: str, text: str) -> AssetRef:
-    """`channel:NAME[@RELEASE]` or `run:RUN[/STAGE]`."""
+    """Parse `channel:NAME[@RELEASE]` or `run:RUN[/STAGE]`."""
     if kind != "model":
         raise InputError(f"ref {text!r}: a {kind} is expected here, and a {source} names a model; write {kind}:NAME")
     name, mark, more = rest.partition("@" if source is Source.CHANNEL else "/")
@@ -434,7 +433,7 @@ def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
     if not _HUB_NAME.fullmatch(name):
         raise InputError(f"ref {text!r}: must be hf:org/name@revision, got name {name!r}")
     file = None
-    if kind == "dataset" and "/" in revision:  # a repository holds several files: one is the data set
+    if kind == "dataset" and "/" in revision:  # one file of a repository is the data set
         revision, _, file = revision.partition("/")
     if not revision:
         raise InputError(f"ref {text!r}: a hub ref must name its revision, got none; write hf:{name}@COMMIT")
@@ -448,10 +447,10 @@ def _is_path(text: str) -> bool:
 
 
 def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the files of a path or hub reference lie on this machine.
+    """Return the local path of a path or hub reference.
 
     Args:
-        base: folder that relative paths are relative to: the run file's.
+        base: the base of relative paths: the run file's folder.
         environment: read for the hub's cache folder (HF_HUB_CACHE, HF_HOME).
 
     Raises:
@@ -466,7 +465,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         path = base / Path(ref.name).expanduser()
         refuse_elsewhere(ref.name, path)
         there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, no permission, no such ~user
         raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
     if not there:
         hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)

@@ -1,1 +1,1 @@
-"""The decision plane: gate rules and release channels. States what should be; control actuates."""
+"""The decision plane: gate rules and release channels. It decides; control acts."""

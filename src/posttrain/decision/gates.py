@@ -1,22 +1,22 @@
 """Verdicts of gates, and intervals of measured numbers for people.
 
-A rule and the evidence give a verdict. Gates fail closed: whatever cannot be judged does not pass.
+A rule and the evidence give a verdict. Gates fail closed: evidence that cannot be judged does not pass.
 
 ::
 
-    evidence unusable ──────────────────────────▶ ERROR         nothing measured, NaN, items differ, no baseline
-    channel empty (a rule against it) ──────────▶ PASS | FAIL   as the rule's `if_channel_empty` says
+    evidence unusable ──────────────────────────▶ ERROR         no measurement, NaN, items differ, no baseline
+    channel empty (a rule against it) ──────────▶ PASS | FAIL   by the rule's `if_channel_empty`
     fewer than `min_items` ─────────────────────▶ INCONCLUSIVE
     estimate misses the threshold ──────────────▶ FAIL
     estimate meets it, its limit does not ──────▶ INCONCLUSIVE
     limit meets it ─────────────────────────────▶ PASS
 
-A threshold is met from the value itself on, except with `better_than`, where it must be exceeded. A model that lies
-just on the threshold passes at most as often as `1 - confidence`: docs/gates.md has the measured levels.
+A value equal to the threshold meets it, except with `better_than`, where the value must exceed it. A model exactly at
+the threshold passes with probability at most `1 - confidence`: docs/gates.md has the measured levels.
 
-An interval for people shows how well a measured number is known, or by how much two models differ on the same items.
-Its limits are those that gates rest on (`decision.statistics`), taken from both sides: an interval of confidence 0.95
-has a one-sided limit of 0.975 at each end. Intervals decide nothing.
+An interval for people shows the uncertainty of a measured number, or of the difference of two models on the same items.
+Its limits are those of gates (`decision.statistics`), on both sides: an interval of confidence 0.95 has a one-sided
+limit of 0.975 at each end. Intervals decide nothing.
 """
 
 import math
@@ -36,8 +36,8 @@ from posttrain.domain.policies import LookBudget
 
 RATE_LIMIT = "exact limit of a rate (Clopper-Pearson)"
 CONFIDENCE = 0.95  # two-sided
-_MANY = 500  # distinct values from which fewer resamples are drawn: a table must not keep a person waiting
-_FEW_RESAMPLES = 1_999  # with one more it divides the level at each end; the limit holds at any number
+_MANY = 500  # distinct values above which fewer resamples are drawn, so that tables are fast
+_FEW_RESAMPLES = 1_999  # plus one it is a multiple of 1 / level at each end; the limit holds at any number
 
 
 PAIRED_LIMIT = "paired limit of two rates (Gaffke; against 0 exact McNemar)"
@@ -51,14 +51,14 @@ NOT_TESTED = "none"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The evaluation that a gate judges, among those of its items."""
+    """The evaluation that a gate judges, by its number among those of its items."""
 
     number: int  # 1: the first
     budget: LookBudget  # as `ChannelPolicy.looks`
 
     @property
     def spent(self) -> bool:
-        """Whether the policy allows fewer looks than this one."""
+        """Whether this look is beyond the number that the policy allows."""
         return isinstance(self.budget, int) and self.number > self.budget
 
     @property
@@ -74,7 +74,7 @@ class Look:
         return rule.model_copy(update={"confidence": 1 - (1 - rule.confidence) / shares})
 
     def verdict(self, rule: GateRule, judged: Verdict) -> Verdict:
-        """The verdict of `self.rule(rule)` with the look in it. A look beyond the policy's budget is an ERROR."""
+        """The verdict of `self.rule(rule)`, with the look added. A look beyond the policy's budget is an ERROR."""
         update: dict[str, object] = {"look": self.number}
         if self.spent:
             reason = f"{self.words}, of {self.budget} that the channel's policy allows; judge on items that are new."
@@ -88,7 +88,7 @@ class Look:
         return judged.model_copy(update=update)
 
     def inflated(self, confidence: float) -> float:
-        """The chance that one of so many models on the threshold passes, if each is judged at this confidence alone."""
+        """P(at least one of `number` models at the threshold passes), if each is judged at this confidence."""
         return 1 - confidence**self.number
 
 
@@ -101,12 +101,12 @@ class Evidence:
 
     item_ids: tuple[str, ...]  # unique; the same items for candidate and baseline, in any order
     values: Array  # [items]
-    range: ItemRange | None  # what a value can be, as the evaluation declared it; None: undeclared, not judged
+    range: ItemRange | None  # of possible values, as the evaluation declared it; None: undeclared, not judged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Baseline:
-    """A model that rules compare with: what it is, and what was measured of it."""
+    """A model that rules compare with, and its measurements."""
 
     digest: str | None  # None: the channel is empty
     evidence: Mapping[str, Evidence] = field(default_factory=dict)  # metric → values
@@ -114,7 +114,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a test found. `quantity` is the mean, or candidate - baseline; `limit` is its one-sided confidence limit."""
+    """The result of a test. `quantity` is the mean, or candidate - baseline; `limit` is its one-sided limit."""
 
     test: str
     quantity: float
@@ -127,13 +127,13 @@ class _Measured:
 def judge(
     rule: GateRule, candidate: Evidence | None, baseline: Evidence | None, *, channel_empty: bool, seed: int
 ) -> Verdict:
-    """What the rule says about the evidence.
+    """Return the verdict of a rule on the evidence.
 
     Args:
         rule: the gate.
-        candidate: the rule's metric, measured on the candidate; None when nobody produced it.
-        baseline: the same on the model that the rule compares with; not looked at by an absolute rule.
-        channel_empty: the channel points at nothing; of no interest to a rule against another model.
+        candidate: the rule's metric, measured on the candidate; None when it was not measured.
+        baseline: the same on the model that the rule compares with; ignored by an absolute rule.
+        channel_empty: the channel has no model; ignored by a rule that compares with another model.
         seed: the run's; the seed of a mean's limit is derived from it and the rule's name.
     """
     try:
@@ -159,20 +159,20 @@ def judge_all(
     seed: int,
     looks: Mapping[str, Look] | None = None,
 ) -> GateReport:
-    """All gates of a run.
+    """Judge all gates of a run.
 
     Args:
-        rules: names unique; none at all makes the report an ERROR.
+        rules: with unique names; an empty sequence makes the report an ERROR.
         candidate: metric name → evidence of the candidate.
-        baselines: what rules compare with (`channel`, `base`, a stage) → that model, measured by the same evaluator on
-            the same items. Without `channel` the channel is empty; a promotion holds on to what it is here.
-        candidate_digest: the model judged.
-        evaluator_digest: what measured them.
+        baselines: rival of rules (`channel`, `base`, a stage) → that model, measured by the same evaluator on the
+            same items. Without `channel` the channel is empty; a promotion requires that its model is still this one.
+        candidate_digest: the judged model.
+        evaluator_digest: of the evaluator that measured both.
         seed: the run's.
-        looks: rule → how often its items were evaluated; a rule that is not there is judged at its own confidence.
+        looks: rule → the look at its items; a rule without one is judged at its own confidence.
 
     Raises:
-        InputError: two rules of one name.
+        InputError: two rules have the same name.
     """
     twice = [name for name, count in Counter(rule.name for rule in rules).items() if count > 1]
     if twice:
@@ -190,7 +190,7 @@ def judge_all(
 
 
 def _usable(rule: GateRule, evidence: Evidence | None, whose: str) -> Evidence:
-    """The evidence in the order of its item ids, so that no verdict depends on the order of rows.
+    """Return the evidence in the order of its item ids, so that no verdict depends on the order of rows.
 
     Raises:
         InputError: it cannot be judged; becomes the reason of an ERROR verdict.
@@ -201,13 +201,13 @@ def _usable(rule: GateRule, evidence: Evidence | None, whose: str) -> Evidence:
 
 
 def usable(what: str, evidence: Evidence) -> Evidence:
-    """Checked evidence in the order of its item ids.
+    """Return checked evidence in the order of its item ids.
 
     Args:
-        what: how errors call it.
+        what: its name in errors.
 
     Raises:
-        InputError: it says nothing: no items, an item twice, values that are not finite or beyond the declared range.
+        InputError: it is unusable: no items, a duplicate item, no declared range, values not finite or out of range.
     """
     values = np.asarray(evidence.values, dtype=np.float64)
     ids = evidence.item_ids
@@ -254,7 +254,7 @@ def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) 
 
 
 def _measure(rule: GateRule, ours: Evidence, theirs: Evidence | None, seed: int) -> _Measured:
-    """Run the test that fits. A rule that wants small numbers is judged on the mirror image."""
+    """Run the test for the kind of metric and rule. A rule that requires small numbers uses the mirror image."""
     possible = ours.range
     assert possible is not None  # `_usable` refuses it
     if theirs is not None:
@@ -278,7 +278,7 @@ def _measure_rate(rule: GateRule, values: Array) -> _Measured:
 
 
 def _measure_gains(rule: GateRule, values: Array, other: Array, span: float, seed: int) -> _Measured:
-    """Two values that lie in one range are at most its span apart, on either side."""
+    """Measure candidate - baseline; differences of values in one range are between -span and span."""
     gains = values - other
     limit = _mean_limit(rule, gains, -span, span, seed)
     return _Measured(
@@ -339,7 +339,7 @@ def _meets(rule: GateRule, number: float) -> bool:
 
 
 def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int, missed_by: float) -> str:
-    """What was measured, what was asked, how the limit stands to it."""
+    """The reason of a verdict: the measurement, the requirement, and the limit."""
     if rule.needs_baseline:
         change = _signed(measured.quantity)
         theirs = f"{_whose(str(rule.rival))} {_number(measured.baseline or 0)}"
@@ -419,7 +419,7 @@ class Estimate:
     """A mean over items with its interval: `Estimate(0.985, 0.957, 0.997, 200, "exact limit of a rate …")`."""
 
     value: float
-    low: float | None  # None: the metric declares no range, so no limit holds
+    low: float | None  # None: the metric declares no range, so it has no valid limit
     high: float | None
     items: int
     method: str
@@ -430,9 +430,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Candidate - reference over the items that both measured."""
+    """Candidate - reference over the items on which both were measured."""
 
-    higher: int  # items on which the candidate's value is the greater one
+    higher: int  # items on which the candidate's value is greater
     lower: int
     same: int
     difference: float  # mean
@@ -447,12 +447,12 @@ class Paired:
         return self.higher + self.lower + self.same
 
     def wins(self, better: str | None) -> tuple[int, int]:
-        """(won, lost) by the candidate, where `better` is "lower" or anything else: higher."""
+        """(won, lost) by the candidate; `better` is "lower", or any other value for higher."""
         return (self.lower, self.higher) if better == "lower" else (self.higher, self.lower)
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
@@ -460,10 +460,10 @@ class Paired:
 
 
 def estimate(metric: str, evidence: Evidence, confidence: float = CONFIDENCE) -> Estimate:
-    """A metric's mean with its interval.
+    """Return a metric's mean with its interval.
 
     Raises:
-        InputError: the evidence says nothing; see `gates.usable`.
+        InputError: the evidence is unusable; see `gates.usable`.
     """
     possible = evidence.range
     if possible is None:
@@ -481,10 +481,10 @@ def estimate(metric: str, evidence: Evidence, confidence: float = CONFIDENCE) ->
 
 
 def paired(metric: str, candidate: Evidence, reference: Evidence, confidence: float = CONFIDENCE) -> Paired:
-    """By how much two models differ, item by item.
+    """Return the difference of two models, item by item.
 
     Raises:
-        InputError: they were not measured alike: other items, another declared range, or none.
+        InputError: they were measured on different items, or with another or no declared range.
     """
     ours, theirs = usable(metric, candidate), usable(metric, reference)
     if ours.range != theirs.range:
@@ -506,7 +506,7 @@ def paired(metric: str, candidate: Evidence, reference: Evidence, confidence: fl
 
 
 def decimals(low: float, high: float) -> int:
-    """How many decimals of a number whose interval is [low, high] say something: two digits of its width."""
+    """Return the number of significant decimals of a number with interval [low, high]: two digits of its width."""
     width = abs(high - low)
     if not (width > 0 and math.isfinite(width)):
         return 3
@@ -515,7 +515,7 @@ def decimals(low: float, high: float) -> int:
 
 def _mean_limits(values: Array, low: float, high: float, each: float) -> tuple[float, float]:
     resamples = RESAMPLES if len(np.unique(values)) <= _MANY else _FEW_RESAMPLES
-    seed = derive_seed(0, "interval")  # not the metric's: equal values have equal intervals, whatever they are called
+    seed = derive_seed(0, "interval")  # independent of the metric, so that equal values have equal intervals
     return mean_lower(values, low, each, seed, resamples), -mean_lower(-values, -high, each, seed, resamples)
 
 

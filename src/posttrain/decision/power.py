@@ -1,20 +1,20 @@
 """The power of gates before a run, and the ranking of a sweep's settings after it.
 
-Power: how likely each gate is to pass a model that is as good as hoped, before a token is spent. It needs assumptions
-about results nobody has yet; every note states them. For rates it is exact: the chances of all results that the gate
-itself would pass are added up. For means it is not known before their spread is.
+Power: the probability that a gate passes a model that is as good as hoped, computed before training. It needs
+assumptions about results that do not exist yet; every note states them. For rates it is exact: the sum of the
+probabilities of all results that the gate would pass. For means it is unknown until their spread is known.
 
-Ranking: settings are ranked as far as the measurements allow. A setting was trained with one or several seeds and each
-of its models measured on the same items. Two things are then uncertain: which items the suite happens to have, and
-which seeds were drawn. The interval of a mean over seeds adds both, as if they were independent: the distances of its
-limits from the mean are the square roots of the sums of the squared distances of the two intervals' limits (MOVER; Zou
-and Donner 2008). Over items the limits are those of the intervals in `decision.gates`; over seeds they are Student's,
-and paired by seed for a difference. Item noise is in both, so the sum errs to the wide side. With one seed there is no
-second part: then models are compared, not settings. Two seeds that happen to agree are no evidence about a third, so
-where there are several, fewer than three in common decide nothing.
+Ranking: settings are ranked as far as the measurements allow. A setting was trained with one or several seeds, and each
+of its models was measured on the same items. Two sources of uncertainty remain: the items of the suite, and the drawn
+seeds. The interval of a mean over seeds adds both, as if they were independent: the distances of its limits from the
+mean are the square roots of the sums of the squared distances of the two intervals' limits (MOVER; Zou and Donner
+2008). Over items the limits are those of the intervals in `decision.gates`; over seeds they are Student's, and paired
+by seed for a difference. Item noise is in both, so the sum is conservative (too wide). With one seed the second part is
+missing: then models are compared, not settings. Two seeds that happen to agree are no evidence about a third, so with
+several seeds, fewer than three in common decide nothing.
 
-A setting is ahead of another where the interval of their difference leaves out 0, all pairs held at once (Bonferroni).
-Its rank is then a range: from 1 + those that are ahead of it to all less those that it is ahead of.
+A setting is ahead of another if the interval of their difference excludes 0, with all pairs simultaneous (Bonferroni).
+Its rank is then a range: from 1 + the number of settings ahead of it to all minus the number of those behind it.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule, whose_words
 from posttrain.domain.kinds import ENOUGH_SEEDS, ItemRange, few_seeds
 
-ENOUGH = 0.8  # the customary power; below it a good model is turned away more than one time in five
-_EVEN = 0.5  # below it a good model is turned away more often than not
+ENOUGH = 0.8  # the customary power; below it a gate refuses a good model more than one time in five
+_EVEN = 0.5  # below it a gate refuses a good model more often than not
 _NORMAL = NormalDist()
-_SEARCHED = 200_000  # items; a gate that needs more is told so by the normal approximation
-_UNLIKELY = 1e-12  # results with less chance than that in all are left out of an enumeration
-_MOST_ITEMS = 2**24  # of a suite that is advised to be made larger
-_DRAWN = 0.02  # a mean's limit is drawn, not computed: so far off what would be refused it may lie
-Seeds = Mapping[int, Evidence]  # seed → what was measured of its model
+_SEARCHED = 200_000  # items; beyond them the normal approximation gives the number that a gate needs
+_UNLIKELY = 1e-12  # tail probability of results that an enumeration leaves out
+_MOST_ITEMS = 2**24  # the largest suite that is recommended
+_DRAWN = 0.02  # tolerance for a mean's limit, which is drawn, not computed
+Seeds = Mapping[int, Evidence]  # seed → the measurements of its model
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What is assumed about the candidate; None takes the default that the field's comment names."""
+    """The assumptions about the candidate; None selects the default in the field's comment."""
 
     rate: float | None = None  # true rate under an absolute rule: halfway between the threshold and perfect
     discordance: float = 0.1  # share of items that exactly one of candidate and baseline gets right
@@ -72,13 +72,13 @@ class PowerNote:
 
     gate: str
     items: int
-    test: str  # the method that will judge, as in `Verdict.test`
-    power: float | None  # P(pass) under the assumption; None: not known before the metric's spread is
-    needed: int | None  # items for a power of 80 %; None: no number of items is enough, or not known
-    assumption: str  # what the two numbers rest on
-    warning: str | None = None  # one sentence when a good model would probably be turned away
-    change: str | None = None  # what to change first, where that is more likely than not
-    refusal: str | None = None  # one sentence when not even the best evidence there could be would pass
+    test: str  # the method of the gate, as in `Verdict.test`
+    power: float | None  # P(pass) under the assumption; None: unknown until the metric's spread is known
+    needed: int | None  # items for a power of 80 %; None: no number of items is enough, or unknown
+    assumption: str  # of the two numbers
+    warning: str | None = None  # one sentence if the power is too low
+    change: str | None = None  # the first thing to change, if the gate would more likely refuse a good model
+    refusal: str | None = None  # one sentence if not even the best possible evidence would pass
 
 
 def gate_power(
@@ -89,14 +89,14 @@ def gate_power(
     channel_empty: bool = False,
     expectation: Expectation | None = None,
 ) -> PowerNote:
-    """The power of `rule` on `items` items.
+    """Return the power of `rule` on `items` items.
 
     Args:
         rule: the gate.
         items: of the evaluation suite.
-        possible: what one item of the metric can be, as its evaluation declares.
-        channel_empty: there is nothing to compare with yet.
-        expectation: what to assume; `Expectation()` when left out.
+        possible: the range of one item of the metric, as its evaluation declares it.
+        channel_empty: the channel has no model to compare with yet.
+        expectation: the assumptions; `Expectation()` when left out.
     """
     note = _note(rule, items, possible, channel_empty, expectation or Expectation())
     if (rule.meets_channel and channel_empty and items >= rule.min_items) or can_pass(rule, items, possible):
@@ -105,7 +105,7 @@ def gate_power(
 
 
 def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
-    """The note of a gate whose power could not be computed, with what stood in the way."""
+    """Return the note of a gate whose power could not be computed, with the error `trouble`."""
     return PowerNote(
         rule.name,
         items,
@@ -118,7 +118,7 @@ def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
 
 
 def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
-    """Whether the best evidence there could be would pass: every item at its best, a baseline's at its worst."""
+    """Return whether the best possible evidence would pass: every item at its best, the baseline's at its worst."""
     if items < rule.min_items:
         return False
     wanted = (1 if rule.higher_is_better else -1) * rule.threshold
@@ -146,7 +146,7 @@ def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
 
 
 def _enough(passes: Callable[[int], bool], low: int) -> int | None:
-    """The least number of items that passes, above one that does not; None: no number that anybody has."""
+    """The least number of items that passes, above `low`, which does not; None: more than about `_MOST_ITEMS`."""
     high = 2 * low
     while not passes(high):
         low, high = high, 2 * high
@@ -159,7 +159,7 @@ def _enough(passes: Callable[[int], bool], low: int) -> int | None:
 
 
 def _ends(rule: GateRule, possible: ItemRange) -> tuple[float, float]:
-    """The worst and the best that one item can be, the larger the better."""
+    """The worst and the best value of one item, with the sign for which larger is better."""
     if rule.needs_baseline:
         return -possible.span, possible.span
     return (possible.low, possible.high) if rule.higher_is_better else (-possible.high, -possible.low)
@@ -183,7 +183,7 @@ def _note(rule: GateRule, items: int, possible: ItemRange, channel_empty: bool, 
 
 
 def _warning(rule: GateRule, items: int, power: float, needed: int | None, assumption: str) -> str | None:
-    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # a tooth of the saw below
+    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # the saw of `_needed`
         return None
     if items < rule.min_items:
         return _too_few(rule, items)
@@ -199,11 +199,11 @@ _Power = Callable[[int], float]  # items → P(pass)
 
 
 def _needed(power_at: _Power, about: float, least: int) -> int:
-    """Items for 80 %, to half a percent: `power_at` them is enough. Power in items is a saw with rising teeth.
+    """Items for a power of 80 %, to half a percent. Power as a function of items is a saw with rising teeth.
 
     Args:
         about: by the normal approximation, where the search starts.
-        least: items that the rule wants in any case.
+        least: the rule's `min_items`.
     """
     if max(about, least) > _SEARCHED:
         return max(least, math.ceil(about))
@@ -217,7 +217,7 @@ def _needed(power_at: _Power, about: float, least: int) -> int:
 
 
 def _absolute(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, str]:
-    """A rule that wants a small rate is the mirror image: the rate of the other outcome must be large."""
+    """The power of an absolute rule. One that requires a small rate is judged by the rate of the other outcome."""
     threshold = rule.threshold if rule.higher_is_better else 1 - rule.threshold
     rate = (threshold + 1) / 2
     if hoped.rate is not None:
@@ -232,10 +232,10 @@ def _absolute(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None,
 
 
 def _rate_power(items: int, threshold: float, rate: float, confidence: float) -> float:
-    """P(the exact limit meets the threshold): that of at least as many right items as the limit wants."""
+    """P(the exact limit meets the threshold): that of at least as many right items as the limit requires."""
     from scipy.special import bdtrc
 
-    # the least number of right items that passes; `items + 1`: none does
+    # the least number of right items that passes; `items + 1`: no number passes
     least = bisect_left(range(items + 1), True, key=lambda right: rate_lower(right, items, confidence) >= threshold)
     if least == 0:
         return 1.0
@@ -257,17 +257,17 @@ def _paired(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, s
     distance, variance = gain - threshold, discordance - gain * gain
     z = _NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)
     about = None
-    if distance > 0:  # without a loss the limit still stays below 1 by so much
+    if distance > 0:  # the last term: even without a loss the limit is below 1
         about = max(1.0, z * z * variance / distance**2, -math.log(1 - rule.confidence) / (1 - threshold))
     return lambda n: paired_power(n, better, worse, threshold, rule.confidence), about, assumption
 
 
 def paired_power(items: int, better: float, worse: float, threshold: float, confidence: float) -> float:
-    """P(the paired limit meets `threshold`), added up over all results that matter.
+    """Return P(the paired limit meets `threshold`), summed over all results that are not negligible.
 
     Args:
         items: paired items.
-        better: true chance that only the candidate gets an item right.
+        better: true probability that only the candidate gets an item right.
         worse: that only the baseline does; better + worse ≤ 1.
         threshold: of candidate - baseline, which the lower limit must reach.
         confidence: of the limit, one-sided.
@@ -281,12 +281,12 @@ def paired_power(items: int, better: float, worse: float, threshold: float, conf
 
 
 def _wanted(items: int, losses: np.ndarray, threshold: float, level: float) -> np.ndarray:
-    """For each number of losses the least gains that pass; more than there are items left where none do.
+    """For each number of losses the least gains that pass; more than the remaining items if no gains do.
 
-    It grows with the losses, so one walk along the edge finds them all.
+    The gains grow with the losses, so one pass finds them all.
     """
     wanted = np.empty_like(losses)
-    gains = max(0, math.ceil(losses[0] + items * threshold))  # fewer do not even reach the threshold on average
+    gains = max(0, math.ceil(losses[0] + items * threshold))  # with fewer even the estimate misses the threshold
     for index, lost in enumerate(losses.tolist()):
         while gains + lost <= items and difference_chance(gains, lost, items, threshold) > level:
             gains += 1
@@ -318,7 +318,7 @@ def _too_few(rule: GateRule, items: int) -> str:
 
 
 def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:
-    """Of a mean the range alone says something: how far off the threshold even a metric that never varies must lie."""
+    """The note of a mean: its range alone gives the distance from the threshold that even a constant metric needs."""
     worst, _ = _ends(rule, possible)
     threshold = rule.threshold if rule.higher_is_better else -rule.threshold
     least = (threshold - worst) * ((1 - rule.confidence) ** (-1 / max(items, 1)) - 1)
@@ -336,9 +336,9 @@ def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNot
 class Ranked:
     """One setting."""
 
-    mean: Estimate | None  # over seeds; None: nothing was measured
+    mean: Estimate | None  # over seeds; None: not measured
     values: Mapping[int, float]  # seed → mean over items
-    best: int  # ranks that it may have among those that were measured
+    best: int  # possible ranks among the measured settings, from `best` to `worst`
     worst: int
 
 
@@ -352,15 +352,15 @@ class Difference:
     low: float
     high: float
     seeds: int  # that both have
-    enough: bool = True  # seeds to decide by
+    enough: bool = True  # whether these seeds are enough to decide
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves out 0, and rests on enough seeds."""
+        """Whether the interval excludes 0, with enough seeds."""
         return self.enough and (self.low > 0 or self.high < 0)
 
     def turned(self) -> Difference:
-        """The same the other way round."""
+        """The difference of `first` - `second`."""
         return Difference(self.second, self.first, -self.value, -self.high, -self.low, self.seeds, self.enough)
 
     def __str__(self) -> str:
@@ -376,14 +376,14 @@ class Ranking:
     differences: tuple[Difference, ...]
     confidence: float  # of each mean, and of all differences together
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()  # that fewer seeds than are enough were compared
+    warnings: tuple[str, ...] = ()  # if pairs have too few seeds
 
 
 def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float = CONFIDENCE) -> Ranking:
     """Rank settings by a metric.
 
     Args:
-        settings: what was measured, by seed; a setting may lack seeds, or all.
+        settings: the measurements, by seed; a setting may lack some seeds, or all.
         better: "higher" or "lower".
         confidence: two-sided.
     """
@@ -451,7 +451,7 @@ def _over_seeds(found: Sequence[Evidence]) -> Evidence:
     """Each item's mean over models that were measured on the same items.
 
     Raises:
-        InputError: they were not.
+        InputError: their items or ranges differ.
     """
     if len(found) == 1:
         return found[0]
@@ -463,12 +463,12 @@ def _over_seeds(found: Sequence[Evidence]) -> Evidence:
             raise InputError("its seeds were not measured on the same items")
         columns.append(one.values[[place[item] for item in order]])
     possible = found[0].range
-    shared = None if possible is None else ItemRange(possible.low, possible.high)  # a mean of seeds is no 0 or 1
+    shared = None if possible is None else ItemRange(possible.low, possible.high)  # a mean over seeds is not binary
     return Evidence(order, np.mean(columns, axis=0), shared)
 
 
 def _spread(values: Sequence[float], confidence: float) -> float:
-    """Half of Student's interval for the mean of what seeds gave."""
+    """Half the width of Student's interval for the mean over seeds."""
     from scipy.stats import t
 
     count = len(values)

@@ -1,10 +1,10 @@
-"""Rules of release channels: when a channel may move, where a rollback goes, and which gates a run has. All are pure.
+"""Rules of release channels: when a channel may move, the target of a rollback, and the gates of a run. All are pure.
 
 `control` does the compare-and-set. The append-only history numbers releases; the channel's deployment names the live
-one. A rollback quarantines the model that it takes off. A rollback without a target goes to the newest release that is
-not quarantined, so a second one goes further back and never returns to the model that the first one left.
+one. A rollback quarantines the model that it takes off the channel. A rollback without a target goes to the newest
+release that is not quarantined, so a second one goes further back and never returns to the model that the first left.
 
-A run's gates stand under the policy of its channel: a run may add gates and make them stricter, never weaker.
+The policy of its channel constrains a run's gates: a run may add gates and make them stricter, never weaker.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,32 +15,32 @@ from posttrain.domain.lifecycle import ReleaseState, check_transition
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ReleaseEntry
 
-MOVES = ("promote", "rollback")  # entries that made a model live; others, such as a canary's, leave it where it is
+MOVES = ("promote", "rollback")  # entries that made a model live; others, such as a canary's, do not change it
 _BOUNDS = ("at_least", "at_most", "not_worse_than", "better_than")
-_AMOUNT = {"not_worse_than": "margin", "better_than": "by"}  # the key that holds the bound of a relative form
+_AMOUNT = {"not_worse_than": "margin", "better_than": "by"}  # the key with the bound of a relative form
 
 
 def moves(history: Sequence[ReleaseEntry]) -> list[ReleaseEntry]:
-    """The entries of a history that made a model live, in its order."""
+    """Return the entries of a history that made a model live, in its order."""
     return [entry for entry in history if entry.action in MOVES]
 
 
 def live_before(history: Sequence[ReleaseEntry], sequence: int) -> int:
-    """The release that was live before this one, by its sequence; 0: none was."""
+    """Return the sequence of the release that was live before this one; 0: no release was."""
     return max((entry.sequence for entry in moves(history) if entry.sequence < sequence), default=0)
 
 
 def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry]) -> int:
-    """The release of a channel that a report was judged against, by its sequence; 0 for an empty channel.
+    """Return the sequence of the channel's release that a report was judged against; 0 for an empty channel.
 
-    A report of before, or one about another channel, names no release of this one: it is current only where the model
-    that it compared with was live once.
+    A report of an older version, or about another channel, names no release of this one: it is current only if the
+    model that it compared with was live exactly once.
 
     Args:
         history: the channel's entries, oldest first.
 
     Raises:
-        ConflictError: it cannot be told; judge again.
+        ConflictError: that release cannot be determined; judge again.
     """
     if report.channel == channel and report.release is not None:
         return report.release
@@ -57,21 +57,21 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
 
 
 def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: GateReport) -> bool:
-    """Whether the channel's pointer is to be moved to `candidate`. Only a PASS on exactly this candidate ships.
+    """Return whether to move the channel to `candidate`. Only a PASS on exactly this candidate ships.
 
     Args:
-        live: what the channel serves now; None when it is empty.
-        judged: sequence of what it served when the gate looked.
+        live: the channel's live release; None when it is empty.
+        judged: sequence of the release that was live when the gates judged.
         candidate: digest of the model to ship.
-        report: what the gates said.
+        report: of the gates.
 
     Returns:
-        True to move the pointer; False when the candidate is live already (the promotion is being repeated).
+        True to move the channel; False when the candidate is live already (the promotion is being repeated).
 
     Raises:
-        GateRejectedError: the report says FAIL or ERROR, or is about another model.
-        GateInconclusiveError: the report says INCONCLUSIVE.
-        ConflictError: the channel moved since the gate looked, so the comparison is out of date, even where the same
+        GateRejectedError: the outcome is FAIL or ERROR, or the report is about another model.
+        GateInconclusiveError: the outcome is INCONCLUSIVE.
+        ConflictError: the channel moved since the gates judged, so the comparison is out of date, even if the same
             model is live again.
     """
     if report.candidate != candidate:
@@ -98,16 +98,16 @@ def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: Ga
 def rollback_target(
     history: Sequence[ReleaseEntry], live: ReleaseEntry, quarantined: Collection[str], to: str | None = None
 ) -> str:
-    """The model that a rollback makes live again.
+    """Return the digest of the model that a rollback makes live again.
 
     Args:
         history: the channel's entries, oldest first.
-        live: the entry that is live.
-        quarantined: digests of models that may not come back unasked.
+        live: the live entry.
+        quarantined: digests of models that a rollback without a target skips.
         to: digest of a model that was live before; None: that of the newest release that is not quarantined.
 
     Raises:
-        NotFoundError: no release is left that is not quarantined, or `to` was never live.
+        NotFoundError: every other release is quarantined, or `to` was never live.
         InputError: `to` is live already.
     """
     channel, served = live.channel, moves(history)
@@ -128,13 +128,13 @@ def rollback_target(
 
 
 def release_states(history: Sequence[ReleaseEntry]) -> dict[str, ReleaseState]:
-    """Where every model that was ever released stands, by digest, replayed through the release machine.
+    """Return the state of every released model, by digest, by a replay through the release state machine.
 
     Args:
         history: one channel's entries, oldest first.
 
     Raises:
-        ConflictError: a move that the machine does not draw, such as a model promoted over itself.
+        ConflictError: a move that the state machine does not have, such as a model promoted over itself.
     """
     states: dict[str, ReleaseState] = {}
     live: str | None = None
@@ -163,10 +163,10 @@ def _shown(sequence: int) -> str:
 
 
 def under_policy(gates: Sequence[GateRule], pinned: PinnedPolicy) -> tuple[GateRule, ...]:
-    """The gates of a run, and those of the policy that it does not have.
+    """Return the gates of a run, and those of the policy that the run does not have.
 
     Raises:
-        InputError: one has the name of a gate of the policy and is weaker; names the key.
+        InputError: a gate has the name of a gate of the policy and is weaker; names the key.
     """
     own = {gate.name: gate for gate in gates}
     for rule in pinned.policy.gates:
@@ -176,10 +176,10 @@ def under_policy(gates: Sequence[GateRule], pinned: PinnedPolicy) -> tuple[GateR
 
 
 def refuse_weaker(own: GateRule, rule: GateRule, pinned: PinnedPolicy) -> None:
-    """Refuse a gate of a run that lets pass what the policy's gate of that name would not.
+    """Refuse a gate of a run that is weaker than the policy's gate of that name.
 
     Raises:
-        InputError: it does; names the key, what the policy says and what was written.
+        InputError: it is weaker; names the key, the policy's value and the gate's value.
     """
     found = _weaker(own, rule)
     if found is not None:
@@ -191,7 +191,7 @@ def refuse_weaker(own: GateRule, rule: GateRule, pinned: PinnedPolicy) -> None:
 
 
 def origin(gate: GateRule, pinned: PinnedPolicy | None) -> str:
-    """Where a gate of a plan comes from, in words."""
+    """Return the origin of a gate of a plan, as text."""
     rule = next((rule for rule in pinned.policy.gates if rule.name == gate.name), None) if pinned else None
     if pinned is None or rule is None:
         return "run file"
@@ -200,7 +200,7 @@ def origin(gate: GateRule, pinned: PinnedPolicy | None) -> str:
 
 
 def _weaker(own: GateRule, rule: GateRule) -> tuple[str, object, object] | None:
-    """Key, what is wanted and what was written; None: whatever passes `own` passes `rule`."""
+    """The first weaker key, the required and the actual value; None: every model that passes `own` passes `rule`."""
     form = next(key for key in _BOUNDS if getattr(rule, key) is not None)
     for key in ("metric", form, "direction"):
         wanted, got = getattr(rule, key), getattr(own, key)

@@ -1,11 +1,11 @@
 """The statistics of gates: one-sided confidence limits that hold at every number of items. Pure functions, no state.
 
-Three limits, and each passes a model that lies just on the threshold at most as often as `1 - confidence` says; the
-levels are enumerated or simulated by `python -m benchmarks.gates`. Everything is written for
-the lower limit; an upper limit is the mirror image (`upper(x) = -lower(-x)`, and for rates `upper(k, n) = 1 -
-lower(n - k, n)`), so that a rule and its mirror image can never disagree.
+Each of the three limits passes a model exactly at the threshold with probability at most `1 - confidence`; `python -m
+benchmarks.gates` enumerates or simulates the levels. The functions compute lower limits; an upper limit is the mirror
+image (`upper(x) = -lower(-x)`, and for rates `upper(k, n) = 1 - lower(n - k, n)`), so that a rule and its mirror image
+always agree.
 
-scipy is imported where it is used: it takes a third of a second that every command would pay.
+scipy is imported inside functions: the import takes a third of a second, which every command would pay.
 """
 
 import math
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class _Json:
-    """How pydantic writes an array as JSON: a list of numbers, which give the same array back."""
+    """Pydantic's JSON form of an array: a list of numbers, which restores the same array."""
 
     def __get_pydantic_core_schema__(self, *_: object) -> Any:
         from pydantic_core import core_schema as kinds
@@ -31,16 +31,16 @@ class _Json:
 
 Array = Annotated[NDArray[np.float64], _Json()]
 
-RESAMPLES = 9_999  # with one more it divides every usual level: the quantile is one of the draws, not between two
-_DRAWS_AT_ONCE = 2_000_000  # bounds the memory of the weights to some 32 MB, whatever the number of items
+RESAMPLES = 9_999  # plus one, times every usual level, is whole: the quantile is one draw, not between two
+_DRAWS_AT_ONCE = 2_000_000  # bounds the memory of the weights to about 32 MB, whatever the number of items
 _NODES = 128  # of the quadrature; its error is below 1e-10 (tested)
-_TAIL = 1e-15  # of the share of discordant items that the quadrature leaves out on each side
+_TAIL = 1e-15  # probability of discordant shares that the quadrature leaves out on each side
 
 
 def rate_lower(successes: int, items: int, confidence: float) -> float:
-    """Lower one-sided limit of a binomial rate, exact (Clopper & Pearson 1934, Biometrika 26).
+    """Return the exact lower one-sided limit of a binomial rate (Clopper & Pearson 1934, Biometrika 26).
 
-    The rate at which so many successes or more have probability `1 - confidence`: a beta quantile.
+    It is the rate at which at least `successes` successes have probability `1 - confidence`: a beta quantile.
 
     Args:
         successes: items that are right, 0 ≤ successes ≤ items.
@@ -53,11 +53,11 @@ def rate_lower(successes: int, items: int, confidence: float) -> float:
 
 
 def paired_lower(better: int, worse: int, items: int, confidence: float) -> float:
-    """Lower one-sided limit of candidate - baseline for two rates measured on the same items.
+    """Return the lower one-sided limit of candidate - baseline for two rates measured on the same items.
 
-    The limit of Gaffke for the mean of differences that are -1, 0 or 1 (see `mean_lower`), computed, not drawn: where
-    `difference_chance` reaches `1 - confidence`. Against zero it is the exact test of McNemar, against any other
-    difference no pair of rates is known that it passes too often.
+    It is the limit of Gaffke for the mean of differences that are -1, 0 or 1 (see `mean_lower`), computed, not drawn:
+    the point where `difference_chance` is `1 - confidence`. Against zero it is the exact test of McNemar; against any
+    other difference no pair of rates is known that it passes too often.
 
     Args:
         better: items that only the candidate gets right.
@@ -78,11 +78,11 @@ def paired_lower(better: int, worse: int, items: int, confidence: float) -> floa
 
 
 def difference_chance(better: int, worse: int, items: int, difference: float) -> float:
-    """P(B - W < `difference`) for shares (B, W, rest) ~ Dirichlet(better, worse + 1, items - better - worse).
+    """Return P(B - W < `difference`) for shares (B, W, rest) ~ Dirichlet(better, worse + 1, items - better - worse).
 
-    That is how likely flat Dirichlet weights of the items, and of one more on which only the baseline is right, put
-    their mean below `difference`; a p-value of "the true difference is at most `difference`". B + W is a beta variate
-    and independent of B's part of it, which leaves one integral (Gauss-Legendre).
+    It is the probability that flat Dirichlet weights of the items, and of one more on which only the baseline is right,
+    put their mean below `difference`; a p-value of "the true difference is at most `difference`". B + W is a beta
+    variate and independent of B's part of it, which leaves one integral (Gauss-Legendre).
 
     Args:
         better: items that only the candidate gets right.
@@ -110,34 +110,34 @@ def difference_chance(better: int, worse: int, items: int, difference: float) ->
 
 
 def mcnemar_p(better: int, worse: int) -> float:
-    """Exact two-sided p-value of "the discordant items split evenly" (McNemar 1947); 1 when nothing is discordant."""
+    """Return the exact two-sided p-value of "discordant items split evenly" (McNemar 1947); 1 without such items."""
     from scipy.special import bdtr
 
     return min(1.0, 2 * float(bdtr(min(better, worse), better + worse, 0.5)))
 
 
 def mean_lower(values: Array, worst: float, confidence: float, seed: int, resamples: int = RESAMPLES) -> float:
-    """Lower one-sided limit of a mean of values that are never below `worst` (Gaffke 2005, Math. Methods Stat. 14).
+    """Return the lower one-sided limit of a mean of values >= `worst` (Gaffke 2005, Math. Methods Stat. 14).
 
     One more item of value `worst` is added, and the limit is a quantile of the mean under flat Dirichlet weights of the
-    n + 1 items. Of zeros and ones this is the limit of Clopper and Pearson, so it cannot collapse where all values are
-    equal, and a rare bad item that the sample lacks is allowed for: 20 ones give 0.86, not 1. No distribution is known
+    n + 1 items. For zeros and ones this is the limit of Clopper and Pearson, so it does not collapse when all values
+    are equal, and allows for a rare bad item that the sample lacks: 20 ones give 0.86, not 1. No distribution is known
     for which it covers too rarely. The quantile is the draw of rank ⌊(resamples + 1)(1 - confidence)⌋, so drawing
     instead of integrating does not raise the level either (Besag & Clifford 1989).
 
     Args:
         values: one finite number per item, each >= worst, [items].
-        worst: the least a value can be, as its metric declares.
+        worst: the smallest possible value, as the metric declares it.
         confidence: one-sided.
         seed: of the weights; the same seed and values give the same limit.
-        resamples: weightings.
+        resamples: number of weightings.
     """
     rank = math.floor((resamples + 1) * (1 - confidence) + 1e-9)
     if rank == 0:
         return worst
     generator = np.random.Generator(np.random.PCG64(seed))
     distinct, counts = np.unique(values, return_counts=True)  # the weight of k equal items is one gamma variate
-    scale = float(distinct[-1] - worst) or 1.0  # so that no product of it over- or underflows
+    scale = float(distinct[-1] - worst) or 1.0  # prevents overflow and underflow in the products
     above = (distinct - worst) / scale
     step = max(1, _DRAWS_AT_ONCE // len(distinct))
     means = []

@@ -1,13 +1,13 @@
-"""Checked types of ids and names that come from outside, principals, roles, and names of lock files.
+"""Checked types of external ids and names, principals, roles, and names of lock files.
 
-Whatever makes a path, a folder or a query of an outside name has it checked. A parameter of a verb is annotated with
-one of the types below; `api.guarding` checks it for every caller, in process and over HTTP. All of them are one
-printable word that is part of a path: no `..`, slash, NUL or other control character, and no more characters than a
-name has.
+Code that makes a path, a folder or a query from an external name checks it first. A parameter of a verb is annotated
+with one of the types below; `api.guarding` checks it for every caller, in process and over HTTP. A value of each type
+is one printable word that is safe as part of a path: no `..`, slash, NUL or other control character, and a bounded
+length.
 
-Principals act: `user:ann`, `service:ci`. The rules for their names are here, and which principals a person's word may
-mean. Each role in a project may do what those before it may. Names of lock files are known before anything of a
-workspace is loaded.
+Principals act: `user:ann`, `service:ci`. This module defines the rules for their names, and which principals a written
+name may mean. Each role in a project includes the permissions of those before it. Names of lock files are recognised
+before a workspace is loaded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Annotated, Any, get_args, get_origin
 from posttrain.domain.errors import InputError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_SHOWN = 80  # characters of what was given
-DRIVER = "service:posttrain"  # who acts where no person does: the server's driver and upgrades; never logs in
-NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
+_SHOWN = 80  # characters of a value in errors
+DRIVER = "service:posttrain"  # the actor of the server's driver and of upgrades; never logs in
+NOBODY = "erased:"  # prefix of the name of an erased principal; its id follows
 FORM = "user:NAME or service:NAME, without spaces around it and without line breaks"
 _KINDS = ("user", "service")
 _LONGEST = 200  # characters of a name
@@ -35,20 +35,20 @@ LOCK_SUFFIX = ".lock.json"
 
 @dataclass(frozen=True, slots=True)
 class Id:
-    """What words of a type must be."""
+    """The constraint of a type's values."""
 
     noun: str
-    pattern: str  # of the whole word
-    form: str  # the pattern as errors describe it
+    pattern: str  # of the whole value
+    form: str  # the description of the pattern in errors
 
     def check(self, value: Any, where: str) -> None:
-        """Check a word, or each of several; None is none.
+        """Check a value, or each of several; None passes.
 
         Args:
-            where: the parameter, as errors name it.
+            where: the parameter's name in errors.
 
         Raises:
-            InputError: one is no such word.
+            InputError: a value does not match.
         """
         for one in [value] if isinstance(value, str) else value or ():
             if not re.fullmatch(self.pattern, one):
@@ -85,7 +85,7 @@ ProjectId = Annotated[str, Id("a project", r"[a-z0-9][a-z0-9-]{0,62}", "1-63 of 
 Tag = Annotated[str, Id("a tag", r"[a-z0-9][a-z0-9._-]{0,23}", "1-24 of a-z 0-9 . _ - and begin with a-z 0-9")]
 
 
-Name = Annotated[  # of a channel, a sink, a kind of events; a run as a person names it
+Name = Annotated[  # of a channel, a sink, a kind of events; a user's reference of a run
     str,
     Id("a name", r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", "1-128 characters without / and \\"),
 ]
@@ -96,22 +96,22 @@ Principal = Annotated[
 ]
 
 
-Word = Annotated[  # RUN/STAGE, KIND:NAME@VERSION, a digest, a path, a URL: its own parser takes it apart
+Word = Annotated[  # RUN/STAGE, KIND:NAME@VERSION, a digest, a path, a URL: parsed elsewhere
     str,
     Id("a word", r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,4096}", "one line of at most 4096 characters"),
 ]
 
 
-TYPES: Mapping[str, Id] = {  # name of a type → what its words must be
+TYPES: Mapping[str, Id] = {  # name of a type → its constraint
     name: get_args(kind)[1] for name, kind in globals().copy().items() if get_origin(kind) is Annotated
 }
 
 
 def refuse_control_characters(text: str, where: str) -> None:
-    """Refuse text in which a character stands that no name, path or query has.
+    """Refuse text with a control character, which is invalid in names, paths and queries.
 
     Raises:
-        InputError: it has one.
+        InputError: the text has one.
     """
     found = _CONTROL.search(text)
     if found:
@@ -119,34 +119,34 @@ def refuse_control_characters(text: str, where: str) -> None:
 
 
 def is_principal(name: str) -> bool:
-    """Whether a policy, a token or a role may name somebody like this."""
+    """Whether this is a valid name of a principal in a policy, a token or a role."""
     kind, _, rest = name.partition(":")
     return kind in _KINDS and 0 < len(rest) <= _LONGEST and rest[0] != ":" and is_plain(rest)
 
 
 def is_project(name: str) -> bool:
-    """Whether a project may be called so: 1-63 of a-z 0-9 -, which begin with a letter or digit."""
+    """Whether this is a valid name of a project: 1-63 of a-z 0-9 -, beginning with a letter or digit."""
     return re.fullmatch(TYPES["ProjectId"].pattern, name) is not None
 
 
 def is_plain(word: str) -> bool:
-    """Whether two people who read it read the same: no spaces around it, and nothing that is not seen.
+    """Whether a name is unambiguous to read: no spaces around it, and no invisible characters.
 
-    What joins letters (U+200C, U+200D) is part of how some languages are written.
+    Joiners (U+200C, U+200D) are allowed, since some languages need them.
     """
     hidden = any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\u200c\u200d" for c in word)
     return word == word.strip() and not hidden
 
 
 def canonical(name: str) -> str:
-    """A name without what two spellings of it may differ in: case, width, spaces around it, and what is not seen."""
+    """Return a name normalised in case, width, spaces and invisible characters."""
     seen = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c)[0] != "C")
     kind, colon, rest = " ".join(seen.casefold().split()).partition(":")
     return f"{kind.strip()}{colon}{rest.strip()}"
 
 
 def meant(word: str) -> set[str]:
-    """Whom the owner of a run file may be, as canonical names: `ada` is user:ada or service:ada."""
+    """Return the principals that an owner in a run file may mean, as canonical names: `ada`: user:ada, service:ada."""
     name = canonical(word)
     return (
         {name} if name.startswith((*(f"{kind}:" for kind in _KINDS), NOBODY)) else {f"{kind}:{name}" for kind in _KINDS}
@@ -154,15 +154,15 @@ def meant(word: str) -> set[str]:
 
 
 class Role(StrEnum):
-    """What a principal may do in a project."""
+    """The permissions of a principal in a project."""
 
-    VIEWER = "viewer"  # look
-    SUBMITTER = "submitter"  # run things, register things
-    APPROVER = "approver"  # answer for what is live
-    ADMIN = "admin"  # say who may do what, and what every release must pass
+    VIEWER = "viewer"  # read
+    SUBMITTER = "submitter"  # submit runs, register assets
+    APPROVER = "approver"  # approve releases
+    ADMIN = "admin"  # manage roles and policies
 
     def covers(self, other: Role) -> bool:
-        """Whether whoever has this role may do what the other may."""
+        """Whether this role includes the permissions of the other."""
         return _RANK[self] >= _RANK[other]
 
 
@@ -170,15 +170,15 @@ _RANK = {role: place for place, role in enumerate(Role)}
 
 
 def lower(first: Role, second: Role) -> Role:
-    """The one that may do less."""
+    """Return the role with fewer permissions."""
     return second if first.covers(second) else first
 
 
 def lock_path(path: Path) -> Path:
-    """Where the lock of a run file goes by default: `run.yaml` → `run.lock.json`."""
+    """Return the default path of a run file's lock: `run.yaml` → `run.lock.json`."""
     return path.with_name(path.stem + LOCK_SUFFIX)
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file holds a locked manifest: its name says so."""
+    """Whether a file is a locked manifest, by its name."""
     return path.name.endswith(LOCK_SUFFIX)

@@ -1,11 +1,11 @@
 """The kinds of stages: Posttrain's own, and those of installed packages (entry points `posttrain.kinds`).
 
-Everything that depends on a stage's kind is a property of the kind here: who drives it, what it leaves, whether it
-measures. Nothing else compares a stage's kind with a word; a test reads the sources for it.
+Everything that depends on a stage's kind is a property of the kind here: its driver, its outputs, whether it measures.
+No other code compares a stage's kind with a name; a test checks the sources.
 
-The contract of a stage is what is declared of it before anything runs. An evaluation likewise declares of a metric the
-values that one item can have. A gate's limit rests on that range, so whoever makes the metric declares it, and it is
-never read off the data.
+The contract of a stage is declared before any job runs. An evaluation also declares the range of one item's value for
+each metric. A gate's limit depends on that range, so the producer of the metric declares it; it is never inferred from
+the data.
 """
 
 import functools
@@ -23,14 +23,14 @@ from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
 
 MODEL: Final = "model"  # an output: the last model
 BEST: Final = "best"  # the best one by the stage's probe
-METRICS: Final = "metrics"  # what an evaluation measured, item by item
-REPORT: Final = "report"  # what a gate judged
+METRICS: Final = "metrics"  # the measurements of an evaluation, item by item
+REPORT: Final = "report"  # the report of a gate
 UNCHANGED: Final = "unchanged"  # a metric of a stage: no step updated weights
 FORMS = ("file", "tree")
 _FORM_OF = {MODEL: "tree", BEST: "tree", METRICS: "file"}
 _TAKEN = ("model", "dataset", "reward", "recipe")
 KINDS: Final = "posttrain.kinds"  # the group of entry points
-CONTROL: Final = "control"  # the "trainer" of stages that need no process, and of those that wait
+CONTROL: Final = "control"  # the "trainer" of stages without a process, and of those that wait
 _MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _STEPS = "lower steps or batch_size of {}"
@@ -49,7 +49,7 @@ class ItemRange:
 
     low: float  # in units of the metric
     high: float
-    binary: bool = False  # values are 0 or 1, nothing between
+    binary: bool = False  # values are 0 or 1 only
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
@@ -59,7 +59,7 @@ class ItemRange:
 
     @property
     def span(self) -> float:
-        """How far two values can be apart: a difference of two models' values lies in [-span, span]."""
+        """The maximum distance of two values: a difference of two models' values is in [-span, span]."""
         return self.high - self.low
 
 
@@ -69,7 +69,7 @@ RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
 SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
 
 
-ENOUGH_SEEDS = 3  # of each setting: what two agree on, a third may not
+ENOUGH_SEEDS = 3  # of each setting: a third may contradict two
 
 
 _COMPARED = ("accuracy", "sampled_accuracy")
@@ -85,13 +85,13 @@ def compares(metric: str) -> bool:
 
 
 def measurable(metric: str) -> bool:
-    """Whether an evaluation can make a metric of this name: `heldout/accuracy`, `heldout/pass@8`."""
+    """Whether an evaluation can produce a metric of this name: `heldout/accuracy`, `heldout/pass@8`."""
     quantity = metric.rpartition("/")[2]
     return quantity in QUANTITIES or (quantity.startswith("pass@") and quantity[5:].isdecimal())
 
 
 def better(metric: str) -> Literal["higher", "lower"] | None:
-    """Which way a metric of an evaluation improves; None where that is a matter of taste, as with lengths."""
+    """Return the direction in which a metric of an evaluation improves; None where it is undefined, as for lengths."""
     quantity = metric.partition("/")[2] or metric
     if quantity == "truncated":
         return "lower"
@@ -99,7 +99,7 @@ def better(metric: str) -> Literal["higher", "lower"] | None:
 
 
 def item_id(text: str, answer: str | None) -> str:
-    """The name of an item of a suite: equal rows of any data sets are one item.
+    """Return the id of an item of a suite: equal rows of any data sets are one item.
 
     Args:
         text: its prompt as one text.
@@ -109,7 +109,7 @@ def item_id(text: str, answer: str | None) -> str:
 
 
 def few_seeds(seeds: int) -> tuple[str, ...]:
-    """A warning where so many seeds of each setting are compared; none where they are enough to tell settings apart."""
+    """Return a warning for too few seeds of each setting; empty where they are enough to distinguish settings."""
     if seeds >= ENOUGH_SEEDS:
         return ()
     return (
@@ -130,8 +130,8 @@ class Load:
     micro_batch_tokens: int | None  # None: chosen (`planner.sizes`)
     activation_checkpointing: bool | None = None  # None: chosen
     sequence_parallel: int = 1
-    documents: int = 0  # of one optimiser step; 0: not known, so micro-batches are taken to be full
-    rows: int = 0  # responses that one rank decodes together, at the most
+    documents: int = 0  # of one optimiser step; 0: unknown, so micro-batches count as full
+    rows: int = 0  # maximum of responses that one rank decodes together
     response_tokens: int = 0
     ray_address: str | None = None
     samples: int = 0  # responses of one step, or of one batch of an evaluation
@@ -142,12 +142,12 @@ class Load:
     call_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # by a reward function
     lag: int = 0  # steps that it samples ahead of training
-    correction: str = ""  # of what another policy, or engine, sampled; its policy reads every response once more
+    correction: str = ""  # for samples of another policy or engine; the policy reads every response again
     streams: bool = False  # gradients are summed while other groups of the step are sampled
-    wide: int = 0  # bytes, for each response token, of columns that stay where they are computed
+    wide: int = 0  # bytes per response token of columns that stay on their ranks
 
     def decoded(self, ranks: int) -> int:
-        """Responses that each of so many ranks decodes together: its part of a step's, up to `rows`."""
+        """Return the responses that each of `ranks` ranks decodes together: its part of a step's, up to `rows`."""
         return min(self.rows, -(-(self.samples or self.rows) // ranks))
 
 
@@ -156,13 +156,13 @@ class RowNeeds:
     """What a stage asks of a data set's rows: what its job would refuse, a plan refuses before anything runs."""
 
     pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
-    learn: bool = False  # rows are demonstrations to learn from; else prompts to respond to
+    learn: bool = False  # rows are demonstrations; else prompts
     max_length: int | None = None  # tokens of a demonstration; None: the model's context
     reserve: int = 0  # tokens of the context kept free for a response
     answer: bool = False  # every row needs a reference answer
     distinct: bool = False  # rows are items that a gate counts: one prompt has one answer
     whole: bool = False  # with distinct: one prompt has one row, since a reward reads all of it
-    first: int | None = None  # only so many rows are used; None: all
+    first: int | None = None  # the number of rows used; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class Length:
 
     slot: str  # the data set
     field: str  # batch_size | prompts_per_step
-    per_step: int  # documents that a step takes
-    epochs: float | None = None  # passes that were asked for; the plan turns them into steps and asks again with these
-    turns: bool = False  # of a conversation every assistant turn is a document; else a row is one
+    per_step: int  # documents of a step
+    epochs: float | None = None  # requested passes; the plan converts them to steps and checks again
+    turns: bool = False  # every assistant turn of a conversation is a document; else every row
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +183,21 @@ class StageContract:
     params: Mapping[str, Any]  # normalised: defaults filled in
     inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, word of run.yaml), e.g. "data" → ("dataset", "train")
     outputs: Mapping[str, str]  # name → form: file | tree
-    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # it will produce; None: no gate may read it
+    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # that it produces; None: not for gates
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
-    rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
-    load: Load | None = None  # what it makes of memory and asks of devices; None: one process that trains nothing
+    rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → requirements of its rows
+    load: Load | None = None  # its memory and devices; None: one process without training
     length: Length | None = None  # of a training stage
 
 
 def refuse_malformed(contract: StageContract, told: str) -> None:
-    """Hold a contract that somebody else's code made to what everything behind it relies on.
+    """Check the invariants of a contract made by third-party code.
 
     Args:
-        told: whose it is, for errors.
+        told: its owner, for errors.
 
     Raises:
-        InputError: it is none, its parameters are no JSON, an input or output is not what it must be.
+        InputError: not a contract, parameters that are not JSON, an invalid input or output.
     """
     if not isinstance(contract, StageContract):
         raise InputError(f"{told}: must give a StageContract, got {type(contract).__name__}")
@@ -231,54 +231,54 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
 
 
 class Driver(StrEnum):
-    """Who brings a stage to its end."""
+    """The driver of a stage."""
 
     JOB = "job"  # a process that an executor launches
-    CONTROL = "control"  # the reconciler itself, between two looks
-    WAIT = "wait"  # nobody: a time that comes, or a person who sends its signal
+    CONTROL = "control"  # the reconciler itself
+    WAIT = "wait"  # none: a time, or a signal from a person
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """What the engine trains by: `AlgorithmSpec("words.config:WordsConfig", "words.algorithm:Words")`.
+    """An algorithm of the engine: `AlgorithmSpec("words.config:WordsConfig", "words.algorithm:Words")`.
 
     Both are `module:Name`. The first is imported where runs are planned, so it needs no torch; the second in the job.
     """
 
-    config: str  # its parameters: a `TrainingConfig` of `posttrain.engine.config`
-    algorithm: str  # made of them: an algorithm of `posttrain.engine.recipes.algorithm`
+    config: str  # the class of its parameters: a `TrainingConfig` of `posttrain.engine.config`
+    algorithm: str  # built from them: an algorithm of `posttrain.engine.recipes.algorithm`
 
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """What a kind of stage is: `StageKind("words", contract, Driver.JOB, {}, {"metrics": "file"}, module="words.job")`.
+    """A kind of stage: `StageKind("words", contract, Driver.JOB, {}, {"metrics": "file"}, module="words.job")`.
 
-    Of an installed package's kind either `algorithm` or `contract` and `module` are needed, and `driver` is a job.
+    A kind of an installed package requires either `algorithm`, or `contract` and `module`; its `driver` is a job.
     """
 
     name: str
-    # parameters as written → what the stage takes and leaves; None: its trainer reads them in its own way
+    # parameters as written → the stage's contract; None: its trainer parses them itself
     contract: Callable[[Mapping[str, Any]], StageContract] | None = None
     driver: Driver = Driver.JOB
-    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a step → roles that work in it, if known
-    outputs: Mapping[str, str] = field(default_factory=dict)  # that every stage of it leaves: name → file | tree
+    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # phase of a step → the roles that work in it, if known
+    outputs: Mapping[str, str] = field(default_factory=dict)  # of every stage of the kind: name → file | tree
     module: str = ""  # of a job: run as `python -m MODULE ATTEMPT_DIR`
-    from_nothing: bool = False  # makes a model from its parameters alone, and reports nothing on the way
-    scores: bool = False  # its model gives responses a number, and makes none
+    from_nothing: bool = False  # makes a model from its parameters alone, without reporting progress
+    scores: bool = False  # its model scores responses and generates none
     ships: bool = False  # moves a channel
-    sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read besides the prompt
-    cheaper: str = "make {} smaller"  # what to do so that a stage of it costs less
-    fitting: str = "make it smaller"  # what to do when memory did not do
-    algorithm: AlgorithmSpec | None = None  # that the engine's own job trains by
+    sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read in addition to the prompt
+    cheaper: str = "make {} smaller"  # advice for a lower cost
+    fitting: str = "make it smaller"  # advice for less memory
+    algorithm: AlgorithmSpec | None = None  # of the engine's own job
 
     @property
     def measures(self) -> bool:
-        """Whether its stages leave measurements of items."""
+        """Whether its stages output measurements of items."""
         return METRICS in self.outputs
 
     @property
     def judges(self) -> bool:
-        """Whether its stages leave a gate's report; no installed kind does."""
+        """Whether its stages output a gate's report; no installed kind does."""
         return self.driver is Driver.CONTROL and REPORT in self.outputs
 
 
@@ -316,7 +316,7 @@ _PAIRS: Mapping[str, float] = {"chosen": 0.5, "rejected": 0.5}
 def algorithm_kind(
     name: str, config: str, algorithm: str, phases: Mapping[str, tuple[str, ...]] = _SAMPLED, **more: Any
 ) -> StageKind:
-    """A kind of training: `algorithm_kind("words", "words.config:WordsConfig", "words.algorithm:Words")`.
+    """Return a kind of training: `algorithm_kind("words", "words.config:WordsConfig", "words.algorithm:Words")`.
 
     Args:
         config, algorithm: see `AlgorithmSpec`.
@@ -337,7 +337,7 @@ def _from_rows(name: str, config: str, algorithm: str, **more: Any) -> StageKind
     return _own(name, f"training:{config}", algorithm, **{"phases": {"update": ("policy",)}, "cheaper": _STEPS, **more})
 
 
-# Every algorithm: a row here, a configuration, a file in `engine.recipes`.
+# every algorithm has a row here, a configuration, and a file in `engine.recipes`
 _ALGORITHMS = (
     _from_rows("sft", "SFTConfig", "sft:SFT", sizes={"completion": 1.0}),
     _from_rows(
@@ -400,31 +400,31 @@ ADDED: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.CONTROL
 
 @dataclass(frozen=True, slots=True)
 class InstalledKind:
-    """A kind, and the package that it comes from."""
+    """A kind, and its package."""
 
     kind: StageKind
     plugin: Plugin
 
     def check(self, params: Mapping[str, Any]) -> StageContract:
-        """What the package says of a stage.
+        """Return the package's contract of a stage.
 
         Raises:
             InputError: it refuses the parameters.
-            Exception: whatever else its code raises.
+            Exception: any other error of its code.
         """
         assert self.kind.contract is not None
         return self.kind.contract(params)
 
     def code_digest(self) -> str:
-        """Digest of its sources, its version and what it requires: part of the cache key of its stages."""
+        """Return the digest of its sources, its version and its requirements: part of its stages' cache keys."""
         spec = self.kind.algorithm
         parts = (spec.config, spec.algorithm) if spec else (self.kind.module,)
         return self.plugin.code_digest(*dict.fromkeys(part.partition(":")[0] for part in parts))
 
 
 def kind_of(name: str) -> StageKind:
-    """The kind of a stage that is there already. Of a package that is gone or broken: one of which nothing is known, so
-    that every old run can be looked at.
+    """Return the kind of an existing stage. For a missing or broken package it is a kind with defaults only, so that
+    every old run can be shown.
     """
     try:
         found = OWN.get(name) or installed_kind(name)
@@ -434,7 +434,7 @@ def kind_of(name: str) -> StageKind:
 
 
 def installed_kind(name: str) -> InstalledKind | None:
-    """The kind of that name of an installed package; None: Posttrain's own, or nobody's.
+    """Return the kind of that name of an installed package; None: Posttrain's own, or unknown.
 
     Raises:
         InputError: its package is broken, or two packages have it.
@@ -446,7 +446,7 @@ def installed_kind(name: str) -> InstalledKind | None:
 
 
 def kind_names() -> list[str]:
-    """Every kind that a run file may name, Posttrain's own first."""
+    """Return every kind that a run file may name, Posttrain's own first."""
     return [*WRITTEN, *(name for name in plugin_names(KINDS) if name not in OWN)]
 
 

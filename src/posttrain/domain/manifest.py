@@ -1,14 +1,14 @@
 """The immutable manifest, and the identities of jobs and of evaluators that are derived from it.
 
-A manifest is a run.yaml in which every word has become a digest. Its own digest is the run's identity.
+A manifest is a run.yaml with every name resolved to a digest. Its own digest is the run's identity.
 
-The identity of a stage's cached outputs and checkpoints is a digest of what decides its result, and of nothing else.
-Where a job runs, how often it writes a checkpoint and what it may spend decide nothing, so work that was done under
-another of these is the same work and can be gone on with.
+The identity of a stage's cached outputs and checkpoints is a digest of exactly the values that determine its result.
+Placement, checkpoint frequency and budget do not affect the result, so work done under other values of these is the
+same work and can be continued.
 
-An evaluator, which measured a suite, is one digest of code, settings and rewards, but not of the data, the model or the
-seed. A channel's policy names the evaluators that may judge. The code's digest is part of it, so another version of
-Posttrain is another evaluator.
+An evaluator, which measures a suite, is one digest of code, settings and rewards, but not of the data, the model or the
+seed. A channel's policy names the allowed evaluators. The code's digest is part of it, so another version of Posttrain
+is another evaluator.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,19 +27,19 @@ from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
 from posttrain.domain.validation import Frozen
 
 MANIFEST_SCHEMA: Final = 1
-NAMED: Final = "named"  # in an input's meta: the word it was named by, which may mean another model by now
+NAMED: Final = "named"  # in an input's meta: its name in the run file, which may mean another model now
 _UNDECIDING = frozenset({"placement"})
 _UNDECIDING_RUNTIME = frozenset(
     {"call_timeout", "checkpoint_every", "object_store", "ray_address", "stall_after", "start_timeout"}
 )
-_UNDECIDING_META = frozenset({"source", NAMED})  # what errors call a file, and a person a model
-SUITES: Final = "suites."  # how slots of data that is measured begin
-_OF_THE_RUN_FILE = ("data", "reward")  # settings that are words of the run file; what they mean is in the inputs
+_UNDECIDING_META = frozenset({"source", NAMED})  # names of files in errors, and of models for people
+SUITES: Final = "suites."  # prefix of the slots of measured data
+_OF_THE_RUN_FILE = ("data", "reward")  # settings that are names in the run file; the inputs contain their digests
 
 
 class InputRef(Frozen):
-    """Where a stage's input comes from: an asset (pinned by digest), another stage, or a channel (bound when the
-    stage starts).
+    """The source of a stage's input: an asset (pinned by digest), another stage, or a channel (bound when the stage
+    starts).
     """
 
     source: Literal["asset", "stage", "channel"]
@@ -49,19 +49,19 @@ class InputRef(Frozen):
     output: str | None = None  # stage only: which output
     meta: dict[str, Any] = Field(
         default_factory=dict
-    )  # a reward's entry point: it decides results, so it is part of the digest
+    )  # a reward's entry point: it affects results, so it is part of the digest
 
     @property
     def word(self) -> str:
-        """How a run file names it as a model: `sft`, `grpo/best`."""
+        """Its name as a model in a run file: `sft`, `grpo/best`."""
         return f"{self.name}/{BEST}" if self.source == "stage" and self.output == BEST else self.name
 
 
 def model_output(word: str) -> tuple[str, str]:
-    """Stage and output that a word names: `grpo` is its last model, `grpo/best` its best one by the probe.
+    """Return stage and output of a model's name: `grpo` is its last model, `grpo/best` its best one by the probe.
 
     Raises:
-        InputError: it is neither a stage nor STAGE/best.
+        InputError: the name is neither a stage nor STAGE/best.
     """
     stage, mark, output = word.partition("/")
     if mark and output != BEST:
@@ -75,18 +75,18 @@ class StageManifest(Ordered):
 
     name: str
     kind: str  # sft | grpo | evaluate | gate …: a name of `domain.kinds`
-    trainer: str  # "control" for gate and release, which need no process, and for what waits
+    trainer: str  # "control" for gate, release and wait stages, which need no process
     inputs: dict[str, InputRef]
     params: dict[str, Any]
     outputs: dict[str, str] = Field(default_factory=dict)  # name → file | tree
 
     @property
     def measures(self) -> bool:
-        """Whether it leaves what it measured of a model, item by item."""
+        """Whether it outputs measurements of a model, item by item."""
         return METRICS in self.outputs and MODEL in self.inputs
 
     def upstream(self) -> set[str]:
-        """Names of the stages this one waits for."""
+        """Return the names of the stages that this one waits for."""
         return {ref.name for ref in self.inputs.values() if ref.source == "stage"} | set(self.after)
 
 
@@ -101,13 +101,13 @@ class Manifest(Frozen):
     gates: tuple[GateRule, ...]
     budget: Budget
     release: ReleaseSpec | None
-    code: dict[str, str]  # trainer → digest of the sources and engine versions that decide results
-    policy: str | None = None  # digest of the channel's policy, whose gates are among `gates`; None: it had none
-    runtime: RunRuntime | None = None  # None: the file says nothing for all stages
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # that jobs run in (`image_of`); None: in none
+    code: dict[str, str]  # trainer → digest of the sources and engine versions that affect results
+    policy: str | None = None  # digest of the channel's policy, whose gates are in `gates`; None: no policy
+    runtime: RunRuntime | None = None  # None: not set in the file
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of jobs (`image_of`); None: no container
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `Manifest.model_validate` is its inverse. What came later is told only where it is used."""
+        """Return plain JSON; `Manifest.model_validate` is its inverse. Newer fields are left out where unset."""
         unsaid = {name for name in ("policy", "runtime", "image") if getattr(self, name) is None}
         return self.model_dump(mode="json", exclude=unsaid)
 
@@ -117,7 +117,7 @@ class Manifest(Frozen):
         return digest_json(self.to_json())
 
     def unpinned(self) -> dict[str, Any] | None:
-        """Plain JSON with the words by which models were named that move (`channel:prod`); None: there are none."""
+        """Return plain JSON with the names of moving models (`channel:prod`) in place of digests; None: no such name."""
         if not any(NAMED in ref.meta for _, _, ref in self.assets()):
             return None
         stages = [stage.model_dump(mode="json") for stage in self.stages]
@@ -127,10 +127,10 @@ class Manifest(Frozen):
         return {**self.to_json(), "stages": stages}
 
     def stage(self, name: str) -> StageManifest:
-        """A stage by name.
+        """Return a stage by name.
 
         Raises:
-            InputError: there is none.
+            InputError: it does not exist.
         """
         for stage in self.stages:
             if stage.name == name:
@@ -138,13 +138,13 @@ class Manifest(Frozen):
         raise InputError(f"manifest has no stage {name!r}; it has {', '.join(s.name for s in self.stages)}")
 
     def image_of(self, stage: StageManifest) -> str | None:
-        """The image that a stage's jobs run in. What measures a model runs in none: whoever made the image would write
-        what gates judge by.
+        """Return the image of a stage's jobs. Stages that measure a model use no image, or the image's author could
+        write the evidence of gates.
         """
         return None if METRICS in stage.outputs else self.image
 
     def assets(self) -> Iterator[tuple[str, str, InputRef]]:
-        """`(stage, slot, ref)` of every pinned asset."""
+        """Yield `(stage, slot, ref)` of every pinned asset."""
         for stage in self.stages:
             for slot, ref in stage.inputs.items():
                 if ref.source == "asset":
@@ -152,7 +152,7 @@ class Manifest(Frozen):
 
 
 def _circle(waiting: Mapping[str, set[str]]) -> list[str]:
-    """Of stages that all wait for another of them: some that wait for the next, and the last for the first."""
+    """Return a cycle among stages that all wait for another one: each waits for the next, the last for the first."""
     path = [next(iter(waiting))]
     while (upstream := min(waiting[path[-1]] & waiting.keys())) not in path:
         path.append(upstream)
@@ -160,7 +160,7 @@ def _circle(waiting: Mapping[str, set[str]]) -> list[str]:
 
 
 def topological(edges: Mapping[str, set[str]]) -> list[str]:
-    """Stage names so that each comes after what it waits for; ties keep the order of writing.
+    """Return stage names so that each comes after its upstream stages; ties keep the written order.
 
     Raises:
         InputError: a cycle.
@@ -177,7 +177,7 @@ def topological(edges: Mapping[str, set[str]]) -> list[str]:
 
 
 def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
-    """Read a locked manifest back.
+    """Return the manifest of a lock.
 
     Raises:
         InputError: an unknown external parameter, or another schema.
@@ -190,22 +190,22 @@ def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
 def job_identity(
     kind: str, params: Mapping[str, Any], seed: int, inputs: Mapping[str, InputBlob], image: str | None = None
 ) -> dict[str, Any]:
-    """A JSON map that is equal for two jobs exactly when they must come to the same result under the same code.
+    """Return a JSON map that is equal for two jobs exactly when they must have the same result under the same code.
 
-    A parameter counts unless it is known to decide nothing; names of stages, slots' assets and files never do, nor what
-    an image is called.
+    A parameter counts unless it is known not to affect the result; names of stages, assets, files and images never
+    count.
     """
     return {
         "kind": kind,
         "params": deciding(params),
-        "seed": str(seed),  # a seed may be more than a number of JSON can hold
+        "seed": str(seed),  # a seed may exceed the integers of JSON
         "inputs": {slot: [blob.digest, deciding_meta(blob.meta)] for slot, blob in inputs.items()},
         **({"image": image_digest(image)} if image else {}),
     }
 
 
 def deciding(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's parameters without those that decide nothing."""
+    """Return a stage's parameters without those that do not affect its result."""
     kept = {name: value for name, value in params.items() if name not in _UNDECIDING}
     if isinstance(kept.get("runtime"), Mapping):
         kept["runtime"] = {k: v for k, v in kept["runtime"].items() if k not in _UNDECIDING_RUNTIME}
@@ -213,19 +213,19 @@ def deciding(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deciding_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of an input beside its bytes, without what decides nothing."""
+    """Return an input's metadata without the fields that do not affect results."""
     return {key: value for key, value in meta.items() if key not in _UNDECIDING_META}
 
 
 def measured_suites(stage: StageManifest) -> Iterator[tuple[str, InputRef]]:
-    """Name and data of every suite that a stage measures; of an installed kind, none."""
+    """Yield name and data of every suite that a stage measures."""
     for slot, ref in stage.inputs.items():
         if slot.startswith(SUITES) and stage.measures:
             yield slot.removeprefix(SUITES), ref
 
 
 def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:
-    """The digest of what measures one suite of a stage.
+    """Return the digest of the evaluator of one suite of a stage.
 
     Args:
         code: of the manifest.

@@ -1,4 +1,4 @@
-"""The `placement` of a training stage in run.yaml, and amounts of memory and of time as a run file writes them.
+"""The `placement` of a training stage in run.yaml, and the notation of amounts of memory and time in run files.
 
 A placement states where the roles of the stage run:
 
@@ -8,9 +8,9 @@ A placement states where the roles of the stage run:
     placement: {collocated: {gpus: 4, kind: h100}}            # every role in one pool of 4 ranks
     placement: {policy: {gpus: 4, kind: h100}, rollout: {gpus: 12, kind: l40s}, reference: {with: rollout}}
 
-A **resource pool** is a set of processes, one per rank. A role with resources of its own heads a pool of that name; a
-role `with` another lives in that one's pool; a role nobody mentions lives with the policy. Roles that share a pool stay
-separate workers: their classes are not fused.
+A **resource pool** is a set of processes, one per rank. A role with its own resources heads a pool of that name; a role
+`with` another runs in the other's pool; an unmentioned role runs with the policy. Roles that share a pool stay separate
+workers: their classes are not fused.
 
 Memory is written as `40GiB`, `512MiB`, `16GB`, or a number of bytes; time as `90s`, `10m`, `2h`, `1d`.
 """
@@ -28,18 +28,18 @@ from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.validation import Frozen
 
 ROLES = ("policy", "critic", "reference", "reward_model", "teacher", "rollout", "reward")
-NAMED_MODELS = ("reward_model", "teacher")  # frozen roles whose model an input of that name gives
+NAMED_MODELS = ("reward_model", "teacher")  # frozen roles with their model in an input of that name
 COLLOCATED = "collocated"
 MAIN = "main"  # the pool of collocated roles
 Positive = Annotated[int, Field(ge=1, le=10**6)]
 _AMOUNT = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]i?B)$")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
-LEAST_AMOUNT = 2**20  # bytes; a smaller one is a slip: a number of GiB without its unit
+LEAST_AMOUNT = 2**20  # bytes; a smaller one is a mistake: a number of GiB without its unit
 MOST_AMOUNT = 2**50
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
-LONGEST = 3650 * 86400.0  # seconds that may be declared; more is a slip
+LONGEST = 3650 * 86400.0  # maximum of declared seconds; more is a mistake
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-LEAST_STALL = 10.0  # seconds; in a quarter of it a job that is well says that a step or a phase is over
+LEAST_STALL = 10.0  # seconds; a healthy job reports the end of a step or a phase within a quarter of it
 
 
 def _known_role(role: str) -> str:
@@ -52,13 +52,13 @@ RoleName = Annotated[str, AfterValidator(_known_role)]
 
 
 class Resources(Frozen):
-    """What one pool gets: `{gpus: 4, kind: h100}`; or whose pool a role shares: `{with: policy}`.
+    """The resources of one pool: `{gpus: 4, kind: h100}`; or the role whose pool is shared: `{with: policy}`.
 
-    `gpus` and `cpus` are totals of the pool and are dealt out evenly to its ranks.
+    `gpus` and `cpus` are totals of the pool, divided evenly among its ranks.
     """
 
     gpus: Annotated[int, Field(ge=0, le=10**6)] = 0
-    cpus: Positive | None = None  # None: none are reserved, ranks share what the machine has
+    cpus: Positive | None = None  # None: none are reserved, ranks share the machine's
     kind: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")] | None = None  # accelerator, lower case: h100, l40s
     ranks: Positive | None = None  # None: one per GPU, else one per CPU, else one
     with_: RoleName | None = Field(default=None, alias="with")
@@ -77,22 +77,22 @@ class Resources(Frozen):
 
     @property
     def rank_count(self) -> int:
-        """Processes of the pool."""
+        """The number of the pool's processes."""
         return self.ranks or self.gpus or self.cpus or 1
 
     @property
     def gpus_per_rank(self) -> int:
-        """Devices of one process."""
+        """The number of devices of one process."""
         return self.gpus // self.rank_count
 
     @property
     def cpus_per_rank(self) -> int:
-        """Cores reserved for one process; 0: it takes its share of what is there."""
+        """The number of cores reserved for one process; 0: it shares the machine's."""
         return (self.cpus or 0) // self.rank_count
 
     @model_serializer
     def _written(self) -> dict[str, Any]:
-        """As in run.yaml, without what is left at its default: equal requests have equal digests."""
+        """Serialise as in run.yaml, without defaults: equal requests have equal digests."""
         if self.with_ is not None:
             return {"with": self.with_}
         given = {"gpus": self.gpus or None, "cpus": self.cpus, "kind": self.kind, "ranks": self.ranks}
@@ -109,26 +109,26 @@ class Pool:
 
     @property
     def ranks(self) -> int:
-        """Its processes."""
+        """The number of its processes."""
         return self.resources.rank_count
 
 
 class Placement(Frozen):
-    """Which roles share a pool, and what each pool gets.
+    """The shared pools of roles, and the resources of each pool.
 
     Raises:
-        pydantic.ValidationError: an unknown role (with the nearest), amounts that ranks do not divide, roles that are
-            `with` each other in a circle.
+        pydantic.ValidationError: an unknown role (with the most similar one), amounts that ranks do not divide, roles
+            that are `with` each other in a cycle.
     """
 
-    collocated: Resources | None = None  # the pool of every role; beside it no role can be placed
+    collocated: Resources | None = None  # the pool of every role; excludes placing single roles
     policy: Resources | None = None
     critic: Resources | None = None
     reference: Resources | None = None
     reward_model: Resources | None = None
     teacher: Resources | None = None
     rollout: Resources | None = None
-    reward: Resources | None = None  # its ranks are scoring processes side by side
+    reward: Resources | None = None  # its ranks are parallel scoring processes
     sleep: Literal["auto"] | bool = "auto"  # idle frozen roles of a shared pool leave its memory; auto: on a GPU
 
     @model_validator(mode="before")
@@ -158,23 +158,23 @@ class Placement(Frozen):
 
     @property
     def placed(self) -> dict[str, Resources]:
-        """What is written of single roles, in the order of `ROLES`."""
+        """The resources of single roles, in the order of `ROLES`."""
         found = {role: getattr(self, role) for role in ROLES}
         return {role: given for role, given in found.items() if given is not None}
 
     @property
     def is_inline(self) -> bool:
-        """Whether one process is enough for all models: a single pool of one rank. A cluster that is named is used
-        nevertheless; a reward function has processes of its own anyway.
+        """Whether one process is enough for all models: a single pool of one rank. A named cluster is used anyway; a
+        reward function always has separate processes.
         """
         pools = self.pools([role for role in ROLES if role != "reward"])
         return len(pools) == 1 and all(pool.ranks == 1 for pool in pools.values())
 
     def pools(self, roles: Collection[str] = ROLES) -> dict[str, Pool]:
-        """Pools by name, in the order in which `ROLES` has their first roles.
+        """Return pools by name, in the order of their first roles in `ROLES`.
 
         Args:
-            roles: those of the stage; a pool that none of them lives in is not made.
+            roles: of the stage; a pool without any of them is left out.
         """
         homes: dict[str, list[str]] = {}
         for role in ROLES:
@@ -184,14 +184,14 @@ class Placement(Frozen):
         return {name: Pool(name, self.placed.get(name, shared), tuple(found)) for name, found in homes.items()}
 
     def pool_of(self, role: str) -> Pool:
-        """The pool that a role lives in."""
+        """Return the pool of a role."""
         return self.pools()[self._head(role)]
 
     def for_roles(self, roles: Collection[str], stage: str) -> Placement:
-        """This placement, for a stage that has only these roles.
+        """Return this placement, checked for a stage with only these roles.
 
         Args:
-            stage: what the stage is called in the error.
+            stage: the stage's name in the error.
 
         Raises:
             InputError: it names a role that the stage does not have.
@@ -204,7 +204,7 @@ class Placement(Frozen):
         return self
 
     def _head(self, role: str) -> str:
-        """The name of the pool that `role` lives in."""
+        """Return the name of the pool of `role`."""
         if not self.placed:
             return MAIN
         seen = [role]
@@ -219,7 +219,7 @@ class Placement(Frozen):
 
     @model_serializer
     def _written(self) -> str | dict[str, Any]:
-        """As in run.yaml, in one form: reading it back gives an equal placement."""
+        """Serialise as in run.yaml, in one form: reading it back returns an equal placement."""
         nap = {} if self.sleep == "auto" else {"sleep": self.sleep}
         shared = self.collocated.model_dump() if self.collocated is not None else {}
         both = {role: given.model_dump() for role, given in self.placed.items()}
@@ -227,7 +227,7 @@ class Placement(Frozen):
 
 
 def parse_amount(value: Any) -> Any:
-    """`40GiB`, `512MiB`, `16GB` → bytes."""
+    """Convert `40GiB`, `512MiB`, `16GB` to bytes."""
     if not isinstance(value, str) or value == "auto":
         return value
     match = _AMOUNT.match(value.strip())
@@ -244,7 +244,7 @@ ParsedAmount = BeforeValidator(parse_amount)
 
 
 def parse_duration(value: Any) -> Any:
-    """`90`, `90s`, `10m`, `2h`, `1d` → seconds."""
+    """Convert `90`, `90s`, `10m`, `2h`, `1d` to seconds."""
     if isinstance(value, str):
         match = _DURATION.match(value.strip())
         if not match:
@@ -256,5 +256,5 @@ def parse_duration(value: Any) -> Any:
     return value
 
 
-# `runtime.stall_after`: how long a job may report no progress before it is taken for hung
+# `runtime.stall_after`: seconds without progress after which a job counts as hung
 StallAfter = Annotated[float, Field(ge=LEAST_STALL, le=LONGEST), BeforeValidator(parse_duration)]

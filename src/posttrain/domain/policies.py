@@ -1,15 +1,15 @@
-"""A channel's policy: what every release of it must pass, whoever's run it is. A person writes it as YAML::
+"""A channel's policy: the requirements of every release of it, from any run. A person writes it as YAML::
 
     gates:
       - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
       - {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.02, if_channel_empty: pass}
     suites:
-      heldout: {data: dataset:heldout@1, evaluators: [sha256:…]}     # as `posttrain plan` shows them; or any
+      heldout: {data: dataset:heldout@1, evaluators: [sha256:…]}     # digests from `posttrain plan`, or any
     approvers: [user:ann, user:bob, user:cy]
     approvals: 2
     quarantine: {lift: reason}
 
-It is kept as canonical JSON, with the digest of every suite's data, and the channel's row names its digest.
+It is stored as canonical JSON, with the digest of every suite's data; the channel's row contains its digest.
 """
 
 from collections.abc import Mapping
@@ -37,36 +37,36 @@ def _evaluators(value: Any) -> Any:
     return value
 
 
-# how many evaluations of the same items share the error rate of a gate; or: each gate holds it over any number of them;
-# or: every one is judged as if it were the first, with a warning
+# the number of evaluations of the same items that share a gate's error rate; or corrected: the rate holds for any
+# number of them; or warn: each is judged as the first, with a warning
 LookBudget = Annotated[int, Field(ge=1, le=10_000)] | Literal["corrected", "warn"]
 
 
 class SuitePolicy(Frozen):
     """A suite that every release must be measured on."""
 
-    data: str  # a registered data set, dataset:NAME@VERSION; without a version the newest is taken
-    digest: Digest | None = None  # of that data; filled in when the policy is set
+    data: str  # a registered data set, dataset:NAME@VERSION; without a version, the newest
+    digest: Digest | None = None  # of the data; filled in when the policy is set
     evaluators: Annotated[Literal["any"] | tuple[Digest, ...], BeforeValidator(_evaluators)]  # code and settings
 
 
 class QuarantinePolicy(Frozen):
     """Who brings back a model that was rolled back."""
 
-    lift: Literal["reason", "approval", "never"] = "reason"  # whoever says why; by approval; nobody
+    lift: Literal["reason", "approval", "never"] = "reason"  # with a reason; by approval; not at all
 
 
 class ChannelPolicy(Frozen):
     """The whole document."""
 
-    policy: Literal[1] = 1  # the form of this document
-    gates: tuple[GateRule, ...]  # at least one, that every release must pass
+    policy: Literal[1] = 1  # the schema version of this document
+    gates: tuple[GateRule, ...]  # at least one; every release must pass all
     suites: dict[SuiteName, SuitePolicy]  # that every release must be measured on
-    approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # who approves: user:NAME or service:NAME
-    approvals: int | None = Field(default=None, ge=1)  # how many of them every release needs; 1 where they are named
-    self_approval: bool | None = None  # whether whoever submitted the run, or asks, may approve too; false
-    quarantine: QuarantinePolicy = QuarantinePolicy()  # of what was rolled back
-    looks: LookBudget | None = None  # how often the items of a suite may be evaluated; by default as the project has it
+    approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # user:NAME or service:NAME
+    approvals: int | None = Field(default=None, ge=1)  # needed for every release; by default 1 with approvers
+    self_approval: bool | None = None  # whether the run's submitter or the requester may approve; default false
+    quarantine: QuarantinePolicy = QuarantinePolicy()  # of rolled back models
+    looks: LookBudget | None = None  # allowed evaluations of a suite's items; by default the project's
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -107,11 +107,11 @@ class ChannelPolicy(Frozen):
 
     @property
     def needed(self) -> int:
-        """How many approvals a release needs."""
+        """The number of approvals that a release needs."""
         return (self.approvals or 1) if self.approvers else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON without what is not said; `ChannelPolicy.model_validate` is its inverse."""
+        """Return plain JSON without unset fields; `ChannelPolicy.model_validate` is its inverse."""
         return self.model_dump(mode="json", exclude_none=True)
 
     @property
@@ -125,12 +125,12 @@ class PinnedPolicy:
     """A policy as a channel has it."""
 
     channel: str
-    digest: str  # that the channel's row names
+    digest: str  # in the channel's row
     policy: ChannelPolicy
 
 
 def suite_of(metric: str) -> str:
-    """`heldout` of `heldout/accuracy`."""
+    """Return `heldout` of `heldout/accuracy`."""
     return metric.rpartition("/")[0]
 
 
@@ -138,7 +138,7 @@ def load_policy(path: Path) -> ChannelPolicy:
     """Read and validate a policy file.
 
     Raises:
-        InputError: no such file, not YAML, an unknown key (with the nearest known one), a value out of range.
+        InputError: no such file, not YAML, an unknown key (with the most similar one), a value out of range.
     """
     return parse_policy(read_yaml(path), str(path))
 

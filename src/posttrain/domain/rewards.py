@@ -1,7 +1,8 @@
-"""Which file and function a reward is, and how it is called: decided alike where it is registered and where it runs.
+"""The file, function and dialect of a reward: determined identically at registration and at run time.
 
-Names only; who calls has the files and the functions. `DIALECTS` is the one table of calling conventions: `plan` holds
-a parsed signature against it without executing anything, the worker (`sandbox.dialects`) calls by it.
+This module handles names only; the caller has the files and the functions. `DIALECTS` is the single table of calling
+conventions: `plan` checks a parsed signature against it without executing code, the worker (`sandbox.dialects`) calls
+by it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,22 +12,22 @@ from posttrain.domain.errors import InputError
 
 CONVENTIONAL_FILE = "reward.py"
 CONVENTIONAL_ENTRIES = ("score", "compute_score")
-NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # of a row: what a dialect gives in a form of its own
+NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # columns of a row that a dialect passes in another form
 _IDS = ("prompt_ids", "completion_ids")
-TURNS = "turns"  # what the policy said in turn; a column of that name goes before
+TURNS = "turns"  # the policy's turns; a column of that name takes precedence
 _OWN = ("prompt", "completion", "response", "row", TURNS, *_IDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a function of one convention is given by name."""
+    """The named arguments of a function of one convention."""
 
     offers: tuple[str, ...]
-    columns: bool  # the row's columns too
-    batched: bool  # all completions of a call at once, lists by name
+    columns: bool  # also the row's columns
+    batched: bool  # all completions in one call, as lists by name
 
 
-AUTO = "auto"  # the parameter names tell
+AUTO = "auto"  # by the parameter names
 DIALECTS: Mapping[str, Dialect] = {
     "trl": Dialect(("prompts", "completions", TURNS, *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
     "openrlhf": Dialect(("queries", "prompts", "labels"), False, True),
@@ -37,7 +38,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "verl": Dialect(("data_source", "solution_str", "ground_truth", "extra_info"), False, False),
     "slime": Dialect(("args", "sample"), False, False),
 }
-_TELLING = (  # names, and the dialect of a function that has them all; the first counts
+_TELLING = (  # names, and the dialect of a function that has them all; the first match counts
     ({"solution_str"}, "verl"),
     ({"solution_strs"}, "verl_batch"),
     ({"queries"}, "openrlhf"),
@@ -52,10 +53,10 @@ _TELLING = (  # names, and the dialect of a function that has them all; the firs
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """Which function of a reward a run file names, and how it is to be called."""
+    """A run file's choice of a reward's function and dialect."""
 
-    entry: str | None = None  # `function` or `file.py:function`; None: the one that is registered, or the plain one
-    dialect: str | None = None  # None: the registered one, or what the parameters tell
+    entry: str | None = None  # `function` or `file.py:function`; None: the registered or the conventional one
+    dialect: str | None = None  # None: the registered one, or by the parameters
 
     def __bool__(self) -> bool:
         return self.entry is not None or self.dialect is not None
@@ -64,19 +65,19 @@ class Called:
 AS_FOUND = Called()
 
 
-JUDGES = "rewards."  # before a suite's name: the slot of its reward
+JUDGES = "rewards."  # prefix of a suite's name in the slot of its reward
 
 
 def scored_slot(slot: str) -> str:
-    """The data set whose rows the reward of a slot reads: `data`, or a suite's."""
+    """Return the slot of the data set whose rows a slot's reward reads: `data`, or a suite's."""
     suite = slot.partition(":")[0]
     return f"suites.{suite.removeprefix(JUDGES)}" if suite.startswith(JUDGES) else "data"
 
 
 def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[str, tuple[str, str]]:
-    """The inputs of a stage's reward: slot → ("reward", its name under `rewards`).
+    """Return the inputs of a stage's reward: slot → ("reward", its name under `rewards`).
 
-    One alone has the slot itself; of several with weights each has its own, `reward:right`.
+    A single reward has the slot itself; each of several with weights has a separate slot, `reward:right`.
     """
     if not reward:
         return {}
@@ -86,28 +87,28 @@ def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[st
 
 
 class SignatureError(Exception):
-    """The function asks for something that no call has; the text says what."""
+    """The function has a parameter that no call provides; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """The parameters of a reward function."""
 
-    names: tuple[str, ...]  # those that can be given by name, in order
-    required: tuple[str, ...] = ()  # those of them without a default
+    names: tuple[str, ...]  # parameters that can be passed by name, in order
+    required: tuple[str, ...] = ()  # those without a default
     takes_all: str = ""  # the name of its **kwargs
-    nameless: tuple[str, ...] = ()  # those that are positional only
+    nameless: tuple[str, ...] = ()  # positional-only parameters
 
     def words(self) -> list[str]:
-        """As a person would write them."""
+        """Return the parameters as written in Python."""
         return [*self.names, *([f"**{self.takes_all}"] if self.takes_all else [])]
 
 
 def detect(signature: Signature) -> str:
-    """The dialect that a function with these parameters speaks.
+    """Return the dialect of a function with these parameters.
 
     Raises:
-        SignatureError: the names are of no known dialect, or a parameter has none.
+        SignatureError: the names are of no known dialect, or a parameter is positional-only.
     """
     refuse_nameless(signature)
     names = set(signature.names)
@@ -121,16 +122,16 @@ def detect(signature: Signature) -> str:
 
 
 def refuse_nameless(signature: Signature) -> None:
-    """Raises SignatureError for a positional-only parameter."""
+    """Raise SignatureError for a positional-only parameter."""
     for name in signature.nameless:
         raise SignatureError(f"parameter {name!r} is positional-only; parameters are given by name")
 
 
 def refuse_missing(signature: Signature, dialect: str, columns: Collection[str]) -> None:
-    """Hold what a function needs against what its dialect and the rows' columns offer.
+    """Check a function's required parameters against its dialect and the rows' columns.
 
     Raises:
-        SignatureError: a parameter without default that nobody offers.
+        SignatureError: a parameter without default that neither provides.
     """
     given = DIALECTS[dialect]
     known = {*given.offers, *(c for c in columns if c not in NO_COLUMNS)} if given.columns else set(given.offers)
@@ -140,21 +141,21 @@ def refuse_missing(signature: Signature, dialect: str, columns: Collection[str])
 
 
 def not_offered(name: str, known: Iterable[str]) -> str:
-    """The error of a parameter that nobody offers."""
+    """Return the error of a parameter that is not provided."""
     listed = ", ".join(sorted(known))
     return f"parameter {name!r} is neither a column of the data set nor part of the call; known: {listed}"
 
 
 def source_name(files: Collection[str], wanted: str, folder: str) -> str:
-    """The Python file of a reward's folder: the wanted one, `reward.py`, or the only one.
+    """Return the Python file of a reward's folder: the requested one, `reward.py`, or the only one.
 
     Args:
         files: Python files at the top of the folder.
-        wanted: what was asked for; empty: nothing.
+        wanted: the requested file; empty: unspecified.
         folder: its name, for the error.
 
     Raises:
-        InputError: it is not there, or there are several and none is called `reward.py`.
+        InputError: it does not exist, or there are several and none is called `reward.py`.
     """
     only = next(iter(files)) if len(files) == 1 else ""
     chosen = wanted or (CONVENTIONAL_FILE if CONVENTIONAL_FILE in files else only)
@@ -168,16 +169,16 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
 
 
 def entry_name(functions: Iterable[str], source: str, rubrics: Iterable[str] = (), bound: Collection[str] = ()) -> str:
-    """The function of a reward's source that nobody named: `score`, `compute_score`, a rubric, or the only public one.
+    """Return the default function of a reward's source: `score`, `compute_score`, a rubric, or the only public one.
 
     Args:
-        functions: what the file defines.
+        functions: functions that the file defines.
         source: the file's name, for the error.
-        rubrics: names of rubrics of verifiers that it makes.
+        rubrics: names of verifiers' rubrics that it creates.
         bound: names that it imports or assigns.
 
     Raises:
-        InputError: there is none of these.
+        InputError: it has none of these.
     """
     public = [name for name in functions if not name.startswith("_")]
     conventional = [name for name in CONVENTIONAL_ENTRIES if name in public or name in bound]

@@ -1,6 +1,6 @@
-"""The form of `run.yaml`, and the conversion of passes over a data set to steps.
+"""The schema of `run.yaml`, and the conversion of passes over a data set to steps.
 
-A person writes a run file in words, not digests; `control.planning` turns it into a `Manifest`.
+A run file contains names, not digests; `control.planning` turns it into a `Manifest`.
 
 ::
 
@@ -50,14 +50,14 @@ from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import Frozen, validated
 
-_DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
+_DEEPEST, _MOST_VALUES = 64, 100_000  # maximum depth and values of a run file
 RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-MOST_TOKENS = 2**53 - 1  # that a run may declare
+MOST_TOKENS = 2**53 - 1  # maximum that a run may declare
 
 
 def parse_count(value: Any) -> Any:
-    """`5e6` in YAML is a string or a float; a budget of tokens is a whole number."""
+    """Convert `5e6`, a string or a float in YAML, to a whole number."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -79,7 +79,7 @@ class Budget(Frozen):
 class RunRuntime(Frozen):
     """How every job of a run is run, where its stage says nothing else."""
 
-    stall_after: StallAfter  # seconds without progress, after which a job is taken for hung
+    stall_after: StallAfter  # seconds without progress after which a job counts as hung
 
 
 def _word_or_list(value: Any) -> Any:
@@ -87,9 +87,9 @@ def _word_or_list(value: Any) -> Any:
 
 
 class Ordered(Frozen):
-    """What waits for stages from which it takes nothing. Where there are none they are not written down."""
+    """A base of specs with an order after other stages. An empty `after` is not serialised."""
 
-    # stages that must have ended before, though nothing of them is taken; `gate` may be one
+    # stages that must have ended before, without being inputs; `gate` is allowed
     after: Annotated[tuple[Name, ...], BeforeValidator(_word_or_list)] = ()
 
     @model_serializer(mode="wrap")
@@ -101,7 +101,7 @@ class Ordered(Frozen):
 
 
 class ReleaseSpec(Ordered):
-    """Which stage's model ships to which channel when every gate passes."""
+    """The stage's model to release, and the channel, when every gate passes."""
 
     channel: Name
     model: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]  # a stage, or STAGE/best
@@ -110,7 +110,7 @@ class ReleaseSpec(Ordered):
 _MOST_HOSTS = 64
 
 
-_LONGEST_WORD = 60  # characters of a wrong word that an error shows
+_LONGEST_WORD = 60  # characters of a wrong value that an error shows
 
 
 _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
@@ -119,7 +119,7 @@ _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
 _SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
 
 
-_NO_SECRETS = re.compile(  # what jobs do not get; what a process, its libraries or the store read: a job gives it up
+_NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, its libraries or the store read
     r"(POSTTRAIN_|WANDB_|MLFLOW_|PG|AWS_|AZURE_|GOOGLE_|S3_|HF_|HUGGING|TRANSFORMERS_|TOKENIZERS_|PYTHON|LD_|LC_|XDG_|SSL_"
     r"|MALLOC_|CUDA_|NVIDIA_|NCCL_|ROCR_|HIP_|HSA_|GPU_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH_|TRITON_"
     r"|RAY_)|((HTTPS?|ALL|NO)_PROXY|PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|IFS|ENV)$"
@@ -127,7 +127,7 @@ _NO_SECRETS = re.compile(  # what jobs do not get; what a process, its libraries
 
 
 def may_be_secret(name: str) -> bool:
-    """Whether a reward's secret may be called so: by no name that jobs, programs, their libraries or stores read."""
+    """Whether a reward's secret may have this name: one that jobs, programs, libraries and stores do not read."""
     return _NO_SECRETS.match(name) is None and re.fullmatch(_SECRET, name) is not None
 
 
@@ -145,17 +145,17 @@ def _known_dialect(value: str) -> str:
 
 
 class RewardUse(Frozen):
-    """A reward: which function of it, how it is called, and what its code gets besides its own source. A ref alone is
-    enough where it says all of that.
+    """A reward: its function, its dialect, and the files, hosts and secrets for its code. A ref alone uses the
+    registered function and dialect.
     """
 
     ref: str  # reward:NAME@VERSION or a path
-    # function, or file.py:function of a folder; None: as it is registered, or the conventional one
+    # function, or file.py:function of a folder; None: as registered, or the conventional one
     entry: Annotated[str, Field(pattern=r"^([^/:]+\.py:)?[A-Za-z_]\w*$", max_length=200)] | None = None
-    dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: as it is registered, or auto
-    files: tuple[str, ...] = ()  # beside run.yaml; each stands beside the source under its own name, read-only
+    dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: as registered, or auto
+    files: tuple[str, ...] = ()  # next to run.yaml; each appears next to the source under its own name, read-only
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
-    # variables of whoever drives the run (on a server: of the server) that the reward's cell gets, and nothing else
+    # variables of the run's driver (on a server: of the server) that only the reward's cell gets
     secrets: tuple[Annotated[str, Field(pattern=_SECRET)], ...] = ()
 
     @model_validator(mode="after")
@@ -186,7 +186,7 @@ class RewardUse(Frozen):
 
     @property
     def called(self) -> Called:
-        """What it says of the function."""
+        """Its settings of the function."""
         return Called(self.entry, self.dialect)
 
 
@@ -195,7 +195,7 @@ def _ref_or_map(value: Any) -> Any:
 
 
 class StageSpec(Ordered):
-    """One stage: its kind, its trainer, what it comes after, and parameters that the trainer checks."""
+    """One stage: its kind, its trainer, its order, and parameters that the trainer checks."""
 
     kind: str
     trainer: str = "native"
@@ -213,7 +213,7 @@ class StageSpec(Ordered):
 
 
 class RunSpec(Frozen):
-    """The whole file."""
+    """A whole run file."""
 
     name: Name
     owner: Annotated[str, Field(min_length=1), AfterValidator(_plain)]  # a name, an address, user:NAME or service:NAME
@@ -226,7 +226,7 @@ class RunSpec(Frozen):
     budget: Budget = Budget()
     runtime: RunRuntime | None = None
     release: ReleaseSpec | None = None
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of jobs, but those that measure; None: none
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of all jobs but those that measure
     trackers: Trackers | None = None  # None: the workspace's
 
     @model_validator(mode="after")
@@ -247,10 +247,10 @@ def load_run_spec(path: Path, setting: Setting = ()) -> RunSpec:
     """Read and validate a `run.yaml`.
 
     Args:
-        setting: values in the place of its own.
+        setting: values that replace the file's.
 
     Raises:
-        InputError: no such file, not YAML, an unknown key (with the nearest known one), a value out of range.
+        InputError: no such file, not YAML, an unknown key (with the most similar one), a value out of range.
     """
     source = str(path) + (f" with {setting_words(setting)}" if setting else "")
     return parse_run_spec(overridden(read_yaml(path), setting), source)
@@ -262,7 +262,7 @@ def parse_run_spec(raw: Any, source: str) -> RunSpec:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML map; duplicate keys are refused.
+    """Return a YAML map; duplicate keys are refused.
 
     Raises:
         InputError: no such file, not YAML, or not a map.
@@ -273,7 +273,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
     except RecursionError as error:
         raise InputError(f"{path}: must not be nested deeper than {_DEEPEST} levels; flatten it") from error
-    except (yaml.YAMLError, ValueError) as error:  # the second: a number of too many digits, bytes that are no UTF-8
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of too many digits, invalid UTF-8
         raise InputError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path}: must be a map of keys, got {type(raw).__name__}")
@@ -281,9 +281,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _RunFileLoader(yaml.SafeLoader):
-    """YAML for people: no key twice, keys are words, text is text, and no more of it than was written.
+    """A strict loader: no duplicate keys, scalar keys only, valid text, and a bounded number of values.
 
-    YAML silently keeps the last of two equal keys, and a few aliases of aliases stand for more than a memory holds.
+    YAML silently keeps the last of two equal keys, and a few nested aliases can expand beyond the memory.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -293,7 +293,7 @@ class _RunFileLoader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node, depth: int, known: dict[int, int]) -> int:
-        """How many values a node stands for once its aliases are written out."""
+        """Return the number of values of a node with its aliases expanded."""
         if depth > _DEEPEST:
             raise _refusal(node, f"must not be nested deeper than {_DEEPEST} levels, or contain itself")
         if id(node) not in known:
@@ -344,14 +344,14 @@ class Passes:
 
 
 def passes_of(epochs: float, documents: int, per_step: int) -> Passes:
-    """The least number of steps that take every document `epochs` times.
+    """Return the least number of steps that take every document `epochs` times.
 
-    The stream of documents goes on over the end of a pass (`loop.recipe`), so no step is smaller than another, and
-    the last one may take some of the next pass. Exact: `epochs` counts as the decimal number that was written.
+    The stream of documents continues beyond the end of a pass (`loop.recipe`), so all steps have equal size, and the
+    last one may take documents of the next pass. Exact: `epochs` counts as the written decimal number.
 
     Args:
         epochs: > 0.
         documents: of the data set, >= 1.
-        per_step: that a step takes, >= 1.
+        per_step: documents of a step, >= 1.
     """
     return Passes(epochs, math.ceil(Fraction(repr(epochs)) * documents / per_step), documents, per_step)

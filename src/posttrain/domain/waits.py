@@ -1,7 +1,7 @@
-"""What a stage of kind `wait` waits for: a time that passes (`for`), a signal that somebody sends, or both.
+"""The conditions of a stage of kind `wait`: a duration (`for`), a signal that a user sends, or both.
 
-Its times are two columns of its own row, written once when its turn comes: `started_at`, and with `for` the time that
-must have come, `not_before`. So they survive whoever drives the run, and nobody computes them again.
+Its times are two columns of its row, written once when its turn comes: `started_at`, and with `for` the end of the
+wait, `not_before`. So they survive a change of the run's driver and are never computed again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Wait(Frozen):
 
     seconds: _Seconds | None = Field(default=None, alias="for")
     signal: Name | None = None
-    within: _Seconds | None = None  # how long the signal is waited for; None: for ever
+    within: _Seconds | None = None  # maximum wait for the signal; None: unlimited
 
     @model_validator(mode="after")
     def _consistent(self) -> Wait:
@@ -52,36 +52,36 @@ class Wait(Frozen):
         return f"waits {' and '.join(parts)}"
 
     def begun(self, now: float) -> dict[str, float]:
-        """The columns of a stage whose turn comes now."""
+        """Return the columns of a stage whose turn comes now."""
         return {"started_at": now} | ({"not_before": now + self.seconds} if self.seconds is not None else {})
 
     def given_up_at(self, stage: StageRecord) -> float | None:
-        """When its signal is waited for no longer; None: never."""
+        """Return the end of the wait for its signal; None: never."""
         return None if self.within is None or stage.started_at is None else stage.started_at + self.within
 
 
 def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
-    """What is said of a `wait` stage before anything runs; it takes and leaves nothing.
+    """Return the contract of a `wait` stage, without inputs and outputs.
 
     Raises:
-        InputError: an unknown key, a value out of range, nothing to wait for.
+        InputError: an unknown key, a value out of range, no condition to wait for.
     """
     wait = validated(Wait, dict(params), source)
     return StageContract(wait.model_dump(by_alias=True, exclude_none=True), {}, {})
 
 
 def waits(manifest: Manifest) -> Iterator[tuple[str, Wait]]:
-    """Name and parameters of every stage that waits."""
+    """Yield name and parameters of every `wait` stage."""
     for stage in manifest.stages:
         if kind_of(stage.kind).driver is Driver.WAIT:
             yield stage.name, Wait.model_validate(stage.params)
 
 
 def wait_of(manifest: Manifest, stage: str) -> Wait:
-    """What one stage waits for.
+    """Return the conditions of one stage.
 
     Raises:
-        InputError: there is no such stage, or it is none that waits.
+        InputError: the stage does not exist, or is not a `wait` stage.
     """
     found = dict(waits(manifest)).get(stage)
     if found is None:
@@ -90,12 +90,12 @@ def wait_of(manifest: Manifest, stage: str) -> Wait:
 
 
 def signals_of(manifest: Manifest) -> set[str]:
-    """The signals that a run waits for."""
+    """Return the signals that a run waits for."""
     return {wait.signal for _, wait in waits(manifest) if wait.signal is not None}
 
 
 def times(wait: Wait, stage: StageRecord) -> list[float]:
-    """When a stage that waits is to be looked at, though nobody sends anything."""
+    """Return the times at which a waiting stage must be checked without a signal."""
     return [at for at in (stage.not_before, wait.given_up_at(stage)) if at is not None]
 
 
@@ -109,10 +109,10 @@ def waiting(stage: StageRecord) -> bool:
 
 
 def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, str, str]:
-    """Reason, message and next action of a stage that has to wait on.
+    """Return reason, message and next action of a stage that continues to wait.
 
     Args:
-        sent: its signal, if somebody sent it.
+        sent: its signal; None: not sent.
     """
     parts, ends = [], wait.given_up_at(stage)
     missing = wait.signal is not None and sent is None
@@ -126,12 +126,12 @@ def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, s
 
 
 def moment(at: float) -> str:
-    """`2026-11-22 14:05:00 UTC`: the same wherever it is written down."""
+    """Return `2026-11-22 14:05:00 UTC`, in every time zone."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def span(seconds: float) -> str:
-    """`2 h`, `1 h 30 min`, `2 days`: its two greatest units."""
+    """Return `2 h`, `1 h 30 min`, `2 days`: the two greatest units."""
     parts: list[str] = []
     left = max(0.0, seconds)
     for unit, size in _UNITS:

@@ -1,14 +1,14 @@
-"""Who drives a run: a command in the foreground, a background driver, or nobody; and what background drivers are asked.
+"""The driver of a run (a command in the foreground, a background driver, or none), and requests to background drivers.
 
 ::
 
     drivers/
-      runs/RUN.json   a run that a background driver is to take to its end, and which of them has it
-      KEY.lock        held by the background driver of one environment for as long as it lives
-      KEY.log         what that one says
+      runs/RUN.json   a request to drive a run to its end, and the background driver that has it
+      KEY.lock        held by the background driver of one environment while it is alive
+      KEY.log         its log
 
-Requests are changed under a lock on `runs/`. A driver also lets go of `KEY.lock` under it, so that no request is
-written between its last look and its end.
+Requests are changed under a lock on `runs/`. A driver also releases `KEY.lock` under it, so that no request is written
+between its last check and its end.
 """
 
 import os
@@ -35,27 +35,27 @@ _LOCK_SECONDS = 60.0  # for others to change a small file
 
 
 class DriverKind(StrEnum):
-    """Where the process is that drives a run."""
+    """The kind of process that drives a run."""
 
     FOREGROUND = "foreground"  # a command, or a program that waits
     BACKGROUND = "background"
-    SERVER = "server"  # that serves the workspace
+    SERVER = "server"  # of the workspace
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDriver:
-    """Who drives an unfinished run."""
+    """The driver of an unfinished run."""
 
     kind: DriverKind
     pid: int | None = None
     host: str = ""
-    log: str = ""  # of a background driver, also of one that is gone or gave the run up
+    log: str = ""  # of a background driver, also if it has ended or given the run up
     trouble: str = ""  # why a background driver gave the run up, one line
 
     @property
     def nobody(self) -> bool:
-        """Whether it is left alone."""
+        """Whether no process drives the run."""
         return self.kind is DriverKind.NONE
 
     def __str__(self) -> str:
@@ -68,27 +68,27 @@ class RunDriver:
 
     @property
     def words(self) -> str:
-        """`in the background, pid 71`, `by the server`."""
+        """The driver as text: `in the background, pid 71`, `by the server`."""
         return "by the server" if self.kind is DriverKind.SERVER else f"in the {self}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A run that a background driver is to take to its end."""
+    """A request to a background driver to drive a run to its end."""
 
     run_id: str
-    key: str  # of the environment that its jobs are to have
-    root: str  # the workspace, as whoever asked saw it: a copy of it was not asked
+    key: str  # of the environment for its jobs
+    root: str  # the workspace's path in the requesting process: the request is not valid in a copy
     owner: str = ""  # `host:pid:start` of the driver that has it
-    trouble: str = ""  # why that one gave it up
+    trouble: str = ""  # why that driver gave it up
 
     @property
     def taken(self) -> bool:
-        """Whether a driver of this host is at work that has it. Of other hosts only the run's lease tells."""
+        """Whether a running driver of this host has it. For other hosts only the run's lease shows it."""
         return (
             self.owner.startswith(f"{socket.gethostname()}:")
             and process_alive(self.owner)
@@ -97,14 +97,14 @@ class Request:
 
 
 def driven(run: RunRecord, now: float) -> bool:
-    """Whether a live process holds the run's lease."""
+    """Return whether a live process holds the run's lease."""
     return run.lease_owner is not None and (run.lease_expires or 0.0) > now and process_alive(run.lease_owner)
 
 
 def _has_open(owner: str, root: Path) -> bool:
-    """Whether a process has a file of this workspace open: the ledger of a copy names who drives the original.
+    """Return whether a process may have a file of this workspace open: a copied ledger names the original's driver.
 
-    One that cannot be looked at, of another host or user, may have.
+    True for a process that cannot be inspected, because it has another host or user.
     """
     host, pid, _ = owner.rsplit(":", 2)
     try:
@@ -116,7 +116,7 @@ def _has_open(owner: str, root: Path) -> bool:
 
 
 def run_driver(root: Path, run: RunRecord, now: float) -> RunDriver | None:
-    """Who drives a run; None: it has ended."""
+    """Return the driver of a run; None: the run has ended."""
     if is_final("run", run.state):
         return None
     if is_served(root):
@@ -133,27 +133,27 @@ def run_driver(root: Path, run: RunRecord, now: float) -> RunDriver | None:
 
 
 def background_of(request: Request, root: Path) -> RunDriver:
-    """The background driver that has a request."""
+    """Return the background driver that has a request."""
     return _named(DriverKind.BACKGROUND, request.owner, str(log_path(root, request.key)))
 
 
 def lock_path(root: Path, key: str) -> Path:
-    """What the background driver of an environment holds."""
+    """Return the path of the lock that an environment's background driver holds."""
     return root / FOLDER / f"{key}.lock"
 
 
 def log_path(root: Path, key: str) -> Path:
-    """What the background driver of an environment says."""
+    """Return the path of the log of an environment's background driver."""
     return root / FOLDER / f"{key}.log"
 
 
 def runs_folder(root: Path) -> Path:
-    """Where the requests are."""
+    """Return the folder of the requests."""
     return root / FOLDER / _RUNS
 
 
 def read_request(root: Path, run_id: str) -> Request | None:
-    """The request for a run; one that was written for another place than this workspace is none.
+    """Return the request for a run; None: there is no request, or it is for another path of the workspace.
 
     Raises:
         IntegrityError: the file is damaged.
@@ -172,13 +172,13 @@ def read_request(root: Path, run_id: str) -> Request | None:
 
 
 def write_request(root: Path, request: Request) -> None:
-    """Ask, or answer. Only under `requests_held`."""
+    """Write a request or its answer. Only under `requests_held`."""
     record = {key: value for key, value in asdict(request).items() if key != "run_id"}
     write_json(runs_folder(root) / f"{request.run_id}{_SUFFIX}", record)
 
 
 def remove_request(root: Path, run_id: str) -> None:
-    """Take it back, or be done with it. Only under `requests_held`."""
+    """Withdraw or finish a request. Only under `requests_held`."""
     path = runs_folder(root) / f"{run_id}{_SUFFIX}"
     try:
         path.unlink(missing_ok=True)
@@ -187,7 +187,7 @@ def remove_request(root: Path, run_id: str) -> None:
 
 
 def forget_request(root: Path, run_id: str) -> None:
-    """Take a request back that no living driver has; where that is impossible, the next driver sees to it."""
+    """Withdraw a request that no live driver has; after an error the next driver removes it."""
     with suppress(PosttrainError):
         if read_request(root, run_id) is not None:
             with requests_held(root):
@@ -197,12 +197,12 @@ def forget_request(root: Path, run_id: str) -> None:
 
 
 def requested(root: Path) -> list[str]:
-    """The runs with a request, the oldest first."""
+    """Return the runs with a request, the oldest first."""
     return [name.removesuffix(_SUFFIX) for _, _, name in fingerprint(root)]
 
 
 def fingerprint(root: Path) -> list[tuple[int, int, str]]:
-    """When each request was written, its inode and its name, the oldest first: another one after each change."""
+    """Return mtime, inode and name of each request, the oldest first; every change of a request changes the result."""
     found = []
     with suppress(FileNotFoundError), os.scandir(runs_folder(root)) as entries:
         for entry in entries:
@@ -214,11 +214,11 @@ def fingerprint(root: Path) -> list[tuple[int, int, str]]:
 
 
 def requests_held(root: Path) -> AbstractContextManager[None]:
-    """One process at a time changes requests, in a folder that is there.
+    """Lock the requests, which one process at a time may change.
 
     Raises:
-        WorkspaceError: it is not, or not any more.
-        InfrastructureError: somebody else, suspended perhaps, does not let go of it.
+        WorkspaceError: their folder does not exist.
+        InfrastructureError: another process, suspended perhaps, does not release the lock.
     """
     folder = runs_folder(root)
     said = f"{folder}: another process has held it for {_LOCK_SECONDS:g} s; look: posttrain doctor"
@@ -226,7 +226,7 @@ def requests_held(root: Path) -> AbstractContextManager[None]:
 
 
 def suspended(owner: str) -> bool:
-    """Whether the process `owner` names was stopped (SIGSTOP)."""
+    """Return whether the process of `owner` is stopped (SIGSTOP)."""
     try:
         return str(psutil.Process(int(owner.rsplit(":", 2)[1])).status()) == psutil.STATUS_STOPPED
     except (psutil.NoSuchProcess, ValueError):
@@ -234,7 +234,7 @@ def suspended(owner: str) -> bool:
 
 
 def _readable(root: Path, run_id: str) -> Request | None:
-    """A look at many runs survives a damaged file."""
+    """Return the request for a run; None also if its file is damaged, so that lists of runs still work."""
     try:
         return read_request(root, run_id)
     except (IntegrityError, OSError):

@@ -1,4 +1,4 @@
-"""Starting the roles that a stage needs, in whatever pools they are given."""
+"""Starts the roles that a stage needs, in the given pools."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ Source = ModelSource | ScalarSource | Model
 
 
 def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:
-    """The roles of an algorithm that reads rows: who learns, and what it began as where that is its reference."""
+    """Return the roles of an algorithm that reads rows: the learner, and its frozen start if that is the reference."""
     role, *others = config.roles()
     learner = pool_of(role).start(
         role,
@@ -51,12 +51,12 @@ def open_roles(
     engine: RolloutEngine | None = None,
     stop: Sequence[str] = (),
 ) -> Roles:
-    """The roles of an algorithm that samples; the policy first, because a rollout beside it reads its weights.
+    """Return the roles of an algorithm that samples; the policy first, because a rollout next to it reads its weights.
 
     Args:
         model: the starting policy; also the reference, where the algorithm has a KL penalty.
-        critic: what the value model begins with.
-        reward_model: where responses are scored by a model.
+        critic: the starting value model.
+        reward_model: where a model scores responses.
         teacher: where the policy learns from one.
         engine: a rollout engine to use instead of one over the policy's weights, in the controller's process.
         stop: strings that responses may end at; where there are some, each rollout rank opens the tokenizer.
@@ -104,8 +104,8 @@ def _open_frozen(
     pool_of: PoolOf,
     tokens: int,
 ) -> dict[str, WorkerGroup[FrozenWorker]]:
-    """The reference of a KL penalty, the judge, and a teacher: it names tokens that the policy has, and says how likely
-    they are at the policy's temperature.
+    """Start the reference of a KL penalty, the judge, and a teacher, which predicts tokens of the policy's vocabulary
+    at the policy's temperature.
     """
     frozen, warmth = dict[str, WorkerGroup[FrozenWorker]](), config.temperature
     if "reference" in config.roles():

@@ -1,17 +1,16 @@
 """Packed batches of documents, predictions of models on them, positions in a packed row, and memory of the process.
 
-Everything here is frozen. A batch is packed: its documents lie end to end in one row of tokens, with no padding between
-them, so the dense layers of a model compute on useful tokens only. Which tokens belong together is in `lengths`.
+Everything here is frozen. A batch is packed: its documents are end to end in one row of tokens, with no padding between
+them, so the dense layers of a model compute on useful tokens only. `lengths` records the document boundaries.
 
-Predictions name what models are asked to predict and hold their answers. Positions in a packed row are computed for all
-of its documents at once. Precision: the pure functions of algorithms return float32 columns, and references are held in
-float64.
+`Predictions` names the quantities that models can predict, and holds them. Positions in a packed row are computed for
+all of its documents in one operation. Precision: the pure functions of algorithms return float32 columns, and
+references are held in float64.
 
-Memory: the peak that this process has taken, how much is free, and what the process does with memory that CPU tensors
-leave. A pass over a micro-batch leaves some dozens of MiB. By itself glibc gives them back to the kernel as soon as
-twice the largest tensor lies free, and every next pass has each page of it zeroed and mapped anew: an eighth of an
-update of a small model (measured). Memory beyond the bounds here is given back as before. glibc's own variables, where
-they are set, take precedence.
+Memory: the peak of this process, the free memory, and the handling of memory that CPU tensors free. A pass over a
+micro-batch frees some dozens of MiB. By default glibc returns them to the kernel as soon as twice the largest tensor is
+free, and every next pass has each page of it zeroed and mapped again: an eighth of an update of a small model
+(measured). Memory beyond the bounds here is returned as before. glibc's own variables, if set, take precedence.
 """
 
 from __future__ import annotations
@@ -37,58 +36,58 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 T = TypeVar("T", bound=np.generic)
 Tokens = Sequence[int] | npt.NDArray[np.int32]
-# topk fills a wide column; candidates are what a model says of the tokens in the wide column of that name
+# topk fills a wide column; candidates are a model's log-probabilities of the tokens in the wide column of that name
 Need = Literal["logprobs", "entropy", "values", "scores", "topk", "candidates"]
 CANDIDATES: Final = "candidates"
 _MIB = 2**20
-_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts in
+_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of getrusage
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 _KEPT = 2**29  # bytes free at the end of the heap
-_MAPPED = 2**25  # larger tensors have pages of their own; glibc takes no larger bound, and would come to it by itself
+_MAPPED = 2**25  # larger tensors are mapped separately; glibc accepts no larger bound, and would raise its own to it
 
 
 def precision(*inputs: Tensor) -> torch.dtype:
-    """float64 where an input is float64, else float32, from bfloat16 too: `precision(rewards, values)`."""
+    """Return float64 if an input is float64, else float32, from bfloat16 too: `precision(rewards, values)`."""
     return torch.float64 if any(one.dtype == torch.float64 for one in inputs) else torch.float32
 
 
 def concatenated(parts: Iterable[Any], kind: type[T]) -> npt.NDArray[T]:
     """Join sequences or arrays end to end."""
-    # arrays of another type, as of a rollout's int32, are cast all at once
+    # arrays of another type, e.g. a rollout's int32, are cast in one operation
     arrays = [part if isinstance(part, np.ndarray) else np.asarray(part, kind) for part in parts]
     return np.concatenate(arrays, dtype=kind, casting="unsafe")
 
 
 def ranges(sizes: Ints, starts: Ints) -> Ints:
-    """Count on from each start as far as its size says: ranges, one after the other."""
+    """Return consecutive ranges: one from each start, of its size."""
     counted: Ints = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
     return counted
 
 
 def positions(lengths: Sequence[int]) -> Ints:
-    """[T]: 0, 1, … restarting at every document."""
+    """Return 0, 1, … restarting at every document, [T]."""
     sizes = np.array(lengths, dtype=np.int64)
     return ranges(sizes, np.zeros_like(sizes))
 
 
 def tokens_of(lengths: Sequence[int], chosen: Sequence[int]) -> Ints:
-    """Where the tokens of the chosen documents stand, in the order of `chosen`."""
+    """Return the indices of the tokens of the chosen documents, in the order of `chosen`."""
     rows, every = np.array(chosen, dtype=np.int64), np.array(lengths, dtype=np.int64)
     return ranges(every[rows], (every.cumsum() - every)[rows])
 
 
 def responses(places: Ints, prompts: Iterable[int], lengths: Sequence[int]) -> Flags:
-    """[T]: which tokens, at these places of their documents, come after a prompt of so many tokens."""
+    """Return which tokens, at these positions of their documents, come after a prompt of so many tokens, [T]."""
     behind: Flags = places >= np.repeat(list(prompts), lengths)
     return behind
 
 
 def sampled_of(response: Flags, sampled: Sequence[Any], sizes: Sequence[int]) -> Flags:
-    """[T]: of the response tokens those that were sampled.
+    """Return which of the response tokens were sampled, [T].
 
     Args:
-        sampled: of each document the flags of its response; None: all of them.
+        sampled: for each document the flags of its response; None: all of them.
         sizes: of the responses.
     """
     if all(flags is None for flags in sampled):
@@ -101,7 +100,7 @@ def sampled_of(response: Flags, sampled: Sequence[Any], sizes: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a batch comes from, e.g. `Provenance(step=12, role="policy")`."""
+    """The origin of a batch, e.g. `Provenance(step=12, role="policy")`."""
 
     step: int = 0
     role: str = ""
@@ -115,9 +114,9 @@ class Document:
     prompt: Tokens
     response: Tokens
     logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None  # of the policy that sampled each response token
-    sampled: Sequence[bool] | npt.NDArray[np.bool_] | None = None  # which response tokens it sampled; None: all
+    sampled: Sequence[bool] | npt.NDArray[np.bool_] | None = None  # which response tokens were sampled; None: all
     versions: tuple[str, ...] = ()  # of the policies that sampled it, oldest first
-    temperature: float | None = None  # that the response was sampled at; None: the stage's
+    temperature: float | None = None  # at which the response was sampled; None: the stage's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,21 +126,21 @@ class TokenBatch:
     Two documents (1, 7 → 9, 2) and (1 → 2) are `tokens=[1, 7, 9, 2, 1, 2]`, `positions=[0, 1, 2, 3, 0, 1]`,
     `lengths=(4, 2)`, `response_mask=[0, 0, 1, 1, 0, 1]`.
 
-    Columns are open: whoever computes something adds it under a name, and whoever needs it asks for the name. Those
-    that the algorithms here know:
+    Columns are open: any component adds its results under a name, and others read them by that name. The columns that
+    the algorithms here use:
 
     ==================  ===========================================================================
     behaviour_logprobs  of the policy that sampled; 0 outside the response
-    proximal_logprobs   of the policy that the step's first update found
-    current_logprobs    of the policy that an update found, where it is recorded for traces
+    proximal_logprobs   of the policy at the step's first update
+    current_logprobs    of the policy at each update, if recorded for traces
     reference_logprobs  of the frozen reference
     values              the critic's, before the token
-    token_scores        what of a document's reward was earned before its last token, where a reward says so
+    token_scores        the part of a document's reward earned before its last token, if the reward reports it
     rewards             per token
-    returns             what the critic is to learn
+    returns             the critic's target
     advantages          0 outside the response
     candidates          wide: a teacher's likeliest tokens and their log-probabilities
-    temperature         per document: what its logits are divided by; without it the stage's temperature
+    temperature         per document: divides its logits; without it the stage's temperature
     ==================  ===========================================================================
     """
 
@@ -151,10 +150,10 @@ class TokenBatch:
     response_mask: Tensor  # [T] bool: the log-probability of this token, predicted from the one before, enters the loss
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [T] each
     document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
-    wide_columns: Mapping[str, WideColumn] = field(default_factory=dict)  # [R, k] each, or where it is
-    units: tuple[int, ...] | None = None  # documents of each unit, which are never separated; None: each is its own
-    unit: int = 2  # documents of a unit, where all are alike: what a dummy has
-    sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", what a trace finds them by
+    wide_columns: Mapping[str, WideColumn] = field(default_factory=dict)  # [R, k] each, or handles to the rows
+    units: tuple[int, ...] | None = None  # documents of each unit, which stay together; None: each document is a unit
+    unit: int = 2  # documents of a unit, where all units are alike: the size of a dummy
+    sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", identify documents in traces
     versions: tuple[tuple[str, ...], ...] = ()  # [D] or none: of the policies that sampled each, oldest first
     provenance: Provenance = field(default_factory=Provenance)
 
@@ -167,13 +166,13 @@ class TokenBatch:
         sample_ids: Sequence[str] = (),
         unit: int | None = None,
     ) -> TokenBatch:
-        """Lay documents end to end.
+        """Concatenate documents.
 
         Args:
-            unit: how many documents belong together, e.g. 2 for pairs; None: every one is alone.
+            unit: how many documents belong together, e.g. 2 for pairs; None: each is separate.
 
         Raises:
-            InputError: no documents, an empty prompt (its first token has nothing to be predicted from),
+            InputError: no documents, an empty prompt (its first token has no context to be predicted from),
                 log-probabilities that do not fit the response, only some documents with log-probabilities or a
                 temperature, or a number of documents that units do not divide.
         """
@@ -209,12 +208,12 @@ class TokenBatch:
 
     @classmethod
     def gather(cls, parts: Sequence[TokenBatch], shards: Sequence[Sequence[int]]) -> TokenBatch:
-        """The batch whose unit `shards[r][k]` is unit k of `parts[r]`.
+        """Return the batch whose unit `shards[r][k]` is unit k of `parts[r]`.
 
         Parts without units contribute nothing. The provenance is the first part's, over all ranks.
 
         Raises:
-            InputError: parts and shards differ in size, or parts differ in what they have: columns, units, ids.
+            InputError: parts and shards differ in size, or parts differ in their columns, units or ids.
         """
         if [len(part.item_lengths) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
@@ -232,37 +231,37 @@ class TokenBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """The device of the tensors."""
         return self.tokens.device
 
     @property
     def documents(self) -> int:
-        """How many documents."""
+        """The number of documents."""
         return len(self.lengths)
 
     @property
     def document_index(self) -> Tensor:
-        """[T] int64: the document each token belongs to."""
+        """The document of each token, [T] int64."""
         return torch.from_numpy(np.repeat(np.arange(self.documents), self.lengths)).to(self.device)
 
     @property
     def response_lengths(self) -> Tensor:
-        """[D] int64: response tokens of each document."""
+        """Response tokens of each document, [D] int64."""
         return self.sum_by_document(self.response_mask.to(torch.int64))
 
     @property
     def item_lengths(self) -> tuple[int, ...]:
-        """[units] tokens of every unit: what a batch is divided by."""
+        """Tokens of every unit, [units]: the sizes that batches are split by."""
         if self.units is None:
             return self.lengths
         sizes = iter(self.lengths)
         return tuple(sum(islice(sizes, unit)) for unit in self.units)
 
     def column(self, name: str) -> Tensor:
-        """A token column, [T], or a document column, [D].
+        """Return a token column, [T], or a document column, [D].
 
         Raises:
-            InputError: nobody has put it in.
+            InputError: the batch does not have the column.
         """
         found = self.token_columns.get(name, self.document_columns.get(name))
         if found is None:
@@ -271,19 +270,19 @@ class TokenBatch:
         return found
 
     def wide(self, name: str) -> TopK:
-        """The rows of a wide column, [R, k]: one for each response token, in their order; on the batch's device.
+        """Return the rows of a wide column, [R, k]: one for each response token, in order; on the batch's device.
 
         Raises:
-            InputError: nobody has put it in, or its rows are in another process.
+            InputError: the batch does not have the column, or its rows are in another process.
         """
         return rows_of(self.wide_columns, name, self.device)
 
     def sum_by_document(self, values: Tensor) -> Tensor:
-        """[T] → [D]: the sum over each document's tokens, differentiable."""
+        """Sum over each document's tokens, differentiable: [T] → [D]."""
         return values.new_zeros(self.documents).index_add(0, self.document_index, values)
 
     def spread(self, per_document: Tensor) -> Tensor:
-        """[D] → [T]: every response token gets its document's number, the others 0; as precise as the batch's columns.
+        """Give response tokens their document's number, others 0: [D] → [T]; as precise as the batch's columns.
 
         Raises:
             InputError: another shape.
@@ -297,7 +296,7 @@ class TokenBatch:
         return per_document.detach().to(self.device, dtype)[self.document_index].masked_fill(~self.response_mask, 0.0)
 
     def with_columns(self, **columns: Tensor) -> TokenBatch:
-        """A batch with these token columns put in or replaced: `batch.with_columns(values=v, returns=r)`.
+        """Return a batch with these token columns added or replaced: `batch.with_columns(values=v, returns=r)`.
 
         Raises:
             InputError: not [T], or a document column's name.
@@ -305,7 +304,7 @@ class TokenBatch:
         return replace(self, token_columns=self._columns(self.token_columns, columns, self.document_columns, "[T]"))
 
     def with_document_columns(self, **columns: Tensor) -> TokenBatch:
-        """A batch with these document columns put in or replaced: `batch.with_document_columns(labels=l)`.
+        """Return a batch with these document columns added or replaced: `batch.with_document_columns(labels=l)`.
 
         Raises:
             InputError: not [D], or a token column's name.
@@ -313,7 +312,7 @@ class TokenBatch:
         return replace(self, document_columns=self._columns(self.document_columns, columns, self.token_columns, "[D]"))
 
     def with_wide(self, name: str, column: WideColumn) -> TokenBatch:
-        """A batch with this wide column put in or replaced.
+        """Return a batch with this wide column added or replaced.
 
         Raises:
             InputError: not one row for each response token of each document.
@@ -322,21 +321,21 @@ class TokenBatch:
         return replace(self, wide_columns={**self.wide_columns, name: column})
 
     def seen_by(self, role: str, rank: int = 0) -> TokenBatch:
-        """The same batch with `role` and `rank` as its provenance."""
+        """Return the same batch with `role` and `rank` as its provenance."""
         return replace(self, provenance=replace(self.provenance, role=role, rank=rank))
 
     def select(self, documents: Sequence[int]) -> TokenBatch:
-        """The named documents, in the named order; none gives the empty batch, which a rank without work gets.
+        """Return the named documents, in the named order; no documents: the empty batch of a rank without work.
 
         Raises:
-            InputError: an index outside [0, D), or a batch whose documents belong together.
+            InputError: an index outside [0, D), or a batch whose documents form units.
         """
         if self.units is not None:
             raise InputError("documents of a batch in units must stay together, got a selection; use select_items")
         return self._select(documents, None)
 
     def select_items(self, items: Sequence[int], /) -> TokenBatch:
-        """The named units, in the named order; may be none.
+        """Return the named units, in the named order; may be empty.
 
         Raises:
             InputError: an index outside [0, units).
@@ -347,16 +346,16 @@ class TokenBatch:
         return self._select(self.documents_of(items), tuple(self.units[item] for item in items))
 
     def documents_of(self, items: Sequence[int]) -> Sequence[int]:
-        """The documents of the named units, in the named order."""
+        """Return the documents of the named units, in the named order."""
         if self.units is None:
             return items
         starts = [0, *accumulate(self.units)]
         return [document for item in items for document in range(starts[item], starts[item + 1])]
 
     def dummy(self) -> TokenBatch:
-        """A unit of documents of two tokens without a response, in this batch's columns; two where it has no units.
+        """Return a unit of two-token documents without a response, in this batch's columns; two where it has no units.
 
-        What a rank without documents computes on, so that every rank takes part in a collective.
+        A rank without documents computes on it, so that every rank takes part in a collective.
         """
         size = self.unit
         return TokenBatch(
@@ -372,7 +371,7 @@ class TokenBatch:
         )
 
     def to(self, device: str | torch.device) -> TokenBatch:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         return self._each(lambda values: values.to(device), lambda values: values.to(device))
 
     def _columns(
@@ -399,7 +398,7 @@ class TokenBatch:
         return replace(taken, lengths=lengths, sample_ids=ids, versions=versions, units=units, wide_columns=wide)
 
     def _each(self, token: Callable[[Tensor], Tensor], document: Callable[[Tensor], Tensor]) -> TokenBatch:
-        """Every [T] tensor changed by one function, every [D] tensor by the other."""
+        """Apply one function to every [T] tensor, the other to every [D] tensor."""
         return replace(
             self,
             tokens=token(self.tokens),
@@ -419,7 +418,7 @@ def _refuse_outside(chosen: Sequence[int], count: int, what: str) -> None:
 def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
     if len(parts) == 1:
         return parts[0]
-    for what in ("units", "sample_ids", "versions"):  # what only some of them have would be lost, or be another's
+    for what in ("units", "sample_ids", "versions"):  # a field of only some parts would be lost or misassigned
         if len({bool(getattr(part, what)) for part in parts}) > 1:
             raise InputError(f"gathered parts must all have {what} or none, got some with and some without")
     return replace(
@@ -445,7 +444,7 @@ def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """The column `temperature`, [D] float64, where the documents have one; all of them or none."""
+    """Return the column `temperature`, [D] float64, if the documents have one; all of them or none."""
     found = [d.temperature for d in documents if d.temperature is not None]
     if len(found) not in (0, len(documents)):
         raise InputError(f"a temperature must be given for all {len(documents)} documents or none, got {len(found)}")
@@ -453,7 +452,7 @@ def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
 
 
 def _check_documents(documents: Sequence[Document]) -> bool:
-    """Whether the documents carry log-probabilities; all of them or none."""
+    """Return whether the documents have log-probabilities; all of them or none."""
     if not documents:
         raise InputError("a batch needs at least one document, got none")
     for index, document in enumerate(documents):
@@ -479,7 +478,7 @@ def _check_documents(documents: Sequence[Document]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """What a model says of a batch: of all that it was asked for, and of nothing else."""
+    """A model's predictions on a batch: exactly the requested ones."""
 
     logprobs: Tensor | None = None  # [T] float32: of the response tokens, at the sampling temperature; 0 elsewhere
     entropy: Tensor | None = None  # [T] float32: nats of the distribution that each response token was drawn from
@@ -488,10 +487,10 @@ class Predictions:
     candidates: Tensor | None = None  # [R, k] float32: log-probabilities of the tokens in the column of that name
 
     def of(self, need: Need) -> Tensor:
-        """One of them.
+        """Return one prediction.
 
         Raises:
-            InputError: it was not asked for, or is `topk`, which is a wide column's alone.
+            InputError: it was not requested, or is `topk`, which exists as a wide column only.
         """
         found: Tensor | None = getattr(self, need, None)
         if found is None:
@@ -500,7 +499,7 @@ class Predictions:
 
 
 def peak_memory() -> dict[str, float]:
-    """`memory/peak_resident_mib` of this process and, where it computes on CUDA, `memory/peak_allocated_mib` of the
+    """Return `memory/peak_resident_mib` of this process and, if it computes on CUDA, `memory/peak_allocated_mib` of the
     device that has most; MiB, since the process began. Reward workers and ranks on Ray are other processes.
     """
     found = {"memory/peak_resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT / _MIB}
@@ -511,7 +510,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses; of a GPU also what torch holds back for the next who asks."""
+    """Return the unused memory; for a GPU including memory that torch holds back for reuse."""
     if device.type == "cuda":
         held_back = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + held_back
@@ -519,9 +518,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Keep what tensors leave in this process's heap, from now on.
+    """Keep memory that tensors free in this process's heap, from now on.
 
-    Other allocators than glibc's have no such settings, and are left as they are.
+    Other allocators than glibc's have no such settings, and stay as they are.
     """
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
@@ -529,6 +528,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    # both or none: who sets one of them ends the adaption of the other
+    # both or none: setting one of them disables glibc's adaption of the other
     if mallopt(_MMAP_THRESHOLD, _MAPPED):
         mallopt(_TRIM_THRESHOLD, _KEPT)

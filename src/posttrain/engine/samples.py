@@ -1,8 +1,8 @@
-"""What a rollout gives: samples of a prompt, each of one or more sequences, each of segments. Arrays, never lists.
+"""The output of a rollout: samples of a prompt, each of one or more sequences, each of segments. Arrays, never lists.
 
-A sequence begins with its prompt; after it stand in turn what the policy sampled and what an environment answered.
-So turns and tools, templates that rewrite history (a sample of several sequences) and responses that were continued
-by newer weights (segments of several versions) need no other type.
+A sequence begins with its prompt, followed in turn by the policy's responses and an environment's observations. So
+turns and tools, templates that rewrite history (a sample of several sequences) and responses that newer weights
+continued (segments of several versions) need no other type.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Segment:
     source: Source
     logprobs: Floats | None = None  # [n]: of sampled tokens, under the policy that sampled, at its temperature
     version: str = ""  # of the policy that sampled
-    temperature: float | None = None  # that sampled tokens were drawn at; None: not known
+    temperature: float | None = None  # of the draws of sampled tokens; None: unknown
 
     def __post_init__(self) -> None:
         given = None if self.logprobs is None else len(self.logprobs)
@@ -58,7 +58,7 @@ class Trajectory:
     """One sequence: a prompt, then segments that were sampled or observed.
 
     A response that ended holds its end-of-sequence token; one with the status `truncated` has none, because the token
-    limit came first. One that ended at a stop string has none either, and says so; its last token is text.
+    limit came first. One that ended at a stop string has none either, and is `stopped`; its last token is text.
     """
 
     segments: tuple[Segment, ...]
@@ -82,19 +82,19 @@ class Trajectory:
         stopped: bool = False,
         version: str = "",
     ) -> Trajectory:
-        """A prompt with one sampled response."""
+        """Return a prompt with one sampled response."""
         sampled = Segment(_ints(tokens), "sampled", np.asarray(logprobs, dtype=np.float32), version)
         return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok", stopped)
 
     def sampled_with(self, **told: Any) -> Trajectory:
-        """The same, with these fields of every sampled segment: which `version` of the policy said it, at which
+        """Return the same with these fields of every sampled segment: the `version` of the policy that sampled it, its
         `temperature`.
         """
         marked = tuple(replace(s, **told) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
     def ended(self, status: Status, fault: str = "") -> Trajectory:
-        """The same, with this status."""
+        """Return the same with this status."""
         return replace(self, status=status, fault=fault)
 
     def __len__(self) -> int:
@@ -102,37 +102,37 @@ class Trajectory:
 
     @property
     def prompt(self) -> Ints:
-        """[p] what the policy was given first."""
+        """The tokens of the prompt, [p]."""
         return self.segments[0].tokens
 
     @property
     def response(self) -> Ints:
-        """[r] everything after the prompt, observations included."""
+        """All tokens after the prompt, observations included, [r]."""
         return _joined([segment.tokens for segment in self.segments[1:]], np.int32)
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """[r]: which tokens of the response the policy decided; only they are ever trained."""
+        """Which tokens of the response the policy sampled, [r]; only they are ever trained."""
         return _joined([np.full(len(s.tokens), s.source == "sampled") for s in self.segments[1:]], np.bool_)
 
     @property
     def logprobs(self) -> Floats:
-        """[r]: of the policy that sampled; 0 at observed tokens."""
+        """Log-probabilities under the policy that sampled, [r]; 0 at observed tokens."""
         kind = np.float32
         parts = [np.zeros(len(s.tokens), kind) if s.logprobs is None else s.logprobs for s in self.segments[1:]]
         return _joined(parts, kind)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Of the policies that sampled, in the order of the response."""
+        """Versions of the policies that sampled, in the order of the response."""
         return tuple(dict.fromkeys(s.version for s in self.segments if s.source == "sampled" and s.version))
 
     @property
     def temperature(self) -> float | None:
-        """That its tokens were drawn at; None: not known.
+        """The temperature of its draws; None: unknown.
 
         Raises:
-            InputError: its turns were drawn at different ones.
+            InputError: its turns were drawn at different temperatures.
         """
         found = list(dict.fromkeys(s.temperature for s in self.segments if s.source == "sampled"))
         if len(found) > 1:
@@ -147,22 +147,22 @@ class Trajectory:
 
     @property
     def closed(self) -> bool:
-        """Whether its last token is an end of sequence, which is no part of its text."""
+        """Whether its last token is an end of sequence, which is not part of its text."""
         return not (self.truncated or self.stopped)
 
     @property
     def generated(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(segment.tokens) for segment in self.segments if segment.source == "sampled")
 
     @property
     def turns(self) -> tuple[Segment, ...]:
-        """What the policy said, in turn."""
+        """The policy's responses, in turn."""
         return tuple(segment for segment in self.segments if segment.source == "sampled")
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """Where each turn lies among the response's tokens: the first, and the one after the last."""
+        """The span of each turn among the response's tokens: [first, one after the last]."""
         each = zip(accumulate(len(segment.tokens) for segment in self.segments[1:]), self.segments[1:], strict=True)
         return [(end - len(s.tokens), end) for end, s in each if s.source == "sampled"]
 
@@ -178,17 +178,17 @@ class Trajectory:
         return found
 
     def went_on(self, observed: Sequence[int], answered: Trajectory) -> Trajectory:
-        """The same with an observation, and the response to everything before it.
+        """Return the same with an observation, and the response to everything before it.
 
         Args:
-            answered: a sequence whose prompt is all of this one and the observation.
+            answered: a sequence whose prompt is this whole sequence and the observation.
         """
         seen = Segment(_ints(observed), "observed")
         return Trajectory((*self.segments, seen, *answered.segments[1:]), answered.status, answered.stopped)
 
     @property
     def document(self) -> Document:
-        """As a document with behaviour log-probabilities, of which observed tokens are not trained."""
+        """A document with behaviour log-probabilities; observed tokens are not trained."""
         sampled = self.sampled if any(segment.source == "observed" for segment in self.segments) else None
         return Document(self.prompt, self.response, self.logprobs, sampled, self.versions, self.temperature)
 
@@ -196,7 +196,7 @@ class Trajectory:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One answer to a prompt: usually one sequence; several where a template rewrote what had been said."""
+    """One answer to a prompt: usually one sequence; several where a template rewrote the history."""
 
     index: int  # among the samples of its prompt
     sequences: tuple[Trajectory, ...]
@@ -208,12 +208,12 @@ class Sample:
 
     @property
     def status(self) -> Status:
-        """How it ended."""
+        """The status of the last sequence."""
         return self.last.status
 
     @property
     def generated(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(sequence.generated for sequence in self.sequences)
 
 
@@ -230,7 +230,7 @@ class Group:
 
 
 def groups_of(answers: Sequence[Trajectory], keys: Sequence[int], samples: int) -> tuple[Group, ...]:
-    """Single sequences, prompt by prompt, as groups of `samples`.
+    """Return single sequences, prompt by prompt, as groups of `samples`.
 
     Raises:
         InputError: their number is not that of the prompts times `samples`.

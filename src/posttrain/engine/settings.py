@@ -1,4 +1,4 @@
-"""What the configurations of jobs are made of: numbers with their limits, an optimiser, a runtime, a probe."""
+"""Parts of the configurations of jobs: numbers with their limits, an optimiser, a runtime, a probe."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +16,7 @@ from posttrain.domain.placement import LONGEST, Amount, ParsedAmount, StallAfter
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import Frozen
 
-# Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory
+# Every count and measure has a maximum: a typo beyond it would be found late, in a job's memory
 MOST_STEPS = 10**9
 MOST_ROWS = 10**6  # documents, prompts or samples of one step
 MOST_TOKENS = 10**8  # of one document
@@ -24,13 +24,13 @@ MOST_TIMEOUT = 604800.0  # seconds, of one batch of completions: a week
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Passes = Annotated[float, Field(gt=0, le=10**6)]  # over a data set; half a one is 0.5
+Passes = Annotated[float, Field(gt=0, le=10**6)]  # over a data set; 0.5 is half a pass
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
 Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
 Memory = Annotated[Amount | Literal["auto"], ParsedAmount]  # bytes
-Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response to a reward
+Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response's reward
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Timeout = Annotated[float, Field(ge=1, le=LONGEST), BeforeValidator(parse_duration)] | Literal["auto"]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
@@ -52,7 +52,7 @@ def _sayable(stop: tuple[str, ...]) -> tuple[str, ...]:
     fault = stop_fault(stop)
     if fault:
         raise ValueError(fault)
-    return tuple(sorted(set(stop)))  # a response ends at whichever comes first in it: order and doubles decide nothing
+    return tuple(sorted(set(stop)))  # a response ends at the first match: order and duplicates have no effect
 
 
 Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # where a response contains one, it ends
@@ -72,7 +72,7 @@ class OptimizerConfig(Frozen):
 
 
 class PolicyGradientOptimizerConfig(OptimizerConfig):
-    """AdamW as GRPO takes it: a longer second moment against noisy gradients, linear decay to a fifth."""
+    """AdamW for GRPO: a longer second moment against noisy gradients, linear decay to a fifth."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -80,19 +80,19 @@ class PolicyGradientOptimizerConfig(OptimizerConfig):
 
 
 class InferenceRuntimeConfig(Frozen):
-    """Where and how a job computes that trains nothing."""
+    """Where and how a job without training computes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
     threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
-    stall_after: StallAfter | None = None  # seconds without progress until the job is taken for hung; None: the run's
-    # bytes of keys and values that one rollout rank may hold, which bounds the rows decoded at once; auto: what the
-    # rank's device has left beside all else (`planner.sizes`)
+    stall_after: StallAfter | None = None  # seconds without progress until the job counts as stalled; None: the run's
+    # bytes of keys and values that one rollout rank may hold, which bounds the rows decoded together; auto: the memory
+    # of the rank's device that everything else leaves (`planner.sizes`)
     kv_cache: Memory = "auto"
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is left to others: equal requests have equal digests, also beside releases that knew less."""
+        """Leave out default values: equal requests have equal digests, also across releases with fewer fields."""
         said: dict[str, Any] = handler(self)
         unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout")
         left: dict[str, Any] = {"stall_after": None, **dict.fromkeys(unsaid, "auto")}
@@ -105,16 +105,16 @@ class RuntimeConfig(InferenceRuntimeConfig):
     # per forward; auto: 4096 on CPU (caches), 16384 on CUDA, and less where that does not fit (`planner.sizes`)
     micro_batch_tokens: Positive | Literal["auto"] = "auto"
     checkpoint_every: Positive = 50  # steps
-    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the model that is left; auto: what it computed in
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the output model; auto: what it computed in
     # recompute the layers in backward: memory for time; auto: where a micro-batch does not fit without it
     activation_checkpointing: bool | Literal["auto"] = "auto"
     sequence_parallel: Few = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
-    ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
+    ray_address: Word | None = None  # of a running Ray cluster; None: one on this machine, where needed
     # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's, at most 8 GiB, or
     # twice the weights that go to rollouts where that is more
     object_store: Memory = "auto"
-    start_timeout: Timeout = "auto"  # seconds for a role's ranks to be there with their model (`planner.sizes`)
-    call_timeout: Timeout = "auto"  # seconds for one call of a worker, and for an engine that says nothing (there)
+    start_timeout: Timeout = "auto"  # seconds for a role's ranks to be up with their model (`planner.sizes`)
+    call_timeout: Timeout = "auto"  # seconds for one call of a worker, and for an engine that does not answer (there)
 
     @model_validator(mode="after")
     def _one_cluster(self) -> Self:
@@ -124,7 +124,7 @@ class RuntimeConfig(InferenceRuntimeConfig):
 
 
 class LossProbeConfig(Frozen):
-    """A small held-out measurement during training: for the curve, and for what the stage selects by it."""
+    """A small held-out measurement during training: for the curve, and for selection within the stage."""
 
     data: Word
     every: Positive = 40  # steps; also before the first step and at the end
@@ -132,13 +132,13 @@ class LossProbeConfig(Frozen):
 
 
 class ProbeConfig(LossProbeConfig):
-    """One that answers its rows and compares."""
+    """A probe that answers its rows and compares."""
 
     extract: Extract = r"(?s)(.*)"
 
 
 class EarlyStoppingConfig(Frozen):
-    """Ends a stage whose probe stopped improving."""
+    """Ends a stage whose probe no longer improves."""
 
-    patience: Annotated[int, Field(ge=1, le=10**6)] = 3  # probes in a row without an improvement
+    patience: Annotated[int, Field(ge=1, le=10**6)] = 3  # consecutive probes without an improvement
     min_delta: float = Field(default=0.0, ge=0, le=1e6)  # that an improvement exceeds, in units of the probe's metric

@@ -1,4 +1,4 @@
-"""What a step says of itself: spans, its report, and the whole way of a few samples (`posttrain trace --sample`)."""
+"""Spans of a step, its report, and the traces of a few samples (`posttrain trace --sample`)."""
 
 import json
 import math
@@ -24,11 +24,11 @@ _FEW, _LEAST = 500, 20  # bytes of a sample besides its tokens, and of a token w
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
+    """The result of one step: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
 
     tokens: int  # spent, by the rule of `jobs.Progress`
     metrics: Mapping[str, float]
-    took: Mapping[str, float] = field(default_factory=dict)  # of the machine's doing: told, and part of no result
+    took: Mapping[str, float] = field(default_factory=dict)  # machine-dependent metrics: reported, but in no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time a hand-off; what is put into the yielded dictionary becomes the span's attributes."""
+        """Time a hand-off; entries added to the yielded dictionary become the span's attributes."""
         attributes: dict[str, Any] = {}
         started, begin = time.time(), time.perf_counter()
         try:
@@ -54,8 +54,8 @@ class Trace:
 class TraceBudget:
     """The bytes that the samples of a stage may take in its trace.
 
-    A tenth is there for the first step, the rest comes evenly with the steps. Whoever resumes at a step takes what was
-    there before it for spent, so that all attempts together stay within the bytes too.
+    A tenth is available at the first step, the rest is added evenly with the steps. A resume at a step counts the bytes
+    available before it as spent, so that all attempts together stay within the bytes.
     """
 
     most: int
@@ -64,7 +64,7 @@ class TraceBudget:
     dropped: int = 0  # samples, since the stage began or was resumed
 
     def takes(self, step: int, size: int, *, spend: bool) -> bool:
-        """Whether a sample of so many bytes fits in at a step, 0-based."""
+        """Whether a sample of so many bytes fits at a step, 0-based."""
         if self._spent is None:
             self._spent = self._there(step - 1) if step else 0
         fits = self._spent + size <= self._there(step)
@@ -78,15 +78,15 @@ class TraceBudget:
 @final
 @dataclass(slots=True)
 class SampleTracer:
-    """Follows the first groups of a step, as far as the stage's bytes reach.
+    """Traces the first groups of a step, within the stage's bytes.
 
     Args:
-        groups: those that it follows.
+        groups: the traced groups.
         step: 0-based.
         budget: of the stage.
         unused: why a sample with a score may be in no update.
         clip: how far a ratio may leave 1, downwards and upwards; None: the loss has no such clip.
-        dropped: why groups were dropped, by their place in the data stream.
+        dropped: why groups were dropped, by their position in the data stream.
     """
 
     groups: Sequence[ScoredGroup]
@@ -111,11 +111,11 @@ class SampleTracer:
                 self._left += 1
 
     def wants(self, batch: TokenBatch) -> bool:
-        """Whether a mini-batch holds a sample that is followed."""
+        """Whether a mini-batch holds a traced sample."""
         return not self._names.isdisjoint(batch.sample_ids)
 
     def consumed(self, batch: TokenBatch | None, part: int) -> None:
-        """Note the mini-batch as the update found it; the first update of a sample counts."""
+        """Record the mini-batch as the update received it; the first update of a sample counts."""
         if batch is None:
             return
         for place, name in enumerate(batch.sample_ids):
@@ -124,16 +124,16 @@ class SampleTracer:
                 self._consumed[name] = (f"update {self.step}, mini-batch {part}", alone)
 
     def report(self, trace: Trace, text: Callable[[Trajectory], str]) -> int:
-        """Say what became of every sample that is followed.
+        """Write the traces of all followed samples.
 
         Args:
-            text: what a response says.
+            text: the text of a response.
 
         Returns:
-            How many samples were left out because the stage's bytes are spent.
+            The number of samples left out because the stage's bytes are spent.
         """
         for fact in self._samples(text):
-            size = len(json.dumps(fact_to_json(fact), ensure_ascii=False).encode())  # as it is written
+            size = len(json.dumps(fact_to_json(fact), ensure_ascii=False).encode())  # as the sink writes it
             if self.budget.takes(self.step, size, spend=True):
                 trace.sink(fact)
             else:
@@ -181,7 +181,7 @@ class SampleTracer:
     def _with_update(self, known: Sample, fate: str, document: TokenBatch) -> Sample:
         columns, mask = document.token_columns, document.response_mask
         response = slice(max(len(document.tokens) - len(known.tokens), 0), None)
-        if document.tokens[response].tolist() != list(known.tokens):  # its algorithm formed other tokens of it
+        if document.tokens[response].tolist() != list(known.tokens):  # its algorithm formed other tokens from it
             return replace(known, fate=fate)
         column = partial(_column, mask=mask, response=response)
         current, old = columns.get("current_logprobs"), columns.get("proximal_logprobs")
@@ -204,7 +204,7 @@ class SampleTracer:
 
 
 def _earned(answer: Trajectory, score: Score) -> Sequence[float]:
-    """[r] what of the reward stands where; nothing where all of it stands at the end."""
+    """Return the reward earned at each token, [r]; empty if all of it was earned at the end."""
     if score.score is None or not score.at:
         return ()
     found = [score.at.get(token, 0.0) for token in range(len(answer.response))]
@@ -213,7 +213,7 @@ def _earned(answer: Trajectory, score: Score) -> Sequence[float]:
 
 
 def _column(values: Tensor | None, mask: Tensor, response: slice) -> Sequence[float]:
-    """[r], 0 at observed tokens."""
+    """Return the values of the response, [r], 0 at observed tokens."""
     if values is None:
         return ()
     found: list[float] = values.masked_fill(~mask, 0)[response].tolist()

@@ -1,11 +1,11 @@
 """Wide columns: several numbers for every response token, which stay where they were computed.
 
-A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So whoever computes them keeps
-them (`WideRows`); a batch has, for each document, the place where its rows are (`RowsHandle`); whoever computes with
-the batch fetches those of its own shard (`fetched`), one part at a time.
+A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So the process that computes
+them keeps them (`WideRows`); a batch has, for each document, a handle to its rows (`RowsHandle`); a process that
+computes with the batch fetches the rows of its own shard (`fetched`), one part at a time.
 
-Invariant: a document has one row for each of its response tokens, in their order. A selection of documents, a gathering
-and a journey between processes touch places alone.
+Invariant: a document has one row for each of its response tokens, in order. Selecting documents, gathering batches and
+sending them between processes move handles only.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from posttrain.domain.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopK:
-    """k tokens at each of R places, the likeliest first: `TopK(ids=[[7, 2]], logprobs=[[-0.1, -2.5]])`."""
+    """k tokens at each of R positions, the likeliest first: `TopK(ids=[[7, 2]], logprobs=[[-0.1, -2.5]])`."""
 
     ids: Tensor  # [R, k] int32
     logprobs: Tensor  # [R, k] float32, of the whole distribution: they do not add up to 1
 
     @classmethod
     def empty(cls, rows: int, width: int) -> TopK:
-        """Room for so many rows."""
+        """Return uninitialised rows."""
         return cls(torch.empty(rows, width, dtype=torch.int32), torch.empty(rows, width))
 
     def rows(self, start: int, stop: int) -> TopK:
-        """Some of them, not copied."""
+        """Return some of the rows, not copied."""
         return TopK(self.ids[start:stop], self.logprobs[start:stop])
 
     def put(self, rows: TopK) -> None:
-        """Write others over all of them, from whatever device."""
+        """Overwrite all rows with others, from any device."""
         self.ids.copy_(rows.ids)
         self.logprobs.copy_(rows.logprobs)
 
     def copy(self) -> TopK:
-        """In memory of their own."""
+        """Return a copy."""
         return TopK(self.ids.clone(), self.logprobs.clone())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WideRows:
-    """What one worker holds of a wide column: `WideRows(TopK(…), counts=(2, 3))` has five rows of two documents."""
+    """The part of a wide column on one worker: `WideRows(TopK(…), counts=(2, 3))` has five rows of two documents."""
 
     held: TopK  # [sum of counts, k]
     counts: tuple[int, ...]  # rows of each document
 
     def documents(self) -> tuple[TopK, ...]:
-        """The rows of each document, not copied."""
+        """Return the rows of each document, not copied."""
         starts = [0, *accumulate(self.counts)]
         return tuple(self.held.rows(start, start + count) for start, count in zip(starts, self.counts, strict=False))
 
@@ -65,35 +65,35 @@ class Source(Protocol):
 
     @property
     def here(self) -> bool:
-        """Whether `value` is the thing itself, in this process, and no copy of it."""
+        """Whether `value` returns the object itself, in this process, and not a copy."""
 
     def value(self) -> WideRows:
-        """Fetch it."""
+        """Fetch the part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsHandle:
-    """Where the rows of one document are: `RowsHandle(part, document=3, count=17)`."""
+    """A reference to the rows of one document: `RowsHandle(part, document=3, count=17)`."""
 
     part: Source
-    document: int  # of the part
+    document: int  # index within the part
     count: int  # rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WideColumn:
-    """The rows of every document of a batch, or where they are."""
+    """The rows of every document of a batch, or handles to them."""
 
     width: int  # k
     documents: tuple[RowsHandle | TopK, ...]  # [D]
 
     @property
     def counts(self) -> list[int]:
-        """[D] rows of each document."""
+        """Rows of each document, [D]."""
         return [entry.count if isinstance(entry, RowsHandle) else len(entry.ids) for entry in self.documents]
 
     def check(self, name: str, wanted: Sequence[int]) -> None:
-        """Refuse a column of another batch.
+        """Raise for a column of another batch.
 
         Raises:
             InputError: not one row for each response token of each document.
@@ -105,16 +105,16 @@ class WideColumn:
             )
 
     def select(self, documents: Sequence[int]) -> WideColumn:
-        """Of the named documents, in the named order."""
+        """Return the column of the named documents, in the named order."""
         return WideColumn(self.width, tuple(self.documents[i] for i in documents))
 
     def dummy(self, documents: int) -> WideColumn:
-        """Of so many documents without a response."""
+        """Return a column of so many documents without a response."""
         return WideColumn(self.width, (TopK.empty(0, self.width),) * documents)
 
     def fetched(self) -> WideColumn:
-        """With every row in this process. Parts are fetched one after the other, and let go before the next: besides
-        the batch's own rows there is one part at the most. Rows of this process are not copied.
+        """Return the column with every row in this process. Parts are fetched one by one, each released before the
+        next: besides the batch's own rows at most one part is held. Rows of this process are not copied.
         """
         wanted: dict[Source, list[int]] = {}
         for at, entry in enumerate(self.documents):
@@ -133,13 +133,13 @@ class WideColumn:
         return [documents[entry.document] if own else documents[entry.document].copy() for entry in entries]
 
     def rows(self, name: str, device: torch.device) -> TopK:
-        """All rows of the batch, [R, k], on a device.
+        """Return all rows of the batch, [R, k], on a device.
 
         Args:
             name: of the column, for the error.
 
         Raises:
-            InputError: some are elsewhere.
+            InputError: some rows are in other processes.
         """
         here = [entry for entry in self.documents if isinstance(entry, TopK)]
         if len(here) < len(self.documents):
@@ -153,10 +153,10 @@ class WideColumn:
 
 
 def joined(columns: Sequence[Mapping[str, WideColumn]]) -> dict[str, WideColumn]:
-    """Those of several batches, one behind the other.
+    """Concatenate the columns of several batches.
 
     Raises:
-        InputError: some batches have a column, or so many numbers of it, that others have not.
+        InputError: some batches lack a column, or have another width of it.
     """
     first = columns[0]
     for other in columns:
@@ -177,10 +177,10 @@ def fetched(columns: Mapping[str, WideColumn]) -> dict[str, WideColumn]:
 
 
 def rows_of(columns: Mapping[str, WideColumn], name: str, device: torch.device) -> TopK:
-    """The rows of one of them, [R, k], on a device.
+    """Return the rows of one column, [R, k], on a device.
 
     Raises:
-        InputError: nobody has put it in, or its rows are in another process.
+        InputError: the batch does not have the column, or its rows are in another process.
     """
     found = columns.get(name)
     if found is None:

@@ -1,1 +1,1 @@
-"""Telling the outside of events: rules, messages, delivery; the port of sinks, and a back-end each in `sinks/`."""
+"""Notification of events: rules, messages, delivery; the port of sinks, and their back-ends in `sinks/`."""

@@ -1,20 +1,20 @@
-"""The event bus, and the notice that a sink gets of an event.
+"""The event bus, and the notices that sinks receive.
 
-Every sink gets the sealed events that its rules name, in the log's order, at least once:
+Every sink receives the sealed events that its rules name, in the log's order, at least once:
 
 ::
 
-    step(), of whoever drives          one thread for each sink that has something to do
-      reads which sinks there are  ──▶   claim its cursor ─▶ read a bounded part of the log ─▶ send ─▶ move the cursor
-      and how far each is: one             │ a failure: back-off in the cursor; after a day of them it is paused
-      statement, whatever happens          ▼ another process has it: nothing
+    step(), of the process that delivers   one thread for each sink that has work
+      reads the sinks and their   ──▶      claim its cursor ─▶ read a bounded part of the log ─▶ send ─▶ move the cursor
+      cursors in one statement,              │ a failure: back-off in the cursor; after a day of failures a pause
+      for any number of events               ▼ another process has it: nothing
 
-A cursor moves only after its sink has the events; who dies in between sends them again, with the same ids. A sink that
-hangs holds up its own thread. No transaction is open while something is sent.
+A cursor moves only after its sink has the events; a process that dies in between causes them to be sent again, with the
+same ids. A sink that hangs delays only its own thread. No transaction is open while something is sent.
 
-A notice is a subject and three lines for a person, and plain JSON for a machine. Both are made of what the event log
-keeps for ever (states, numbers, digests, names of runs and channels). Free text and names of people are added only
-where a rule asks for them: what was sent cannot be erased.
+A notice is a subject and three lines for a person, and plain JSON for a machine. Both contain only what the event log
+keeps permanently (states, numbers, digests, names of runs and channels). Free text and names of people are added only
+where a rule requests them: a sent notice cannot be erased.
 """
 
 import itertools
@@ -33,23 +33,23 @@ from posttrain.events.ports import Sink, matching, occasions, one_line, run_of
 from posttrain.store.hosts import Ledger
 from posttrain.store.work import Cursors
 
-TEST = "sink.test"  # the type of a message that tells of nothing
+TEST = "sink.test"  # the type of a test message
 _SHOWN = 19  # characters of a digest
 _Text = tuple[str, str, str, str]  # subject, what, why, next command
 EVENTS = 500  # read in one pass
 BACKOFF = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0)  # seconds after a failure, the first of a row first
 PATIENCE = 86400.0  # seconds of failures, after which a sink is paused
-_LOOK = 1.0  # seconds between two looks
-_MOMENT = 0.05  # seconds between two looks at the end
-LEAVE = 5.0  # seconds that the end of whoever delivers waits for what is left
+_LOOK = 1.0  # seconds between two steps
+_MOMENT = 0.05  # seconds between two steps at the end
+LEAVE = 5.0  # seconds that an ending process waits for pending deliveries
 Opener = Callable[[SinkRecord], Sink]
 
 
 def notice(event: Envelope, words: bool) -> Notice:
-    """What is said of an event.
+    """Return the notice of an event.
 
     Args:
-        words: free text is sent too.
+        words: include free text.
     """
     subject, what, why, command = _texts(event)
     said = _message(event) if words else ""
@@ -75,7 +75,7 @@ def notice(event: Envelope, words: bool) -> Notice:
 
 
 def trial(sink: str, project: str, number: str, at: float) -> Notice:
-    """A message that is marked as a test."""
+    """Return a message that is marked as a test."""
     ident, subject = f"test_{number}", f"test of sink {sink}"
     lines = (
         f"This is a test of sink {sink}: nothing has happened.",
@@ -182,7 +182,7 @@ _TEXTS: Mapping[str, Callable[[Envelope], _Text]] = {
 
 
 def _reason(event: Envelope, table: str) -> str:
-    """`Reason: GateFailed: A gate measured less than it asks for.`; empty where none is told."""
+    """Return `Reason: GateFailed: A gate measured less than it asks for.`; empty without a reason."""
     code = event.row(table).get("reason")
     if not code:
         return ""
@@ -191,7 +191,7 @@ def _reason(event: Envelope, table: str) -> str:
 
 
 def _message(event: Envelope) -> str:
-    """The free text of what changed."""
+    """Return the free text of the changed rows."""
     found = [row.get("message") for row in event.words.get("rows", ()) if isinstance(row, Mapping)]
     return " ".join(str(text) for text in (*found, (event.words.get("said") or {}).get("error")) if text)
 
@@ -200,7 +200,7 @@ class RunFacts:
     """`Facts` of a ledger.
 
     Args:
-        channel: that a run releases to, by its id.
+        channel: returns the channel that a run releases to, by the run's id.
     """
 
     def __init__(self, ledger: Ledger, channel: Callable[[str], str]) -> None:
@@ -219,19 +219,19 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Deliveries:
-    """How one sink is told of what it was not told of yet."""
+    """Delivers pending events to one sink."""
 
     cursors: Cursors
     record: SinkRecord
     opens: Opener
     facts: RunFacts
-    actor: str  # who pauses it, as events say
+    actor: str  # the principal that pauses it, in events
 
     def go_on(self, over: Callable[[], bool] = lambda: False) -> bool:
-        """Deliver a bounded part; whether there may be more to do at once.
+        """Deliver a bounded part of the pending events; return whether there may be more.
 
         Args:
-            over: whether to end; asked after each sending.
+            over: whether to end; called after each `send`.
 
         Raises:
             PosttrainError: the ledger is away.
@@ -241,7 +241,7 @@ class Deliveries:
             return False
         try:
             return self._deliver(held, over)
-        except StaleWriteError:  # it took longer than the lease: somebody else delivers from where the cursor stood
+        except StaleWriteError:  # it took longer than the lease: another process delivers from the old cursor
             return False
 
     def _deliver(self, held: Cursor, over: Callable[[], bool]) -> bool:
@@ -249,7 +249,7 @@ class Deliveries:
             standing = {sink.name: sink for sink in now.sinks()}.get(held.sink)
             found = now.envelopes(held.sequence, EVENTS, words=any(rule.words for rule in self.record.rules))
             sealed = now.sealed()
-        if standing != self.record or self.record.paused:  # paused, removed or another one since it was claimed
+        if standing != self.record or self.record.paused:  # paused, removed or replaced since the claim
             self.cursors.release(held)
             return False
         more, ready = len(found) == EVENTS, list[Notice]()
@@ -266,9 +266,9 @@ class Deliveries:
                         return False
             if ready:
                 held = self._sent(held, sink, ready)
-        except Exception as error:  # whatever a back-end raises concerns this sink alone
+        except Exception as error:  # an error of a back-end affects this sink alone
             if isinstance(error, PosttrainError) and not isinstance(error, SinkError | InputError):
-                raise  # of the ledger
+                raise  # an error of the ledger
             self._failed(held, error)
             return False
         self.cursors.move(held, found[-1].sequence if more else max(sealed, held.sequence), delivered=False, keep=False)
@@ -292,7 +292,7 @@ class Deliveries:
 
 @dataclass(slots=True)
 class _Loop:
-    """The thread of one sink: waits until there is something to do, and does it."""
+    """The thread of one sink: waits until the sink has work, and delivers."""
 
     deliveries: Deliveries
     due: threading.Event = field(default_factory=threading.Event)
@@ -301,7 +301,7 @@ class _Loop:
     thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """There is something to do; who is at it already sees it at the next look."""
+        """Notify the thread of work; a busy thread finds it at the next step."""
         if self.busy:
             return
         if self.thread is None or not self.thread.is_alive():
@@ -312,7 +312,7 @@ class _Loop:
         self.due.set()
 
     def end(self) -> None:
-        """Begin no delivery any more."""
+        """Begin no more deliveries."""
         self.over = True
         self.due.set()
 
@@ -322,25 +322,25 @@ class _Loop:
             self.due.clear()
             self.busy = True
             try:
-                with suppress(PosttrainError):  # the ledger is away, which `step` tells; the next look wakes this again
+                with suppress(PosttrainError):  # the ledger is away, which `step` reports; the next step notifies again
                     while not self.over and self.deliveries.go_on(lambda: self.over):
                         pass
-            finally:  # whatever ends this thread, the next look starts another
+            finally:  # if this thread ends, the next step starts another
                 self.busy = False
             if self.over:
                 return
 
 
 class Deliverer:
-    """Delivers to every sink of a project, beside whatever else its process does.
+    """Delivers to every sink of a project, next to the other work of its process.
 
     Args:
-        opens: the back-end of a sink.
-        channel: that a run releases to, by its id; asked where a rule names one.
+        opens: returns the back-end of a sink.
+        channel: returns the channel that a run releases to, by the run's id; called where a rule names a channel.
         owner: `host:pid:start` of this process; each delivery appends digits, so that one which was replaced while it
             sent does not move the cursor of the next.
         alive: whether another owner may still live.
-        actor: who pauses a sink that failed for long, as events say.
+        actor: the principal that pauses a failing sink, in events.
     """
 
     def __init__(
@@ -355,16 +355,16 @@ class Deliverer:
         self._ledger, self._opens, self._actor, self._owner, self._alive = ledger, opens, actor, owner, alive
         self._facts, self._serial = RunFacts(ledger, channel), itertools.count()
         self._loops: dict[str, _Loop] = {}
-        self.behind = False  # as of the last step: whether a sink has not passed every sealed event and may do so soon
+        self.behind = False  # after the last step: whether a sink may soon receive pending events
 
     def step(self) -> float:
-        """Look which sinks have something to do, and let them; sends nothing itself. One statement.
+        """Find the sinks with work, and notify their threads; sends nothing itself. One statement.
 
         Returns:
-            Seconds until the next look.
+            Seconds until the next step.
 
         Raises:
-            PosttrainError: the ledger is away; look again later.
+            PosttrainError: the ledger is away; call again later.
         """
         with self._ledger.snapshot() as now:
             found = now.sinks_standing()
@@ -388,7 +388,7 @@ class Deliverer:
         return self._loops[sink.name]
 
     def finish(self, seconds: float) -> None:
-        """Deliver what is left, for so long at most. What did not get through waits behind the cursors."""
+        """Deliver pending events for at most some seconds. Undelivered ones wait behind the cursors."""
         until = time.monotonic() + seconds
         with suppress(PosttrainError):  # the ledger is away
             while time.monotonic() < until and self.step() and self.behind:
@@ -396,7 +396,7 @@ class Deliverer:
         self.close(until - time.monotonic())
 
     def close(self, seconds: float = LEAVE) -> None:
-        """Begin no delivery any more; one that is under way gets a few seconds, and may come again afterwards."""
+        """Begin no more deliveries; a running one gets a few seconds, and may be repeated later."""
         until = time.monotonic() + seconds
         for loop in self._loops.values():
             loop.end()

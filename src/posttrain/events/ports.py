@@ -61,11 +61,9 @@ class Sink(Protocol):
     """One place that receives events.
 
     Every implementation: `send` returns when the place has durably stored all of them (a file: on the disk; a server:
-    it
-    confirmed that), raises `SinkError` in any other case, and returns within about half a minute. It holds nothing
+    it confirmed that), raises `SinkError` in any other case, and returns within about half a minute. It holds nothing
     between two calls. Some events may have arrived before it raised: the caller sends all again, and each has its id,
-    by
-    which the receiver drops duplicates. Errors are one line without any secret.
+    by which the receiver drops duplicates. Errors are one line without any secret.
     """
 
     kind: ClassVar[str]

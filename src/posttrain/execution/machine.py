@@ -1,7 +1,7 @@
-"""Facts about this machine: what a placement can ask for, and what decides whether ranks find each other.
+"""Facts about this machine: the resources that a placement can request, and the conditions for ranks to connect.
 
-A placement can ask for cores, memory and GPUs; they are read without torch. What decides whether ranks find each other
-is read here and judged in `preflight.cluster_checks`. Whatever loads torch or ray does so in another process, with a
+A placement can request cores, memory and GPUs; they are read without torch. The conditions for ranks to connect are
+read here and judged in `preflight.cluster_checks`. Queries that load torch or ray run in another process, with a
 deadline.
 """
 
@@ -59,53 +59,53 @@ print(json.dumps([ray.__version__, len(nodes), ray.cluster_resources()]))
 class Gpu:
     """One device: `Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)`."""
 
-    name: str = ""  # empty: nobody could be asked
+    name: str = ""  # empty: `nvidia-smi` did not answer
     memory: int | None = None  # bytes
-    id: str = ""  # GPU-5ebe…, the same in every process; empty: nobody could be asked
+    id: str = ""  # GPU-5ebe…, the same in every process; empty: `nvidia-smi` did not answer
 
     @property
     def kind(self) -> str:
-        """`H100` of `NVIDIA H100 80GB HBM3`, as Ray names kinds; empty when the name is not known."""
+        """`H100` for `NVIDIA H100 80GB HBM3`, as Ray names kinds; empty if the name is unknown."""
         words = re.split(r"[\s-]+", self.name.upper())
         return next((word for word in words if word and not _VENDOR.fullmatch(word)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a job started from here would find."""
+    """The resources that a job started from here would find."""
 
     cpus: int
     memory: int | None = None  # bytes that the processes of this machine (or container) share
     gpus: tuple[Gpu, ...] = ()
 
     def resources(self) -> dict[str, float]:
-        """In the form in which Ray counts a cluster's."""
+        """Return the resources in Ray's form for a cluster."""
         kinds = {f"{ACCELERATOR}{gpu.kind}": 1.0 for gpu in self.gpus if gpu.kind}
         return {"CPU": float(self.cpus), "GPU": float(len(self.gpus)), **kinds}
 
     @property
     def gpu_memory(self) -> int | None:
-        """Bytes of the smallest GPU; None without one, or when it is not known."""
+        """Bytes of the smallest GPU; None: no GPU, or unknown."""
         sizes = [gpu.memory for gpu in self.gpus]
         return min((size for size in sizes if size is not None), default=None) if None not in sizes else None
 
 
 def this_machine() -> Machine:
-    """Look around. Asks `nvidia-smi` only where a device file says that there is a GPU."""
+    """Read this machine's resources. Runs `nvidia-smi` only if a device file shows a GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(cpus, _memory(), visible(_asked(), os.environ)[: allowed()] if gpu_visible() else ())
 
 
 def room_of(machine: Machine) -> Room:
-    """What the sizes of a stage are chosen from."""
+    """Return the memory from which the sizes of a stage are chosen."""
     return Room(machine.gpu_memory, machine.memory, bool(machine.gpus))
 
 
 def allowed() -> int | None:
-    """How many devices POSTTRAIN_DEVICES allows jobs to have; None: all that are there.
+    """Return how many devices POSTTRAIN_DEVICES allows jobs to have; None: all.
 
     Raises:
-        InputError: it is no number of devices.
+        InputError: its value is not a number of devices.
     """
     given = os.environ.get(DEVICES_VARIABLE)
     if not given:
@@ -119,18 +119,18 @@ def allowed() -> int | None:
 
 
 def local_devices() -> Devices:
-    """The devices that jobs of this machine are given, each to one at a time; none without a GPU.
+    """Return the devices for jobs of this machine, each for one job at a time; empty without a GPU.
 
-    POSTTRAIN_DEVICES bounds them; where there is no GPU it pretends so many, so that sharing can be tried anywhere.
+    POSTTRAIN_DEVICES limits them; without a GPU it simulates that many, so that sharing can be tried anywhere.
 
     Raises:
-        InputError: POSTTRAIN_DEVICES is no number of devices.
+        InputError: POSTTRAIN_DEVICES is not a number of devices.
     """
     bound = allowed()
     if not gpu_visible():
         return Devices(tuple(str(number) for number in range(bound or 0)))
     if not any(glob.glob(pattern) for pattern in _CUDA_FILES):
-        return Devices(("0",), variable="")  # nobody tells how many: jobs take the first, one at a time
+        return Devices(("0",), variable="")  # their number is unknown: jobs take the first, one at a time
     gpus = visible(_asked(), os.environ)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = map(str, range(len(gpus))) if chosen is None else (word.strip() for word in chosen.split(","))
@@ -138,11 +138,11 @@ def local_devices() -> Devices:
 
 
 def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that a job would see.
+    """Return the GPUs that a job would see.
 
     Args:
-        answer: of `nvidia-smi`; None: it could not be asked, so device files are counted.
-        environment: whose CUDA_VISIBLE_DEVICES chooses among them, by index or by (the beginning of) a UUID.
+        answer: of `nvidia-smi`; None: it did not answer, so device files are counted.
+        environment: its CUDA_VISIBLE_DEVICES selects GPUs by index or by (a prefix of) a UUID.
     """
     if answer is None:
         found = {str(index): Gpu() for index in range(len(glob.glob("/dev/nvidia[0-9]*")) or 1)}
@@ -155,7 +155,7 @@ def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ..
 
 
 def _chosen(words: Iterable[str], found: Mapping[str, Gpu]) -> Iterable[Gpu]:
-    """As CUDA reads the list: it ends at the first device that is not there."""
+    """Yield the selected GPUs; as in CUDA, the list ends at the first missing device."""
     for word in words:
         named = word.strip()
         match = next((g for key, g in found.items() if named and _is_named(key, named)), None)
@@ -203,25 +203,25 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        """Whether it leads nowhere but here."""
+        """Whether it leads only to this machine."""
         return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What can be told about NVIDIA devices without loading torch, and what torch sees where it was asked."""
+    """Facts about NVIDIA devices that need no torch, and the devices that torch sees, if it was asked."""
 
     files: int = 0  # device files /dev/nvidia0 …
-    listed: int | None = None  # by nvidia-smi; None where there is none
+    listed: int | None = None  # by nvidia-smi; None: it is not installed
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
-    torch: int | None = None  # devices that torch sees; None where it was not asked or did not answer
+    torch: int | None = None  # devices that torch sees; None: it was not asked or did not answer
     torch_name: str = ""  # of the first
     torch_trouble: str = ""  # why it did not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of this process; None is unlimited."""
+    """Limits of this process; None: unlimited."""
 
     open_files: int | None
     open_files_hard: int | None
@@ -231,16 +231,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """Everything the checks look at."""
+    """The facts that the checks read."""
 
     python: str
-    packages: Mapping[str, Package]  # what is absent is not in it
+    packages: Mapping[str, Package]  # without missing packages
     environ: Mapping[str, str]
     host: str
-    resolved: tuple[str, ...]  # addresses of the host name; () where it has none
+    resolved: tuple[str, ...]  # addresses of the host name; may be empty
     interfaces: tuple[Interface, ...]
-    listening: Mapping[int, str] | None  # TCP port → by whom; None where that may not be asked
-    local_ports: tuple[int, int] | None  # from which outgoing connections get theirs
+    listening: Mapping[int, str] | None  # TCP port → process; None: not permitted to read
+    local_ports: tuple[int, int] | None  # range of the ports of outgoing connections
     memory: int  # bytes, within a container's limit
     shared: tuple[int, int] | None  # bytes: size and free of /dev/shm
     gpus: Gpus = field(default_factory=Gpus)
@@ -249,7 +249,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class RayAnswer:
-    """What an existing cluster answered, or why it did not."""
+    """The answer of an existing cluster, or why there was no answer."""
 
     version: str = ""
     nodes: int = 0
@@ -258,12 +258,12 @@ class RayAnswer:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address is the machine itself."""
+    """Return whether an IP address is the machine itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def read_machine(*, probe: bool = False) -> ClusterFacts:
-    """The facts of this machine.
+    """Return the facts of this machine.
 
     Args:
         probe: also ask torch, in another process (seconds).
@@ -287,7 +287,7 @@ def read_machine(*, probe: bool = False) -> ClusterFacts:
 
 
 def ask_ray(address: str) -> RayAnswer:
-    """Join a running Ray cluster for a moment, in another process; Ray itself refuses one of other versions."""
+    """Join a running Ray cluster briefly, in another process; Ray itself refuses a cluster of another version."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _RAY_PROBE, address],
@@ -302,8 +302,8 @@ def ask_ray(address: str) -> RayAnswer:
 
 
 def ray_answer(returncode: int, stdout: str, stderr: str) -> RayAnswer:
-    """What the process that asked Ray printed."""
-    if "InvalidAuthToken" in stderr:  # Ray's own exception only says that it could not connect
+    """Parse the output of the process that queried Ray."""
+    if "InvalidAuthToken" in stderr:  # Ray's own exception only reports a failed connection
         return RayAnswer(trouble=REFUSED_TOKEN)
     if returncode:
         return RayAnswer(trouble=_last_words(stderr) or f"ray ended with {returncode}")
@@ -312,7 +312,7 @@ def ray_answer(returncode: int, stdout: str, stderr: str) -> RayAnswer:
 
 
 def _last_words(stderr: str) -> str:
-    """What an exception said, on one line: the text after the last `SomeError:` that begins one."""
+    """Return an exception's message on one line: the text from the last line that starts with `SomeError:`."""
     lines = stderr.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
     return " ".join(" ".join(lines[starts[-1] :] if starts else lines[-1:]).split())
@@ -329,7 +329,7 @@ def _packages() -> dict[str, Package]:
 
 
 def _resolve(host: str) -> tuple[str, ...]:
-    """The addresses of a host name, in the resolver's order. A broken resolver is not waited for."""
+    """Return the addresses of a host name, in the resolver's order. A broken resolver is not waited for."""
     answers: list[str] = []
 
     def ask() -> None:
@@ -375,8 +375,8 @@ def _local_ports() -> tuple[int, int] | None:
 
 
 def _memory() -> int:
-    """Bytes of this machine, or of the container if that has fewer."""
-    limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]  # not there: ""; none: "max"
+    """Return the bytes of memory of this machine, or of the container if it has fewer."""
+    limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]  # no file: ""; no limit: "max"
     return min([psutil.virtual_memory().total, *limits])
 
 
@@ -399,7 +399,7 @@ def _listed_gpus() -> int | None:
 
 
 def _torch_sees() -> tuple[int | None, str, str]:
-    """How many devices, the name of the first, and why torch did not say."""
+    """Return the number of devices, the name of the first, and why torch did not answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False

@@ -33,7 +33,7 @@ class Executor(Protocol):
       until its end;
     - refuses a request that it cannot meet in full, and ignores no part of it;
     - ends a job after its `max_seconds`, and waits `grace_seconds` before it kills one;
-    - passes `environment` and the values of `secrets` on top of its own environment and runs
+    - adds `environment` and the values of `secrets` to the executor's environment and runs
       `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
 
@@ -137,4 +137,4 @@ class Trainer(Protocol):
         """Return the module to run, its devices, and the environment that it needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
-        """Return the result that the job wrote; None while there is none."""
+        """Return the result that the job wrote; None: no result yet."""

@@ -1,13 +1,13 @@
-"""Which prompts may be sampled when, and which groups are trained together: a policy over a bounded buffer.
+"""Admission: when prompts may be sampled, and which groups are trained together; a policy over a bounded buffer.
 
 ::
 
     free ──start──▶ running ──complete──▶ ready ──take──▶ trained
       ▲                │
-      └──────drop──────┘        (its place is free at once, so often; then the batch goes without it)
+      └──────drop──────┘        (its place is free again at most `refills` times; then it stays empty)
 
-A batch is what one step trains; it has a place for each of its prompts. Nothing here knows tokens, weights or time, so
-any schedule can be tried in a test.
+A batch is trained by one step; it has a place for each of its prompts. This module does not use tokens, weights or
+time, so tests can try any schedule.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One prompt on its way: `Entry(key=388, batch=12, version=11, ready=False)`."""
+    """One prompt in the buffer: `Entry(key=388, batch=12, version=11, ready=False)`."""
 
     key: int  # its position in the data stream
-    batch: int  # the step that it is to be trained in
+    batch: int  # the step that trains it
     version: int  # of the policy that samples it, in steps trained
     ready: bool = False  # sampled and scored
-    again: int = 0  # how many were dropped before it from its place
+    again: int = 0  # how many groups its place lost before
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Where a stage stands: `Pace(step=12, version=12, steps=240, prompts=32, held=(…), given_up={})`."""
+    """The progress of a stage: `Pace(step=12, version=12, steps=240, prompts=32, held=(…), given_up={})`."""
 
-    step: int  # that is trained next
-    version: int  # that samples, in steps trained
+    step: int  # the next one to train
+    version: int  # of the sampling policy, in steps trained
     steps: int  # of the stage
     prompts: int  # groups of a batch
     held: tuple[Entry, ...]
     given_up: tuple[int, ...] = ()  # the batch of every place that stays empty
 
     def filled(self, batch: int) -> int:
-        """Places of a batch that are running, ready or given up."""
+        """Return how many places of a batch are running, ready or given up."""
         return sum(entry.batch == batch for entry in self.held) + self.given_up.count(batch)
 
     def whole(self, batch: int) -> bool:
-        """Whether a batch can be trained."""
+        """Return whether a batch can be trained."""
         return self.filled(batch) == self.prompts and all(e.ready for e in self.held if e.batch == batch)
 
 
@@ -61,49 +61,49 @@ class Admitted:
 
     batch: int
     count: int
-    again: bool  # in place of others that were dropped
+    again: bool  # some replace dropped groups
 
 
 class AdmissionPolicy(Protocol):
-    """Decides by where a stage stands, and by nothing else. A prompt is of one batch from its beginning."""
+    """Decides by the progress of a stage only. A prompt is assigned to one batch when it starts."""
 
     @property
     def lag(self) -> int:
-        """Steps that a trained sample may be behind, at the most."""
+        """The maximum number of steps that a trained sample may be behind."""
 
     def capacity(self, prompts: int) -> int:
-        """Groups that it may hold at once; a smaller buffer could wait for ever."""
+        """Return how many groups the buffer must be able to hold; a smaller one could wait forever."""
 
     def admit(self, pace: Pace) -> tuple[int, int]:
-        """A batch and how many of its prompts may start now; 0: none."""
+        """Return a batch and how many of its prompts may start now, possibly 0."""
 
     def select(self, pace: Pace) -> Sequence[int] | None:
-        """The keys that are trained in `pace.step`; None: not yet."""
+        """Return the keys to train in `pace.step`; None: not yet."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Exact lag: batch t is sampled wholly by version max(0, t − lag), one batch after the other.
+    """Exact lag: version max(0, t − lag) samples the whole of batch t, one batch after the other.
 
-    With lag 0 a step samples what it trains. What comes is a function of the seed alone, however long a call takes.
+    With lag 0 a step samples the batch that it trains. The result depends on the seed only, not on the time of calls.
     """
 
     lag: int = 0
 
     def capacity(self, prompts: int) -> int:
-        """The batch that is trained, and those ahead."""
+        """Return the groups of the trained batch and of those ahead."""
         return (self.lag + 1) * prompts
 
     def admit(self, pace: Pace) -> tuple[int, int]:
-        """What the first batch lacks that is not whole."""
+        """Return the first incomplete batch and how many prompts it lacks."""
         batch = next((b for b in range(pace.step, pace.steps) if not pace.whole(b)), pace.steps)
         if batch >= min(pace.version + self.lag + 1, pace.steps):
             return batch, 0
         return batch, pace.prompts - pace.filled(batch)
 
     def select(self, pace: Pace) -> Sequence[int] | None:
-        """The whole batch, in the order of the stream."""
+        """Return the complete batch in the order of the stream."""
         if not pace.whole(pace.step):
             return None
         return sorted(entry.key for entry in pace.held if entry.batch == pace.step)
@@ -115,13 +115,13 @@ class Buffer(Generic[T]):
     """Groups from admission to training.
 
     Args:
-        policy: what may start and what is trained.
+        policy: decides which prompts start and which groups are trained.
         prompts: groups of a batch.
         steps: of the stage.
-        refills: how often a place whose group was dropped is filled again, at the most.
+        refills: how often a place may be filled again after its group was dropped.
 
-    Every key is started once, and then trained once or dropped once. Places that were never filled are filled before
-    those that lost a group, of these first the one that lost fewest: how many prompts start at a time changes nothing.
+    Every key is started once, and then trained once or dropped once. Places that were never filled come first, then
+    those that lost the fewest groups, so that the result does not depend on how many prompts start at a time.
     """
 
     policy: AdmissionPolicy
@@ -132,23 +132,23 @@ class Buffer(Generic[T]):
     _values: dict[int, T] = field(default_factory=dict)
     _given_up: list[int] = field(default_factory=list)
     _newest: int = -1  # key that was started
-    _lost: dict[int, list[int]] = field(default_factory=dict)  # batch → of each place to fill again, how often it was
+    _lost: dict[int, list[int]] = field(default_factory=dict)  # batch → refills so far of each place to fill again
 
     def __post_init__(self) -> None:
-        """Refuse a policy whose buffer holds no whole batch: it would wait for ever."""
+        """Refuse a policy whose buffer cannot hold a whole batch: it would wait forever."""
         if (room := self.policy.capacity(self.prompts)) < self.prompts:
             name = type(self.policy).__name__
             raise InputError(f"{name} must hold a whole batch ({self.prompts} groups), got a capacity of {room}")
 
     def pace(self, step: int, version: int) -> Pace:
-        """For the policy."""
+        """Return the progress of the stage for the policy."""
         return Pace(step, version, self.steps, self.prompts, tuple(self._entries.values()), tuple(self._given_up))
 
     def admit(self, step: int, version: int) -> Admitted | None:
-        """What may start now.
+        """Return the prompts that may start now.
 
         Raises:
-            InputError: the policy asks for a batch that is past, too early for its lag, or for more than it has places.
+            InputError: the policy admits prompts of a past batch, of one beyond its lag, or more than there are places.
         """
         pace = self.pace(step, version)
         batch, count = self.policy.admit(pace)
@@ -163,10 +163,10 @@ class Buffer(Generic[T]):
         return Admitted(batch, count, again=count > free - len(self._lost.get(batch, ())))
 
     def start(self, keys: Sequence[int], batch: int, version: int) -> None:
-        """These prompts are being sampled.
+        """Record that these prompts are being sampled.
 
         Raises:
-            InputError: one was started before, or there is no place for it.
+            InputError: one was started before, or has no place.
         """
         lost = self._lost.get(batch, [])
         fresh = self.prompts - self.pace(0, 0).filled(batch) - len(lost)
@@ -179,7 +179,7 @@ class Buffer(Generic[T]):
             self._entries[key], self._newest = Entry(key, batch, version, again=again), key
 
     def complete(self, key: int, value: T) -> None:
-        """A group is sampled and scored.
+        """Record that a group is sampled and scored.
 
         Raises:
             InputError: it was not running.
@@ -187,7 +187,7 @@ class Buffer(Generic[T]):
         self._entries[key], self._values[key] = replace(self._running(key), ready=True), value
 
     def drop(self, key: int) -> None:
-        """A group is not trained on; its place is free at once, or stays empty where it was filled so often.
+        """Drop a group from training; its place is free again, or stays empty once it was refilled `refills` times.
 
         Raises:
             InputError: it was not running.
@@ -200,11 +200,11 @@ class Buffer(Generic[T]):
             self._given_up.append(gone.batch)
 
     def take(self, keys: Sequence[int], step: int) -> list[T]:
-        """Groups to train on in a step, as the policy selected them; they leave the buffer.
+        """Remove and return the groups that the policy selected for a step.
 
         Raises:
-            InputError: one is not ready, was taken before, is of another batch, or older than the policy's lag; or some
-                of the batch were left out, which nobody would train.
+            InputError: one is not ready, was taken before, is of another batch, or exceeds the policy's lag; or the
+                selection omits groups of the batch, which would never be trained.
         """
         name, lag, chosen = type(self.policy).__name__, self.policy.lag, set(keys)
         for key in keys:
@@ -228,17 +228,17 @@ class Buffer(Generic[T]):
         return [self._values.pop(key) for key in keys]
 
     def trained(self, step: int) -> None:
-        """A step is done: nobody asks for its empty places again."""
+        """Forget the empty places of a finished step."""
         self._given_up = [batch for batch in self._given_up if batch > step]
         self._lost.pop(step, None)
 
     def ready(self) -> list[tuple[Entry, T]]:
-        """What a checkpoint holds, in the order of the stream."""
+        """Return the groups for a checkpoint, in the order of the stream."""
         return [(self._entries[key], self._values[key]) for key in sorted(self._values)]
 
     @property
     def lost(self) -> Mapping[int, Sequence[int]]:
-        """Batch → of each place that is to be filled again, how often it was before."""
+        """Batch → earlier refills of each place that must be filled again."""
         return {batch: tuple(places) for batch, places in self._lost.items() if places}
 
     def restore(
@@ -248,10 +248,10 @@ class Buffer(Generic[T]):
         newest: int,
         lost: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Go on with what a checkpoint held.
+        """Continue with the groups of a checkpoint.
 
         Args:
-            newest: key that was started.
+            newest: the last key that was started.
             lost: see the property.
         """
         for entry, value in held:
@@ -260,7 +260,7 @@ class Buffer(Generic[T]):
         self._lost = {batch: list(places) for batch, places in (lost or {}).items()}
 
     def copied(self) -> Buffer[T]:
-        """As it stands, for whoever goes back to it."""
+        """Return a copy, to which the caller can go back."""
         return replace(
             self,
             _entries=dict(self._entries),

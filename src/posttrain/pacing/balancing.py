@@ -1,6 +1,6 @@
-"""Who computes what: items split over ranks and packed into micro-batches by what they cost.
+"""Split items over ranks and pack them into micro-batches by their cost.
 
-All arithmetic is on integers and every tie is broken by position, so each machine comes to the same split.
+All arithmetic is on integers and ties are broken by position, so every machine computes the same split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.domain.errors import InputError
 
-_EXCHANGES = 4  # per part: more were never needed on lognormal lengths
+_EXCHANGES = 4  # per part: enough for lognormal lengths
 _PARTNERS = 4  # the lightest parts with which the heaviest tries to exchange
 _GOOD_ENOUGH = 10_000  # stop once the heaviest load is within mean / _GOOD_ENOUGH of the mean
 
@@ -26,9 +26,9 @@ _NOTHING: _Item = (0, -1)
 @final
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What an item of n tokens costs: `linear`·n + `quadratic`·n², in a unit of its own.
+    """The cost of an item of n tokens: `linear`·n + `quadratic`·n², in an arbitrary unit.
 
-    `CostModel(7700, 1)`: attention over 7700 tokens costs as much as everything else done to them.
+    `CostModel(7700, 1)`: attention over 7700 tokens costs as much as all their other computation.
 
     Raises:
         InputError: a negative factor, or both zero.
@@ -45,7 +45,7 @@ class CostModel:
 
     @classmethod
     def of_model(cls, *, parameters: int, layers: int, attention_width: int) -> CostModel:
-        """The cost model of a transformer with causal attention.
+        """Return the cost model of a transformer with causal attention.
 
         One forward pass over n tokens takes 2·`parameters`·n FLOPs in matrix products (Kaplan et al. 2020, table 1)
         and 4·`layers`·`attention_width`·n²/2 in attention: scores and weighted sum, half of them masked. A backward
@@ -66,7 +66,7 @@ class CostModel:
         return cls(max(1, (2 * parameters + width) // (2 * width)), 1)
 
     def costs(self, lengths: Iterable[int]) -> list[int]:
-        """The cost of each item, from its tokens."""
+        """Return the cost of each item from its number of tokens."""
         linear, quadratic = self.linear, self.quadratic
         return [n * (linear + quadratic * n) for n in lengths] if quadratic else [linear * n for n in lengths]
 
@@ -77,7 +77,7 @@ TOKENS = CostModel(1, 0)
 @final
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which items each part gets: `Assignment(shards=((0, 3), (1, 2)), loads=(9, 8), largest=7)`."""
+    """The items of each part: `Assignment(shards=((0, 3), (1, 2)), loads=(9, 8), largest=7)`."""
 
     shards: tuple[tuple[int, ...], ...]  # ascending within a part; a part may be empty
     loads: tuple[int, ...]  # cost of each part
@@ -85,7 +85,7 @@ class Assignment:
 
     @classmethod
     def of(cls, costs: Sequence[int], shards: Iterable[Iterable[int]]) -> Assignment:
-        """A split that is given."""
+        """Return the assignment of a given split."""
         ordered = tuple(tuple(sorted(shard)) for shard in shards)
         return cls(ordered, tuple(sum(costs[i] for i in shard) for shard in ordered), max(costs, default=0))
 
@@ -97,24 +97,24 @@ class Assignment:
 
     @property
     def bound(self) -> float:
-        """What the imbalance cannot exceed, known from the costs alone: 1 + (m - 1)·largest/total (see `balance`)."""
+        """Upper bound of the imbalance from the costs alone: 1 + (m - 1)·largest/total (see `balance`)."""
         total = sum(self.loads)
         return 1.0 + (len(self.loads) - 1) * self.largest / total if total else 1.0
 
     @property
     def floor(self) -> float:
-        """What no split goes below, because an item cannot be divided: m·largest/total, at least 1."""
+        """Lower bound for any split, because an item cannot be divided: m·largest/total, at least 1."""
         total = sum(self.loads)
         return max(1.0, len(self.loads) * self.largest / total) if total else 1.0
 
 
 def balance(costs: Sequence[int], parts: int) -> Assignment:
-    """Split items into parts of costs as equal as can be found quickly.
+    """Split items into parts of nearly equal costs, by a fast heuristic.
 
     Each item, the costliest first, goes to the part with the least load so far (LPT). Then the heaviest part moves an
-    item to a light part, or exchanges two, as long as that lowers it and for a bounded number of times.
+    item to a light part, or exchanges two, while that lowers its load, for a bounded number of times.
 
-    For m parts, Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), proves of LPT
+    For m parts, Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), proves for LPT
 
         heaviest load <= mean load + (1 - 1/m)·largest cost        and        <= (4/3 - 1/(3m))·the best possible,
 
@@ -123,7 +123,7 @@ def balance(costs: Sequence[int], parts: int) -> Assignment:
 
     Args:
         costs: of each item, >= 0.
-        parts: how many, >= 1; there may be fewer items.
+        parts: their number, >= 1; there may be fewer items.
 
     Raises:
         InputError: a negative cost, or no part.
@@ -140,7 +140,7 @@ def balance(costs: Sequence[int], parts: int) -> Assignment:
 
 
 def _longest_first(costs: Sequence[int], parts: int) -> tuple[list[list[_Item]], list[int]]:
-    """The shards of LPT, ascending by (cost, item), and their loads. Among equal loads, the fewest items go first."""
+    """Return the shards of LPT, ascending by (cost, item), and their loads. Ties go to the part with fewest items."""
     shards: list[list[_Item]] = [[] for _ in range(parts)]
     heap = [(0, 0, part) for part in range(parts)]
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: equal costs by position
@@ -172,10 +172,10 @@ def _exchange(shards: list[list[_Item]], loads: list[int]) -> None:
 
 
 def _best_swap(heavy: list[_Item], light: list[_Item], gap: int) -> tuple[_Item, _Item] | None:
-    """An item of each (or nothing of the light part) whose swap leaves the heavier of the two parts lightest.
+    """Return an item of each part (or none of the light one) whose swap minimises the heavier part; None: no swap helps.
 
-    A swap that moves d of the gap leaves the parts gap - 2·d apart, so d should come close to gap / 2 and must be
-    within 0 < d < gap to lower the heavier part.
+    A swap that moves d of the gap leaves the parts gap - 2·d apart, so d should be close to gap / 2 and must be within
+    0 < d < gap to lower the heavier part.
     """
     offers = [_NOTHING, *light]
     best, found = gap, None
@@ -202,19 +202,19 @@ def micro_batches(
 ) -> tuple[tuple[int, ...], ...]:
     """Pack items into few micro-batches that fit the budget and cost about the same.
 
-    Their number is that of first-fit decreasing, or of cutting the items in their order where that needs fewer: at
-    most 11/9·fewest possible + 6/9 (Dósa 2007). Of what first-fit packs, no two would fit into one, so with T tokens
-    and budget B it is also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
+    Their number is that of first-fit decreasing, or of cutting the items in order if that needs fewer: at most
+    11/9·fewest possible + 6/9 (Dósa 2007). No two micro-batches of first-fit would fit into one, so with T tokens and
+    budget B their number is also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
 
     Args:
         lengths: tokens of each item.
         costs: of each item.
-        token_budget: tokens of a micro-batch; an item that exceeds it is a micro-batch of its own.
-        at_least: micro-batches, unless there are fewer items.
+        token_budget: tokens of a micro-batch; an item that exceeds it is a separate micro-batch.
+        at_least: minimum number of micro-batches, unless there are fewer items.
 
     Returns:
         Every item once; items ascend within a micro-batch, and the costliest micro-batch is first, so that the k-th
-        ones of several ranks are alike and the largest need for memory shows at once.
+        micro-batches of several ranks are similar and a lack of memory shows first.
 
     Raises:
         InputError: lengths and costs that differ in number, a negative one, a budget or `at_least` below 1.
@@ -236,7 +236,7 @@ def micro_batches(
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: each item, the longest first, into the first micro-batch that has room."""
+    """Pack by first-fit decreasing: each item, the longest first, into the first micro-batch with room."""
     room = np.full(len(lengths), budget, dtype=np.int64)
     packed: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -250,7 +250,7 @@ def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut where the next item does not fit."""
+    """Pack items in order; cut where the next item does not fit."""
     packed: list[list[int]] = []
     used = 0
     for item, length in enumerate(lengths):
@@ -263,7 +263,7 @@ def _in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _spread(lengths: Sequence[int], costs: Sequence[int], budget: int, count: int) -> list[list[int]]:
-    """Each item, the longest first, into the cheapest of `count` micro-batches with room; [] where one finds none."""
+    """Put each item, the longest first, into the cheapest of `count` micro-batches with room; return [] if one fails."""
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], costs[i]), reverse=True)
     packed = [[item] for item in order[:count]]
     room = budget - np.array([lengths[item] for item in order[:count]], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The memory that every phase of a training step holds, and whether a placement can be had. Pure arithmetic.
+"""The memory that every phase of a training step needs, and whether a placement is feasible. Pure arithmetic.
 
-Memory is counted by pool and role, for one rank. Of a model with N parameters, computed in b bytes each (4 on a CPU, 2
-as bfloat16), on G ranks:
+Memory is counted by pool and role, for one rank. For a model of N parameters, computed with b bytes each (4 on a CPU,
+2 as bfloat16), on G ranks:
 
 ====================  ========================================================  =======================================
 part                  one rank                                                  G > 1 (FSDP2, shards kept in float32)
@@ -14,40 +14,40 @@ gathered              none                                                      
 ====================  ========================================================  =======================================
 
 Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
-al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A model that is to be sharded is opened whole
-by every rank, in the type that it computes in, and made float32 layer by layer as it is sharded: b N in the phase
+al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. Every rank opens the whole of a model that
+will be sharded, in its compute dtype, and converts it to float32 layer by layer while sharding it: b N in the phase
 `start`, one role after the other. A frozen role holds b N on every rank. A rollout that shares a pool of one rank with
-the policy reads its weights where they are; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads ×
-head_dim × b for each token of the rows decoded together, of which there are as many as `runtime.kv_cache` holds. A
-row's tokens count in whole pages of 128 on a GPU, on a CPU in the slot that it ends in: of 128, 256, 512 … positions,
-of which the last is cut to the longest row of a call. Slots are doubled as rows come, and stay behind where a row goes
-on to the next class, as long as `kv_cache` has room. Prompts are read before their rows are decoded, `PREFILL_TOKENS`
-of them at a time at the most: their keys and values are held beside the cache until rows take them, and of one layer's
-values the widest: its norm's, its projections' or its MLP's.
+the policy reads the policy's weights; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads ×
+head_dim × b for each token of the rows decoded together, which are as many as `runtime.kv_cache` holds. A row's tokens
+count in whole pages of 128 on a GPU, on a CPU in the slot that it ends in: of 128, 256, 512 … positions, of which the
+last is cut to the longest row of a call. The number of slots doubles as rows arrive, and slots remain when a row moves
+on to the next class, while `kv_cache` has room. Prompts are read before their rows are decoded, at most
+`PREFILL_TOKENS` at a time: their keys and values are held outside the cache until rows take them, together with the
+widest values of one layer: its norm's, its projections' or its MLP's.
 
-Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
-kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
-approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With
-checkpointing it is one layer of these and `hidden` values for each other. In the backward pass gradients of one layer's
-values are there besides. Of a process that trains or evaluates on a CPU, the total computed here is within a factor of
-1.5 of the resident memory that it took at the most (tests measure it). The logits count twice, in float32; above
-`CHUNKED_LOGITS` of them, a chunk's temporaries and the head's gradient in float32.
+Activations are estimated, not certain: autograd keeps for one layer, per token, about 7 hidden + 5 (heads + kv_heads) ×
+head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the approach is that
+of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With checkpointing it is
+one such layer, and `hidden` values for each other layer. The backward pass adds the gradients of one layer's values.
+For a process that trains or evaluates on a CPU, the total computed here is within a factor of 1.5 of its peak resident
+memory (tests measure it). The logits count twice, in float32; above `CHUNKED_LOGITS` of them, a chunk's temporaries and
+the head's gradient in float32.
 
 A teacher's likeliest tokens stay with it in the machine's memory, 8 bytes each, from the phase `teacher` to the last
-update; each rank that learns has those of its own documents there besides, unless both are one process, and one of the
-teacher's parts while it fetches them. They count where ranks compute on CPUs, at `max_new_tokens` a response.
+update. Each rank that learns also has those of its own documents there, unless both are one process, and one of the
+teacher's parts while it fetches them. They count if ranks compute on CPUs, at `max_new_tokens` a response.
 
-Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
-rollout's copy, stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts, allocator
-fragments, collective buffers, data sets, checkpoints being written, and a reward function's own processes.
+While asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; trained weights
+and a rollout's copy stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts,
+allocator fragments, collective buffers, data sets, checkpoints being written, and a reward function's processes.
 
-Whether a placement can be had at all is asked before anything starts, of the machine or of a cluster. The resources
-that are there come in the form in which Ray counts a cluster's resources::
+Whether a placement is feasible is checked before anything starts, against the machine or a cluster. The available
+resources have the form of Ray's cluster resources::
 
     {"CPU": 32.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
 
-`accelerator_type:…` means that some node has devices of this kind, not how many; so of a kind only its presence can be
-checked, and of GPUs the number.
+`accelerator_type:…` means that some node has devices of this kind, not how many; so for a kind only its presence can be
+checked, and for GPUs their number.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from typing import Any
 from posttrain.domain.kinds import Load, kind_of
 from posttrain.domain.placement import MAIN, ROLES, Placement, Pool
 
-MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: out of its caches
+MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: cache misses
 CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
-BUCKET_BYTES = 2**26  # of weights that are carried to a rollout at a time (`engine.weights.stream`)
-CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the head's gradient takes within these bounds
-KV_AHEAD = 16  # tokens that a GPU decodes between two looks (`engine.rollout.backends.native`)
-KV_RESERVE = 16  # a 16th of the cache is left to rows that grow (there)
+BUCKET_BYTES = 2**26  # of weights sent to a rollout at a time (`engine.weights.stream`)
+CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries: the size of the head's gradient within these bounds
+KV_AHEAD = 16  # tokens that a GPU decodes between two checks for ended rows (`engine.rollout.backends.native`)
+KV_RESERVE = 16  # a 16th of the cache is reserved for rows that grow (there)
 KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.rollout.kv_pages.PAGE`)
 KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.rollout.kv_slots`)
-PREFILL_TOKENS = 8192  # of prompts that are read at a time (`engine.rollout.backends.native`)
-_SLOT_STEPS = (32, 16, 128)  # the narrowest slot, and steps of slots up to the last number and above, where it is one
+PREFILL_TOKENS = 8192  # of prompts read at a time (`engine.rollout.backends.native`)
+_SLOT_STEPS = (32, 16, 128)  # the narrowest slot; the step of slot sizes above the last number
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
@@ -79,7 +79,7 @@ _SHARED = ("policy", "critic", "reference", "reward_model")  # roles whose ranks
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a decoder that memory depends on."""
+    """The sizes of a decoder that decide its memory."""
 
     parameters: int
     layers: int
@@ -90,11 +90,11 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool  # embedding and output head are one matrix
-    stored: int = 0  # bytes of a value in its file; 0: not known
+    stored: int = 0  # bytes of a value in its file; 0: unknown
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
-        """From a `config.json` in the Llama style; None when it does not name these sizes.
+        """Read a `config.json` in the Llama style; return None if it lacks these sizes.
 
         Args:
             parameters: as counted in the weights; else computed for a gated MLP without biases.
@@ -120,31 +120,31 @@ class Shape:
 
     @classmethod
     def of_files(cls, config: Mapping[str, Any], stored: int) -> Shape | None:
-        """Of a model on disk, whose weights take so many bytes."""
+        """Return the shape of a model on disk, whose weights take `stored` bytes."""
         width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
         found = cls.of_config(config, stored // width if width else None)
         return replace(found, stored=width or 0) if found else None
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer: query, key, value and output projections, gate, up and down, two norms."""
+        """Parameters of one decoder layer: query, key, value and output projections, gate, up and down, two norms."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
     def kv_values(self) -> int:
-        """Keys and values of one token, in all layers."""
+        """Number of key and value elements of one token, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def unit_parameters(self) -> int:
-        """Whole at once when sharded: embedding and head, the layer at work, and the one fetched ahead."""
+        """Parameters gathered at the same time when sharded: embedding and head, the current and the next layer."""
         return self.hidden * self.vocabulary * (1 if self.tied else 2) + 2 * self.layer_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one role holds in one phase: `Held("update", "main", "policy", "optimizer", 800, estimated=False)`."""
+    """Bytes that a role holds in a phase: `Held("update", "main", "policy", "optimizer", 800, estimated=False)`."""
 
     phase: str
     pool: str
@@ -174,16 +174,16 @@ class Residency:
     peaks: tuple[Peak, ...]  # in the order of the pools; bytes and certain bytes are both the highest of any phase
 
     def total(self, phase: str, pool: str, role: str) -> int:
-        """Bytes of one rank."""
+        """Return the bytes that a role holds on one rank."""
         return sum(h.bytes for h in self.held if (h.phase, h.pool, h.role) == (phase, pool, role))
 
     def of_pool(self, phase: str, pool: str) -> int:
-        """Bytes of one rank, of all its roles."""
+        """Return the bytes that all roles hold on one rank."""
         return sum(h.bytes for h in self.held if (h.phase, h.pool) == (phase, pool))
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """In the order of a step."""
+        """The phases in the order of a step."""
         return tuple(dict.fromkeys(h.phase for h in self.held))
 
 
@@ -195,15 +195,15 @@ def resident(
     longest_prompt: int = 0,
     gpu_there: bool = False,
 ) -> Residency:
-    """What every role holds in every phase.
+    """Return the memory that every role holds in every phase.
 
     Args:
         load: the stage.
-        shapes: of the model behind each role; a role without one is left out.
+        shapes: of the model of each role; a role without a shape is left out.
         prompt_tokens: of a typical prompt (or demonstration), for the key-value cache and for batches that do not fill
-            a micro-batch; 0: not known.
+            a micro-batch; 0: unknown.
         longest_prompt: of the longest one; 0: all are typical.
-        gpu_there: what `device: auto` of collocated roles becomes.
+        gpu_there: whether `device: auto` of collocated roles becomes cuda.
     """
     pools = load.placement.pools(load.roles)
     held: list[Held] = []
@@ -223,7 +223,7 @@ def resident(
 
 
 def shared_weights(load: Load) -> bool:
-    """Whether the rollout reads the policy's weights where they are."""
+    """Return whether the rollout reads the policy's weights instead of a copy."""
     if not {"policy", "rollout"} <= set(load.roles):
         return False
     home = load.placement.pool_of("policy")
@@ -231,28 +231,28 @@ def shared_weights(load: Load) -> bool:
 
 
 def device_of(load: Load, pool: Pool, *, gpu_there: bool) -> str:
-    """What `device: auto` is in a pool: cpu | cuda."""
+    """Return the device of a pool, with `auto` resolved: cpu | cuda."""
     gpu = pool.resources.gpus > 0 or (gpu_there and load.placement.is_inline and load.ray_address is None)
     return "cuda" if load.device == "cuda" or (load.device == "auto" and gpu) else "cpu"
 
 
 def width_of(load: Load, device: str) -> int:
-    """Bytes of a value that is computed in."""
+    """Return the bytes of a value in the compute dtype."""
     return 4 if load.dtype == "float32" or (load.dtype == "auto" and device == "cpu") else 2
 
 
 def row_positions(tokens: int, device: str, longest: int = 0) -> int:
-    """Positions of keys and values that a row of so many tokens takes.
+    """Return how many positions of keys and values a row of this many tokens takes.
 
-    On a GPU whole pages: of what is decoded before somebody looks whether it has ended too, and of its prompt's last
-    page, of which a row has a copy. On a CPU the whole slot that it ends in, whose class is twice the one before it.
+    On a GPU whole pages: also for tokens decoded before the next check for ended rows, and for the row's copy of its
+    prompt's last page. On a CPU the whole slot that it ends in; each class of slots is twice the previous one.
 
     Args:
         longest: tokens of the longest row that is decoded in the same call; 0: this one.
     """
     if device == "cuda":
         return (math.ceil((tokens + KV_AHEAD) / KV_PAGE) + 1) * KV_PAGE
-    own = KV_SLOT << (tokens // KV_SLOT).bit_length()  # of one position more, for the token that comes
+    own = KV_SLOT << (tokens // KV_SLOT).bit_length()  # one more position, for the next token
     most = max(tokens, longest) + 1
     narrowest, step, piece = _SLOT_STEPS
     step = step if most <= piece else narrowest
@@ -260,7 +260,7 @@ def row_positions(tokens: int, device: str, longest: int = 0) -> int:
 
 
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
-    """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
+    """Return the phases with their active roles, without phases that have none."""
     known = kind_of(load.kind).phases or _ANY
     sharded = (role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1)
     found = {"start": tuple(sharded)}
@@ -289,7 +289,7 @@ class _Pool:
         self._trained = _trained(load)
 
     def phase(self, phase: str, active: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
-        """What the pool's roles hold while `active` ones work."""
+        """Yield the memory that the pool's roles hold while the roles `active` work."""
         if phase == "start":
             mine = [role for role in self.pool.roles if role in active and role in shapes]
             for role in sorted(mine, key=lambda role: shapes[role].parameters)[-1:]:
@@ -324,7 +324,7 @@ class _Pool:
             if self._load.kv_cache is not None and row:
                 rows = max(1, min(rows, self._load.kv_cache // row))
             yield "kv cache", self._cached(rows, row, shape), True
-            # tokens of prompts that are read at a time; of prompts of unknown length as many as there may be
+            # tokens of prompts read at a time; the maximum for prompts of unknown length
             read = min(PREFILL_TOKENS, rows * self._prompt) if self._prompt else PREFILL_TOKENS
             yield "prefill", read * (shape.kv_values + _read_values(shape)) * width, True
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
@@ -346,7 +346,7 @@ class _Pool:
             yield from self._forward(shape, backward=False, head=role in ("reference", "teacher"))
 
     def _rows(self, phase: str, role: str) -> int:
-        """Bytes of a wide column that a rank holds in the machine's memory."""
+        """Return the bytes of wide columns that a rank holds in the machine's memory."""
         load, taught = self._load, "teacher" in self._load.roles
         if not taught or self.device != "cpu":
             return 0
@@ -359,9 +359,9 @@ class _Pool:
         return each * math.ceil(load.documents / self._ranks) + part
 
     def _cached(self, rows: int, row: int, shape: Shape) -> int:
-        """Bytes of keys and values of so many rows. On a CPU also what is taken on the way, within `kv_cache`: as many
-        slots again whenever more prompts were read, the slots of shorter classes that rows went through, and one layer
-        twice while a class grows.
+        """Return the bytes of keys and values of `rows` rows. On a CPU this includes, within `kv_cache`, the doubled
+        slots after each read of prompts, the slots of shorter classes that rows left, and a second copy of one layer
+        while a class grows.
         """
         if self.device == "cuda" or not self._prompt:
             return rows * row
@@ -390,13 +390,13 @@ class _Pool:
 
 
 def _read_values(shape: Shape) -> int:
-    """What one layer's forward holds of a token at the most, nothing being kept for a backward."""
+    """Return the maximum number of values per token in one layer's forward without backward."""
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return 2 * shape.hidden + max(2 * heads, 3 * shape.intermediate)
 
 
 def _logits(tokens: int, shape: Shape, *, backward: bool, half: bool) -> int:
-    """Bytes of log-probabilities of so many tokens."""
+    """Return the bytes for the log-probabilities of `tokens` tokens."""
     gradient, (least, most) = 4 * shape.vocabulary * shape.hidden, CHUNK_BYTES
     if tokens * shape.vocabulary <= CHUNKED_LOGITS:
         return 2 * 4 * tokens * shape.vocabulary + (gradient if backward and half else 0)
@@ -404,7 +404,7 @@ def _logits(tokens: int, shape: Shape, *, backward: bool, half: bool) -> int:
 
 
 def _trained(load: Load) -> tuple[str, ...]:
-    """The roles that learn. PPO's reward model does not: it was trained by a stage of its own."""
+    """Return the roles that learn. PPO's reward model does not: another stage trained it."""
     return ("reward_model",) if kind_of(load.kind).scores else ("policy", "critic")
 
 
@@ -415,16 +415,16 @@ def infeasible(
     roles: Collection[str] = ROLES,
     where: str = "this machine",
 ) -> list[str]:
-    """Why these pools cannot be started, one line each; empty: they can.
+    """Return why these pools cannot be started, one line each; empty: they can.
 
     Args:
-        available: resources in all, in Ray's form; what is in use at the moment counts as there.
+        available: total resources, in Ray's form, including those in use.
         roles: of the stage.
-        where: what the lines call the place.
+        where: the name of the place in the messages.
     """
     pools = placement.pools(roles).values()
     if placement.is_inline and not any(pool.resources.gpus or pool.resources.cpus for pool in pools):
-        return []  # the process that is there anyway
+        return []  # no process is started for it
     found = [line for pool in pools for line in _kind_is_missing(pool, available, where)]
     for name, noun in (("GPU", "gpus"), ("CPU", "cpus")):
         asked = {
@@ -445,11 +445,11 @@ def infeasible(
 
 
 def unfit(load: Load, shape: Shape | None) -> list[str]:
-    """Why ranks cannot do this stage's work on this model, one line each.
+    """Return why ranks cannot do this stage's work on this model, one line each.
 
     Args:
         load: the stage.
-        shape: of the policy's model (or of the only one); None: not known, so heads are not checked.
+        shape: of the policy's model (or of the only one); None: unknown, so heads are not checked.
     """
     found: list[str] = []
     parallel = load.sequence_parallel
@@ -479,12 +479,12 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
 
 
 def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | None) -> list[str]:
-    """Why the certain part of what is resident cannot fit, one line each. Estimates refuse nothing.
+    """Return why the certain part of the memory does not fit, one line each. Estimates refuse nothing.
 
     Args:
         peaks: of one stage.
-        device: bytes of one GPU; None: not known.
-        machine: bytes of memory in which all ranks on CPUs live; None: not known, or several machines.
+        device: bytes of one GPU; None: unknown.
+        machine: bytes of memory shared by all ranks on CPUs; None: unknown, or several machines.
     """
     found = [
         f"memory: one rank of {_called(peak.pool)} needs at least {gib(peak.certain)} on its GPU, "
@@ -504,7 +504,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
 
 
 def gib(size: int) -> str:
-    """`1.5 GiB`, `12 MiB`, `29 TiB`."""
+    """Return `1.5 GiB`, `12 MiB`, `29 TiB`."""
     if size >= 2**43:
         return f"{size / 2**40:.0f} TiB"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{max(size, 2**20 if size else 0) / 2**20:.0f} MiB"

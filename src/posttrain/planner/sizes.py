@@ -122,7 +122,7 @@ def too_much_to_load(
     """Return why the ranks of a role cannot load at the same time, one line for each role.
 
     Ranks that compute in the dtype of the file read its pages, which the machine holds once and may evict. With another
-    dtype each rank has its own copy before it moves to its GPU. CPU ranks need more afterwards, which `residency` counts.
+    dtype each rank has its own copy before it moves to its GPU. CPU ranks need more later, which `residency` counts.
 
     Args:
         memory: bytes of the machine that runs all ranks; None: unknown, or several machines.
@@ -177,7 +177,7 @@ def _of_a_call(load: Load) -> Iterator[int]:
 class Room:
     """The available memory: `Room(gpu=85_520_809_984, memory=2 * 2**40, gpu_there=True)`."""
 
-    gpu: int | None = None  # bytes of the smallest GPU; None: there is none, or unknown
+    gpu: int | None = None  # bytes of the smallest GPU; None: no GPU, or unknown
     memory: int | None = None  # bytes of the machine
     gpu_there: bool = False
 

@@ -1,6 +1,6 @@
-"""Checks for what breaks ranks that must talk to each other: judgements on the facts of one machine, before a run.
+"""Checks of one machine's facts for problems of communicating ranks, before a run.
 
-The checks run on every machine of a cluster. Nothing here looks at the world (`execution.machine` reads the facts), so
+The checks run on every machine of a cluster. They read no system state (`execution.machine` collects the facts), so
 that every bad case can be tested. A `Check` is one finding of `doctor`.
 """
 
@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from posttrain.execution.machine import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
 
 _GIB, _MIB = 2**30, 2**20
-_EXTRAS = ("", "ray", "torch")  # ours, and the one under which transformers names its torch
+_EXTRAS = ("", "ray", "torch")  # Posttrain's extras, and transformers' extra that requires torch
 _RAY_PORTS = {6379: "head", 8265: "dashboard", 10001: "client"}
 _RAY_WORKERS = (10002, 19999)
 _RAY_PROCESSES = re.compile(r"gcs_server|raylet|^ray\b|ray::")
@@ -23,7 +23,7 @@ _OBJECT_STORE = 0.3  # of memory: Ray's default
 _TINY_SHARED, _LITTLE_SHARED = 64 * _MIB, 2 * _GIB
 _FULL = 0.1  # of the size is free
 _FEW_FILES = 4096
-_VIRTUAL = ("docker", "lo", "virbr")  # NCCL takes these only where nothing else is
+_VIRTUAL = ("docker", "lo", "virbr")  # NCCL uses these only without other interfaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Check:
 
 
 def cluster_checks(facts: ClusterFacts) -> list[Check]:
-    """Every judgement on one machine."""
+    """Return every check of one machine."""
     found = [check_versions(facts), check_gloo(facts)]
     if facts.gpus.files or facts.gpus.listed or "NCCL_SOCKET_IFNAME" in facts.environ:
         found.append(check_nccl(facts))
@@ -48,7 +48,7 @@ def cluster_checks(facts: ClusterFacts) -> list[Check]:
 
 
 def check_versions(facts: ClusterFacts) -> Check:
-    """Whether what we, torch, transformers and Ray declare about each other holds of what is installed."""
+    """Check the installed versions against the requirements of Posttrain, torch, transformers and Ray."""
     if troubles := list(_misfits(facts)):
         return Check("versions", "fail", "; ".join(troubles), "install versions that fit: pip install posttrain")
     ray = facts.packages.get("ray")
@@ -70,7 +70,7 @@ def _misfits(facts: ClusterFacts) -> Iterator[str]:
 
 
 def check_gloo(facts: ClusterFacts) -> Check:
-    """The interface gloo binds: the one it is told, else the one that the host name's address belongs to."""
+    """Check the interface that gloo binds: the configured one, else the one with the host name's address."""
     told = facts.environ.get("GLOO_SOCKET_IFNAME", "")
     real = _real_interfaces(facts)
     remedy = f"GLOO_SOCKET_IFNAME={real[0].name}" if real else "bring up a network interface"
@@ -98,7 +98,7 @@ def check_gloo(facts: ClusterFacts) -> Check:
 
 
 def check_nccl(facts: ClusterFacts) -> Check:
-    """The interface NCCL opens its sockets on: as it is told, else the first that is up and not virtual."""
+    """Check the interface of NCCL's sockets: the configured one, else the first that is up and not virtual."""
     told = facts.environ.get("NCCL_SOCKET_IFNAME", "")
     real = _real_interfaces(facts)
     if told:
@@ -115,13 +115,13 @@ def check_nccl(facts: ClusterFacts) -> Check:
 
 
 def _real_interfaces(facts: ClusterFacts) -> list[Interface]:
-    """Up, with an address, and leading somewhere; virtual ones last."""
+    """Return interfaces that are up, with an address, and not loopback; virtual ones last."""
     usable = [i for i in facts.interfaces if i.up and i.addresses and not i.loopback]
     return sorted(usable, key=lambda i: i.name.startswith(_VIRTUAL))
 
 
 def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, remedy: str) -> Check:
-    """Judge interfaces that a variable names. NCCL's may be prefixes, `=name` or, to exclude, `^prefix`."""
+    """Check interfaces that a variable names. NCCL's may be prefixes, `=name` or, to exclude, `^prefix`."""
     written = f"{variable}={','.join(words)}"
     nccl = name == "nccl"
     excluded = nccl and words[0].startswith("^")
@@ -146,7 +146,7 @@ def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, r
 
 
 def check_ports(facts: ClusterFacts) -> Check:
-    """Whether Ray's own ports are free, and its workers' range is out of the way of outgoing connections."""
+    """Check that Ray's own ports are free, and that its workers' range and that of outgoing connections are disjoint."""
     listening = facts.listening or {}
     taken = {port: by for port, by in listening.items() if port in _RAY_PORTS}
     strangers = [f"{port} ({_RAY_PORTS[port]}) by {by}" for port, by in taken.items() if not _RAY_PROCESSES.search(by)]
@@ -170,7 +170,7 @@ def check_ports(facts: ClusterFacts) -> Check:
 
 
 def check_master_port(facts: ClusterFacts) -> Check:
-    """MASTER_PORT, where torch's ranks meet when they are started by torchrun or by hand."""
+    """Check MASTER_PORT, the rendezvous port of torch's ranks when torchrun or a user starts them."""
     written = facts.environ["MASTER_PORT"]
     port = int(written) if written.isdecimal() else 0
     remedy = "unset MASTER_PORT, or set a free port below the outgoing connections' range"
@@ -186,9 +186,9 @@ def check_master_port(facts: ClusterFacts) -> Check:
 
 
 def check_shared_memory(facts: ClusterFacts) -> Check:
-    """Whether /dev/shm holds what Ray's object store, NCCL and torch's workers put there.
+    """Check that /dev/shm has room for Ray's object store, NCCL and torch's workers.
 
-    Without room Ray takes a folder on a disk. NCCL between GPUs ends with an error, so only there too little forbids.
+    Without room Ray uses a folder on a disk. NCCL between GPUs fails, so only there the check fails.
     """
     if facts.shared is None:
         return Check("shm", "ok", "no /dev/shm on this system; Ray keeps its objects in a temporary folder")
@@ -210,7 +210,7 @@ def _size(count: int) -> str:
 
 
 def check_devices(gpus: Gpus) -> Check:
-    """Whether driver, device files, CUDA_VISIBLE_DEVICES and torch agree on the devices of a rank."""
+    """Check that driver, device files, CUDA_VISIBLE_DEVICES and torch agree on the devices of a rank."""
     there = gpus.files if gpus.listed is None else gpus.listed
     if gpus.torch_trouble:
         return Check("devices", "fail", gpus.torch_trouble, "reinstall torch")
@@ -231,7 +231,7 @@ def check_devices(gpus: Gpus) -> Check:
 
 
 def _hidden(visible: str | None, there: int) -> str:
-    """What is wrong with CUDA_VISIBLE_DEVICES; CUDA stops reading at the first device it does not know."""
+    """Return the fault of CUDA_VISIBLE_DEVICES, empty without one; CUDA stops reading at the first unknown device."""
     if visible is None:
         return ""
     words = [word.strip() for word in visible.split(",")]
@@ -248,7 +248,7 @@ def _hidden(visible: str | None, there: int) -> str:
 
 
 def check_limits(facts: ClusterFacts) -> Check:
-    """Open files, of which every connection between ranks takes one, and locked memory, which RDMA needs."""
+    """Check the limits of open files, one per connection between ranks, and of locked memory, which RDMA needs."""
     limits = facts.limits
     if limits is None:
         return Check("limits", "ok", "this system has none that matter")
@@ -265,7 +265,7 @@ def check_limits(facts: ClusterFacts) -> Check:
 
 
 def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Check:
-    """Whether a running cluster takes this process in. `answer` is None where Ray is not installed here."""
+    """Check that a running cluster accepts this process. `answer` is None where Ray is not installed here."""
     ray = facts.packages.get("ray")
     if ray is None or answer is None:
         return Check("ray", "fail", f"cannot ask {address}: ray is not installed here", "pip install ray")

@@ -1,11 +1,11 @@
 """Checks of rewards before a run: confinement on this machine, imports in their cells, and the form of their calls.
 
-Whether the machine confines what rewards do, and whether the rewards and dataflows of a run can be imported in their
-cells, is asked of workers in other processes. The results are remembered in the workspace: the first once per boot, the
-second for the same bytes in the same environment.
+Workers in other processes test whether the machine confines rewards, and whether the rewards and dataflows of a run can
+be imported in their cells. The workspace caches the results: the first until the next boot, the second for the same
+bytes in the same environment.
 
-A reward must be called in a way that is known, and everything it asks for must be there. Its source is parsed, never
-executed (`data.refs`).
+The dialect of a reward must be known, and its parameters must be available. Its source is parsed, never executed
+(`data.refs`).
 """
 
 import json
@@ -50,17 +50,17 @@ _REMEDY = "run where the kernel gives user namespaces, or trust what your reward
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What a reward's cell is on this machine."""
+    """The confinement of rewards on this machine."""
 
-    whole: bool  # a root of its own, no network, no other processes
-    notes: tuple[str, ...]  # what is missing, in words
+    whole: bool  # a separate root, no network, no other processes
+    notes: tuple[str, ...]  # the missing parts, as text
 
 
 IN_AN_IMAGE = Confinement(False, ("in an image they reach what their job reaches",))
 
 
 def confinement(cache: Path | None = None) -> Confinement:
-    """Ask; what was found since the last boot is remembered in the folder `cache`.
+    """Return the tested confinement, cached until the next boot in the folder `cache`.
 
     Raises:
         InfrastructureError: the worker gave no answer.
@@ -70,17 +70,17 @@ def confinement(cache: Path | None = None) -> Confinement:
     if known is None:
         known = _ask()
         if memory:
-            with suppress(WorkspaceError):  # read-only: it is asked again next time
+            with suppress(WorkspaceError):  # read-only: it is tested again next time
                 make_folder(memory.parent)
                 write_json(memory, known)
     return Confinement(bool(known["whole"]), tuple(known["notes"]))
 
 
 def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[str]:
-    """What a person should know of how the rewards of a run will be confined.
+    """Yield notes for a person about the confinement of a run's rewards.
 
     Raises:
-        InputError: they cannot be, and the workspace does not trust them.
+        InputError: they cannot be confined, and the workspace does not trust them.
     """
     here, imaged = list[str](), list[str]()
     for stage in planned.manifest.stages:
@@ -94,12 +94,12 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
 
 
 def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> None:
-    """Import every reward, judge and dataflow of a run that runs on this machine, each in a cell; nowhere else.
+    """Import every reward, judge and dataflow of a run that runs on this machine, each in a cell.
 
-    Where the machine gives no whole cell nothing is imported: then the job finds out.
+    Without a whole cell nothing is imported; then the job reports errors.
 
     Raises:
-        InputError: one cannot be imported; names the stage.
+        InputError: an import fails; names the stage.
         InfrastructureError: the workers gave no answer.
     """
     memory = workspace.root / "cache" / "imports"
@@ -130,7 +130,7 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
 def _import_order(
     stage: StageManifest, slot: str, kind: str, workspace: OpenWorkspace, scratch: Path
 ) -> dict[str, Any]:
-    """What the worker needs to import what stands in a slot; of a file a copy, under its own name."""
+    """Return the worker's order to import the source in a slot; a blob is copied to a file of its original name."""
     ref = stage.inputs[slot]
     beside = {
         name.removeprefix(f"{slot}/"): other for name, other in stage.inputs.items() if name.startswith(f"{slot}/")
@@ -161,7 +161,7 @@ def _import_order(
 
 
 def _import_key(order: Mapping[str, Any]) -> str:
-    """Of what is imported, and of everything that it may import."""
+    """Return the cache key of an import: of the source, and of everything that it may import."""
     placed = {key: value for key, value in order.items() if key not in ("place", "files")}
     folders = {path: str(os.stat(path).st_mtime_ns) for path in sorted(set(sys.path)) if os.path.isdir(path)}
     return digest_json([placed, sorted(order["files"]), folders, _machine()]).removeprefix("sha256:")
@@ -178,7 +178,7 @@ def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> It
 
 
 def _machine() -> str:
-    """Boot, container, user and what runs."""
+    """Return a key of boot, container, user and interpreter."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else ""
     spaces = [os.readlink(place) for kind in ("user", "pid", "mnt") if os.path.exists(place := f"/proc/self/ns/{kind}")]
@@ -199,10 +199,10 @@ def _answer(words: list[str], given: str, seconds: float) -> Any:
 
 
 def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source: Path) -> None:
-    """Refuse a reward that names a secret which is not set here, or which a server does not give to its project.
+    """Refuse a reward with a secret that is not set here, or that a server does not give to its project.
 
     Raises:
-        InputError: one does.
+        InputError: a reward has such a secret.
     """
     project = workspace.ledger.project
     for stage in manifest.stages:
@@ -226,12 +226,12 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
 
 @dataclass(frozen=True, slots=True)
 class UsedReward:
-    """How the function of a planned reward will be called."""
+    """The call of a planned reward's function."""
 
     place: str  # of the function, for errors
     signature: Signature
     dialect: str
-    unknown: str = ""  # why it is not known before the stage starts
+    unknown: str = ""  # why the call is unknown before the stage starts
 
     @property
     def needs_columns(self) -> bool:
@@ -240,11 +240,11 @@ class UsedReward:
 
     @property
     def asks_turns(self) -> bool:
-        """Whether it has a parameter that a column of the rows may take the place of."""
+        """Whether it has the parameter `turns`, which a column of the rows may replace."""
         return TURNS in self.signature.names and DIALECTS[self.dialect].columns
 
     def refuse_missing(self, columns: Collection[str], data: str) -> None:
-        """Raises InputError for a parameter that is neither a column nor part of the call."""
+        """Raise InputError for a parameter that is neither a column nor part of the call."""
         try:
             refuse_missing(self.signature, self.dialect, columns)
         except SignatureError as error:
@@ -255,8 +255,8 @@ def read_reward(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path
     """Parse a planned reward, which is in the store or, named by its path, on disk only.
 
     Args:
-        word: how the run file names it.
-        folder: where its relative paths start.
+        word: its name in the run file.
+        folder: the base of relative paths.
 
     Raises:
         InputError: its signature is of no known dialect, or cannot be called by name.
@@ -282,7 +282,7 @@ def read_reward(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path
 
 
 def registered_otherwise(workspace: OpenWorkspace, ref: InputRef, called: Called) -> str:
-    """What a run file says of a registered reward that its registration says otherwise; empty: nothing."""
+    """Return how a run file's call of a registered reward differs from its registration; empty: it does not."""
     if not called or not ref.name.startswith("reward:"):
         return ""
     meta = workspace.catalog.find(ref.name, "reward").meta
@@ -305,7 +305,7 @@ def _source(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path, so
 
 @contextmanager
 def bytes_of(ref: InputRef) -> Iterator[None]:
-    """Name the asset whose bytes are missing or corrupt, and what mends it."""
+    """Add the asset whose bytes are missing or corrupt, and the remedy, to the error."""
     try:
         yield
     except (IntegrityError, NotFoundError) as error:

@@ -1,14 +1,14 @@
 """Checks of data sets before a run: fit to base model and stages, lengths, repeated rows, contamination, counts.
 
-A fit is remembered in the workspace's cache by what it depends on, so that submitting again costs nothing.
+A successful check is cached in the workspace under a key of its inputs, so that submitting again costs nothing.
 
-The lengths of a stage's documents are counted by the tokenizer of the model it starts from, else by their characters. A
-model that the run makes from nothing has no tokenizer yet. Its own will have a token for every character, three for a
-chat turn's marks and one for the end of an answer, so that is what is counted for it; of a model whose tokenizer cannot
-be read here, a vocabulary of words needs a quarter of that.
+The lengths of a stage's documents are counted by the tokenizer of its initial model, else by characters. A model that
+the run initialises has no tokenizer yet. Its tokenizer will have one token for every character, three for a chat turn's
+marks and one for the end of an answer, and the lengths are counted that way; for a model whose tokenizer cannot be read
+here, a subword vocabulary needs a quarter of that.
 
-The data sets of a run are read for what is odd about them: repeated rows, suites seen in training. The number of
-documents of each data set of a run file is found before anything runs.
+The data sets of a run are checked for repeated rows and for suites seen in training. The number of documents of each
+data set of a run file is determined before any job runs.
 """
 
 import tempfile
@@ -60,18 +60,18 @@ from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.trees import materialise, scratch, tree_listing
 from posttrain.workspace.settings import OpenWorkspace
 
-_FORM = "posttrain.fit/3"  # another number forgets what was remembered
-_LOOKED_AT = 200_000  # rows of one data set; the job looks at the others
+_FORM = "posttrain.fit/3"  # a change invalidates the cache
+_LOOKED_AT = 200_000  # rows of one data set that are checked; the job checks the rest
 _MEASURED = 256  # rows of one data set, evenly over it
-_TURN, _BEGUN, _END = 3, 2, 1  # tokens of a chat turn's marks, of those that an answer begins after, of an answer's end
+_TURN, _BEGUN, _END = 3, 2, 1  # tokens of a chat turn's marks, of an answer's prefix, of its end
 READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The model all stages start from, as far as its tokens go."""
+    """The base model's tokenizer and context length."""
 
-    ref: InputRef | None  # None: the run makes it itself
+    ref: InputRef | None  # None: the run initialises it
     tokenizer: PlanTokenizer | None = None
     context: int | None = None
 
@@ -110,11 +110,11 @@ class ModelFiles:
 
 
 def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> ModelFiles:
-    """The files of a planned base model, which is in the store or, named by its path, on disk only.
+    """Return the files of a planned base model, which is in the store or, named by its path, on disk only.
 
     Args:
-        word: how the run file names it; None: in the store.
-        folder: where its relative paths start.
+        word: its name in the run file; None: in the store.
+        folder: the base of relative paths.
 
     Raises:
         NotFoundError, IntegrityError: its listing is missing or corrupt.
@@ -130,10 +130,10 @@ def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folde
 
 
 def word_of(ref: InputRef, model: str | None) -> str | None:
-    """How the run file names a registered model, where its files may be outside of the store; None: they are in it.
+    """Return the run file's name of a model whose files may be outside of the store; None: they are in it.
 
     Args:
-        model: how it names its base, which alone may be a path.
+        model: its name of the base model, the only one that may be a path.
     """
     if ref.name.startswith("hf:"):
         return ref.name
@@ -141,11 +141,11 @@ def word_of(ref: InputRef, model: str | None) -> str | None:
 
 
 def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> Rows:
-    """The rows of a planned data set, which is in the store or, named by its path, on disk only.
+    """Return the rows of a planned data set, which is in the store or, named by its path, on disk only.
 
     Args:
-        word: how the run file names it; None: in the store.
-        folder: where its relative paths start.
+        word: its name in the run file; None: in the store.
+        folder: the base of relative paths.
 
     Raises:
         NotFoundError, IntegrityError: its bytes are missing or corrupt; names the data set.
@@ -158,7 +158,7 @@ def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, fold
 
 
 def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
-    """A data set of the store, or one that lies elsewhere, as a file or a folder of files."""
+    """Return a data set of the store, or an external one, as a file or a folder of files."""
     with bytes_of(ref):
         if ref.form == "tree":
             return materialise(workspace.blobs, str(ref.digest), scratched)
@@ -170,7 +170,7 @@ def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
 
 
 def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:
-    """The first row of a data set that is in the store; empty when it holds none.
+    """Return the first row of a registered data set; empty when it has no rows.
 
     Raises:
         NotFoundError, IntegrityError: its bytes are missing or corrupt.
@@ -182,13 +182,13 @@ def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:
 
 
 def _scratch_place(workspace: OpenWorkspace) -> Path:
-    """In the workspace, whose disk holds the data anyway; elsewhere when that may only be read."""
+    """Return a folder of the workspace, whose disk holds the data anyway; a temporary one if it is read-only."""
     return Path(tempfile.gettempdir()) if workspace.read_only else workspace.root / "cache" / "scratch"
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Put before an error where in which file its cause is written; its class stays."""
+    """Prefix an error with the place of its cause in a file; its class stays."""
     try:
         yield
     except (InputError, IntegrityError) as error:
@@ -196,13 +196,13 @@ def located(place: str) -> Iterator[None]:
 
 
 def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source: Path) -> list[str]:
-    """Check every data set against what its stage needs; what could not be checked, in words, each once.
+    """Check every data set against its stage's needs; return the unchecked parts, as text, each once.
 
     Args:
         source: the run file.
 
     Raises:
-        InputError: naming file, field, data set, row, constraint and value.
+        InputError: with file, field, data set, row, constraint and value.
         NotFoundError, IntegrityError: bytes of an asset are missing or corrupt; names file, field and asset.
     """
     shelf, found = _Shelf(workspace, spec, source), list[str]()
@@ -219,7 +219,7 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source:
 
 
 def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """Hold how a stage's rewards are called against the columns of its data."""
+    """Check the calls of a stage's rewards against the columns of its data."""
     for slot, (kind, word) in inputs.items():
         if kind != "reward":
             continue
@@ -256,7 +256,7 @@ def _check(
     with located(place):
         try:
             _check_rows(looked_at, base, data.name, needs)
-        except InputError as error:  # say in which of a data set's files a row is that does not fit
+        except InputError as error:  # name the data set's file with the row
             raise type(error)(rows.located(str(error), data.name)) from error
     if len(looked_at) < len(used):
         yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
@@ -269,7 +269,7 @@ def _check(
 
 
 def _context_of(stage: StageManifest) -> int | None:
-    """Of the model that a stage makes from nothing."""
+    """Return the context length of the model that a stage initialises."""
     context = stage.params.get("context_length") if kind_of(stage.kind).from_nothing else None
     return context if isinstance(context, int) else None
 
@@ -292,35 +292,35 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
 
 
 def base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
-    """The registered model that the stage's model was trained from; None for one the run makes from nothing."""
+    """Return the registered model from which the stage's model is trained; None for one that the run initialises."""
     ref = origin(manifest, stage, "model")
     return ref if isinstance(ref, InputRef) else None
 
 
 def origin(manifest: Manifest, stage: StageManifest, slot: str) -> InputRef | StageManifest:
-    """Where a stage's model began: a registered one, or the stage that makes one from nothing."""
+    """Return the origin of a stage's model: a registered one, or the stage that initialises one."""
     while slot in stage.inputs and stage.inputs[slot].source == "stage":
         stage, slot = manifest.stage(stage.inputs[slot].name), "model"
     return stage.inputs.get(slot, stage)
 
 
 class Lengths:
-    """Lengths of documents in tokens, by stage; tokenizers are opened once."""
+    """The lengths of documents in tokens, by stage; tokenizers are opened once."""
 
     def __init__(self, planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path) -> None:
         self._planned, self._spec, self._workspace, self._source = planned, spec, workspace, source
         self._opened: dict[str, PlanTokenizer | None] = {}
 
     def counted(self, stage: StageManifest) -> bool:
-        """Whether the stage's tokens are counted by its model's tokenizer."""
+        """Whether its model's tokenizer counts the stage's tokens."""
         return self._tokenizer(stage) is not None
 
     def of_rows(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> tuple[float, float] | None:
-        """Tokens of one document of a data set, in the mean and at the most of those looked at: prompt and answer where
-        it is learnt from, else the prompt.
+        """Return mean and maximum of tokens of a data set's documents, from a sample of rows: prompt and answer where
+        it is trained on, else the prompt.
         """
         needs, parts = self._planned.contracts[stage.name].rows.get(slot), kind_of(stage.kind).sizes
-        if needs is None:  # of an installed kind that asks nothing of its rows
+        if needs is None:  # of an installed kind without row needs
             needs = RowNeeds(learn="completion" in parts, pairs="chosen" in parts)
         tokenizer, seen = self._tokenizer(stage), rows[:: max(1, len(rows) // _MEASURED)]
         found = [length for row in seen for length in _lengths(row, needs, tokenizer)]
@@ -335,13 +335,13 @@ class Lengths:
                 word = self._spec.model if self._spec else None
                 files = model_files(self._workspace, ref, word, self._source.parent)
                 self._opened[ref.digest] = open_tokenizer(files.read)
-            except (InputError, NotFoundError, IntegrityError, OSError):  # whoever checks the fit says what is wrong
+            except (InputError, NotFoundError, IntegrityError, OSError):  # the check of the fit reports the error
                 self._opened[ref.digest] = None
         return self._opened[ref.digest]
 
 
 def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iterator[float]:
-    """Of the documents that a row becomes; none where it cannot be rendered, which the check of the fit tells."""
+    """Yield the lengths of a row's documents; none where it cannot be rendered, which the check of the fit reports."""
     try:
         if tokenizer is None:
             yield from _characters(row, needs)
@@ -353,7 +353,7 @@ def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iter
                 yield from [len(prompt) + len(answer) for prompt, answer in turns]
         else:
             yield from map(len, rendering.prompts(tokenizer, [row], name=""))
-    except Exception:  # of a template: whatever its author wrote
+    except Exception:  # a template can raise anything
         return
 
 
@@ -378,7 +378,7 @@ def _begun(prompt: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Characters of a text or of messages, whose turns have marks; an answer's own are counted by whoever asks."""
+    """Count the characters of a text or of messages with turn marks; the caller counts an answer's own marks."""
     if value is None:
         return 0
     if isinstance(value, str):
@@ -390,16 +390,16 @@ def _size(value: Any) -> int:
 
 
 def registered_rows(workspace: OpenWorkspace, ref: InputRef) -> int | None:
-    """Rows of a registered data set; None: it is not registered."""
+    """Return the number of rows of a registered data set; None: it is not registered."""
     metas = [asset.meta for asset in workspace.ledger.assets_by_digest(str(ref.digest)) if "rows" in asset.meta]
     return int(metas[0]["rows"]) if metas else None
 
 
 def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
-    """Counts the data sets of a run file.
+    """Return the function that counts the data sets of a run file.
 
     Args:
-        source: the file; relative paths in it start at its folder.
+        source: the file; relative paths start at its folder.
     """
 
     def count(ref: InputRef, word: str, turns: bool) -> int:
@@ -414,31 +414,31 @@ def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What a plan knows of one data set."""
+    """A plan's facts about one data set."""
 
     rows: int | None
     read: tuple[Row, ...] | None  # None: too many, or its bytes are elsewhere
 
     @property
     def items(self) -> int | None:
-        """Of a suite: rows that repeat another count once. Rows that were not read are taken to be distinct."""
+        """The items of a suite: repeated rows count once. Unread rows count as distinct."""
         return self.rows if self.read is None else len({prompt_text(row) for row in self.read})
 
     @property
     def ids(self) -> Iterator[str]:
-        """Of a suite: the ids of its items; none of rows that were not read."""
+        """The ids of a suite's items; none for unread rows."""
         for row in self.read or ():
             answer = row.get("answer")
             yield item_id(prompt_text(row), answer if isinstance(answer, str) else None)
 
     @property
     def answered(self) -> int | None:
-        """Of these the items with an answer to compare with."""
+        """The number of items with an answer to compare with."""
         return self.rows if self.read is None else len({prompt_text(row) for row in self.read if has_answer(row)})
 
 
 def read_datasets(planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path) -> dict[str, Dataset]:
-    """Digest → data set, for everything that stages work through."""
+    """Return digest → data set, for every data set that stages read."""
     found: dict[str, Dataset] = {}
     for stage in planned.manifest.stages:
         probe = [("probe", stage.inputs["probe"])] if selects(stage) else []
@@ -459,7 +459,7 @@ def _dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, base: Pa
 
 
 def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One line for every suite of a run file with rows that only a reward scores."""
+    """Yield one line for every suite of a run file with rows that only a reward scores."""
     for stage in planned.manifest.stages:
         if not stage.measures or stage.name.startswith(ADDED):
             continue
@@ -476,7 +476,7 @@ def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
 
 
 def wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One line per training stage whose step takes more documents than there are."""
+    """Yield one line per training stage whose step takes more documents than its data set has."""
     for stage in planned.manifest.stages:
         length = planned.contracts[stage.name].length if stage.name in planned.contracts else None
         if length is None:
@@ -492,7 +492,7 @@ def wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
 
 
 def repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One line per evaluation suite with rows that repeat another."""
+    """Yield one line per evaluation suite with repeated rows."""
     suites = [ref for stage in planned.manifest.stages if stage.measures for _, ref in dataset_slots(stage)]
     for ref in {ref.digest: ref for ref in suites}.values():
         found = datasets[str(ref.digest)]
@@ -501,7 +501,7 @@ def repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]
 
 
 def seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One warning per evaluation suite whose prompts stand in a training set."""
+    """Yield one warning per evaluation suite with prompts of a training set."""
     train: dict[str, InputRef] = {}
     suites: dict[str, InputRef] = {}
     for stage in planned.manifest.stages:

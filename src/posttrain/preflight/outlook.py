@@ -1,10 +1,10 @@
-"""Outlook of a run: what is cached, its cost, whether its gates can decide, and whether its budget reaches.
+"""Outlook of a run: cached stages, its cost, the power of its gates, and whether its budget suffices.
 
-A run that can never succeed is refused. One that will probably not succeed gets a warning that names what to change
-first. Nothing here writes.
+A run that can never succeed is refused. A run that will probably fail gets a warning that names the first change to
+make. Nothing here writes.
 
-Before anything runs, `gates_power` finds whether gates can decide what they are asked, with the items that their
-suites have. Stop strings that a stage is trained with, and that its evaluation does not use, give a warning.
+Before any job runs, `gates_power` computes whether gates can decide with the items of their suites. Stop strings that
+training uses and the evaluation does not use give a warning.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ from posttrain.preflight.fitting import Dataset, Lengths, read_datasets, registe
 from posttrain.workspace.settings import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
-_STAGES_LOOKED_AT = 5  # of those that are comparable
+_STAGES_LOOKED_AT = 5  # of the comparable ones
 _COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
 _NOW = " makes it now"
@@ -51,11 +51,11 @@ _NOW = " makes it now"
 def gates_power(
     planned: Planned, datasets: Mapping[str, Dataset], empty: bool, looks: Mapping[str, Look]
 ) -> Iterator[PowerNote]:
-    """What each gate can tell.
+    """Yield the power of each gate.
 
     Args:
-        empty: nothing is live in the channel of the release.
-        looks: rule → which look at its items the run will take.
+        empty: whether the release channel is empty.
+        looks: rule → the number of the run's look at its items.
     """
     manifest = planned.manifest
     for rule in manifest.gates:
@@ -64,7 +64,7 @@ def gates_power(
             if possible is None:
                 continue
             suite = stage.inputs.get(f"suites.{rule.metric.rpartition('/')[0]}")
-            if suite is None:  # of an installed kind, which has no suites: nobody knows how many items it will measure
+            if suite is None:  # an installed kind has no suites, so the number of items is unknown
                 continue
             data = datasets[str(suite.digest)]
             items = data.answered if compares(rule.metric) else data.items
@@ -81,7 +81,7 @@ def gates_power(
 
 
 def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: Look | None) -> PowerNote:
-    """The forecast at the confidence of this look; a look that is not corrected for is warned of."""
+    """Return the forecast at the confidence of this look, with a warning for an uncorrected look."""
     if look is None:
         return _forecast(rule, items, possible, empty)
     judged = look.rule(rule)
@@ -107,7 +107,7 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
 
 
 def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> PowerNote:
-    """A number that cannot be computed ends no command: the gate itself will judge."""
+    """Return the power; an arithmetic error must not end a command, since the gate itself will judge."""
     try:
         return gate_power(rule, items, possible, channel_empty=empty)
     except (ArithmeticError, ValueError) as error:
@@ -115,10 +115,10 @@ def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> P
 
 
 def other_stops(manifest: Manifest) -> Iterator[str]:
-    """One warning for each suite whose responses end otherwise than those that its model was trained by.
+    """Yield one warning for each suite with other stop strings than those that its model was trained with.
 
-    A suite takes nothing over from the stage that it measures, so one without the strings lets the model go on to its
-    end of sequence, which it never had to say.
+    A suite inherits no setting of the stage that it measures, so without the strings the model generates until its end
+    of sequence, which training never required.
     """
     for stage in manifest.stages:
         model, suites = stage.inputs.get("model"), stage.params.get("suites")
@@ -145,21 +145,21 @@ def _said(stop: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What can be said of a run before it starts."""
+    """The forecast of a run before it starts."""
 
     datasets: Mapping[str, Dataset]  # by digest
-    cached: Mapping[str, StageRecord | None]  # stage → the earlier stage whose result will be reused
+    cached: Mapping[str, StageRecord | None]  # stage → the earlier stage of the reused result
     estimates: Mapping[str, Estimate]
-    least: Mapping[str, int]  # stage that will certainly compute → tokens it spends at the least
+    least: Mapping[str, int]  # stage that will certainly compute → minimum of its tokens
     power: tuple[PowerNote, ...]
     concerns: tuple[Concern, ...]
-    unanswered: tuple[str, ...] = ()  # suites whose rows are not all compared with an answer, in words
-    selected: tuple[str, ...] = ()  # probes that select by rows which a suite measures or the stage trains on, in words
-    stops: tuple[str, ...] = ()  # suites whose responses end otherwise than those that are trained on, in words
+    unanswered: tuple[str, ...] = ()  # lines about suites with rows without answers
+    selected: tuple[str, ...] = ()  # lines about probes that select by rows of a suite or of the training data
+    stops: tuple[str, ...] = ()  # lines about suites with other stop strings than training
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line each."""
+        """All warnings, one line each."""
         return (
             *self.unanswered,
             *self.selected,
@@ -170,19 +170,19 @@ class Outlook:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What to change before the run is started."""
+        """The changes to make before the run starts."""
         return (*(n.change for n in self.power if n.change), *(c.change for c in self.concerns if c.change))
 
 
 def look_ahead(
     planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path, *, verified: bool = True
 ) -> Outlook:
-    """Look at data, cache, earlier runs and gates.
+    """Return the outlook by data, cache, earlier runs and gates.
 
     Args:
-        spec: what the run file says; None: it is a locked manifest, whose data is in the store.
+        spec: the parsed run file; None: a locked manifest, whose data is in the store.
         source: the run file.
-        verified: whether to count on a cached result only after every byte of it was hashed again.
+        verified: whether a cached result counts only after all its bytes were hashed again.
 
     Raises:
         InputError, NotFoundError, IntegrityError: a data set cannot be read; names file, field and data set.
@@ -222,11 +222,11 @@ def look_ahead(
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
-    """Refuse a run that cannot end well, whatever it learns.
+    """Refuse a run that cannot succeed, whatever it learns.
 
     Raises:
-        InputError: its budget is less than it spends at the least, or not even the best evidence that its suites could
-            give would pass a gate.
+        InputError: its budget is less than its minimum of tokens, or even the best possible evidence of its suites
+            would not pass a gate.
     """
     kinds = {stage.name: stage.kind for stage in manifest.stages}
     if short := certain_shortfall(manifest.budget.tokens, outlook.least, kinds):
@@ -245,18 +245,18 @@ def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Datase
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What a stage has of its result before its run starts."""
+    """The cache state of a stage before its run starts."""
 
-    key: str | None = None  # equal for stages that come to one result; None: its inputs cannot be told yet
-    record: StageRecord | None = None  # the earlier stage whose result will be reused
-    free: str = ""  # why it costs nothing although its result is not there yet
-    doubtful: bool = False  # it may be reused: an input comes from elsewhere, so what it will be is not known
+    key: str | None = None  # equal for stages with equal results; None: its inputs are unknown yet
+    record: StageRecord | None = None  # the earlier stage of the reused result
+    free: str = ""  # why it costs nothing although its result does not exist yet
+    doubtful: bool = False  # it may be reused: an input is made elsewhere, so its bytes are unknown
 
 
 def _standings(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> dict[str, _Standing]:
-    """By stage, as far as inputs are known now."""
+    """Return stage → cache state, as far as inputs are known now."""
     found: dict[str, _Standing] = {}
-    first: dict[str, str] = {}  # key → the stage that has it first
+    first: dict[str, str] = {}  # key → the first stage with it
     for stage in manifest.stages:
         if kind_of(stage.kind).driver is not Driver.JOB:
             found[stage.name] = _Standing()
@@ -283,15 +283,15 @@ def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: boo
     for other in workspace.ledger.stages_by_key(key) if record else same:
         if other.state in _COMING and workspace.ledger.run(other.run_id).state in _GOING_ON:
             return _Standing(key, free=f"{other.run_id}/{other.name}{_NOW}")
-    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is made again, and known then
+    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is computed again, and its bytes are known then
 
 
 def _bound(
     stage: StageManifest, found: Mapping[str, _Standing], workspace: OpenWorkspace
 ) -> dict[str, InputBlob] | None:
-    """The inputs as the stage would get them now; None when one of them is not known yet.
+    """Return the inputs that the stage would get now; None when an input is unknown yet.
 
-    For an output that is still to be made stands what decides it: no digest of the workspace, but one to compare.
+    A future output is represented by a placeholder derived from its cache key, only for comparison.
     """
     inputs: dict[str, InputBlob] = {}
     for slot, ref in stage.inputs.items():
@@ -342,7 +342,7 @@ def _estimate(
 def workload(
     stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset], lengths: Lengths | None = None
 ) -> Workload:
-    """What a stage has to do, with the sizes of its rows; without `lengths` only how much of it there is."""
+    """Return the work of a stage with the sizes of its rows; without `lengths` only its amount."""
     own = {slot: datasets[str(ref.digest)] for slot, ref in dataset_slots(stage)}
     counts = {slot: d.items if stage.measures else d.rows for slot, d in own.items()}
     if stage.measures and None not in counts.values():
@@ -359,14 +359,14 @@ def workload(
 
 
 def _answers(stage: StageManifest, slot: str) -> int:
-    """How often an evaluation asks for an answer to each of a suite's items."""
+    """Return the number of responses that an evaluation generates for each item of a suite."""
     suites = stage.params.get("suites")
     suite = suites.get(slot.removeprefix("suites.")) if isinstance(suites, Mapping) else None
     return 1 + int(suite.get("samples", 0)) if isinstance(suite, Mapping) else 1
 
 
 def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:
-    """Earlier stages that really ran, newest first, each with the base model of its run."""
+    """Yield earlier stages that computed their results, newest first, each with the base model of its run."""
     wanted = {s.kind for s in manifest.stages if kind_of(s.kind).driver is Driver.JOB}
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         earlier, _ = workspace.manifest_or_trouble(run)
@@ -379,7 +379,7 @@ def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str
             stage = earlier.stage(row.name)
             try:
                 work = workspace.jobs.trainers[stage.trainer].check(stage.kind, stage.params).work
-            except (InputError, KeyError):  # written by a version with other parameters
+            except (InputError, KeyError):  # by a version with other parameters
                 continue
             refs = [ref for _, ref in dataset_slots(stage)]
             datasets = {str(ref.digest): Dataset(registered_rows(workspace, ref), None) for ref in refs}
@@ -387,7 +387,7 @@ def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str
 
 
 def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None] | None:
-    """Tokens and job seconds of a stage that really ran to its end; None: of any other."""
+    """Return tokens and job seconds of a stage that computed its result; None for any other."""
     attempts = workspace.ledger.attempts(row.run_id, row.name)
     if row.state != StageState.SUCCEEDED or row.cached_from or not attempts:
         return None
@@ -395,7 +395,7 @@ def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None
     if last.resume is not None:
         try:
             inherited = tokens_inherited(workspace.blobs, last)
-        except (InputError, IntegrityError):  # cleared away, or damaged
+        except (InputError, IntegrityError):  # collected, or damaged
             return None
     seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None
     return inherited + last.tokens, seconds

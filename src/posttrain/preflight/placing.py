@@ -323,8 +323,8 @@ def check_teachers(
     """Refuse a stage whose `teacher` generates no text, has other tokens than the student, or fewer than `top_k`;
     yield a warning where both are one model.
 
-    The stage's job checks what is unknown yet: a channel's model, a tokenizer without `tokenizer.json`, one of two
-    models made in this run.
+    The stage's job checks models unknown to the plan: a channel's, one without `tokenizer.json`, one of two models of
+    which the other is made in this run.
 
     Args:
         source: the run file or lock, for errors.

@@ -137,7 +137,7 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
     ]
     for numbers in (*_DENIED.values(), *(() if apart else _SHARED.values())):
         rules += _when(_EQUAL, numbers[column], refuse)
-    rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # its flags are in memory; the C library falls back to clone
+    rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # flags in memory; the C library falls back to clone
     rules += _of(_CLONE[column], [_argument(0), *_when(_ANY_BIT, _NEW_NAMESPACES, refuse)])
     if sockets and not apart:
         rules += _when(_EQUAL, _LISTEN[column], refuse)

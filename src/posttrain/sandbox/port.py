@@ -1,7 +1,7 @@
 """The port of rewards, and a fake one.
 
-Every reward, whatever runs it, takes one call and returns one score per completion. The fake reward is a Python
-callable in the caller's own process, for tests of what uses rewards; it cannot be killed.
+Every implementation of a reward takes one call and returns one score per completion. The fake reward is a Python
+callable in the caller's process, for tests of code that uses rewards; it cannot be killed.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from posttrain.domain.errors import InputError, JobFailedError
 
 
 class RewardError(JobFailedError):
-    """The reward's own code failed; the message names its file and line, or the time-out it passed."""
+    """The reward's own code failed; the message names its file and line, or the exceeded time-out."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """Completions to score; every field holds one entry per completion, members of a group side by side.
+    """Completions to score; every field holds one entry per completion, with members of a group adjacent.
 
     Example: `RewardCall(prompts=["Q: sort 31"], completions=["A: 13"], rows=[{"prompt": …, "answer": "13"}])`
     """
 
-    prompts: Sequence[str]  # what the model read, as text
-    completions: Sequence[str]  # what it wrote, without the end-of-sequence token
-    rows: Sequence[Mapping[str, Any]]  # the data set row each completion belongs to: JSON values
-    prompt_ids: Sequence[Sequence[int]] | None = None  # for dialects that ask for token ids
+    prompts: Sequence[str]  # as text
+    completions: Sequence[str]  # as text, without the end-of-sequence token
+    rows: Sequence[Mapping[str, Any]]  # the data set row of each completion: JSON values
+    prompt_ids: Sequence[Sequence[int]] | None = None  # for dialects with token ids
     completion_ids: Sequence[Sequence[int]] | None = None
-    turns: Sequence[Sequence[str]] | None = None  # what the policy said in turn; None: each completion is one turn
-    # where each of them lies among the response's tokens: [first, the one after the last]
+    turns: Sequence[Sequence[str]] | None = None  # the policy's turns; None: each completion is one turn
+    # the token span of each turn in the response: [first, end)
     turn_spans: Sequence[Sequence[Sequence[int]]] | None = None
 
     def __post_init__(self) -> None:
@@ -52,16 +52,16 @@ Status = Literal["ok", "error", "timeout", "none"]
 class Score:
     """One completion's reward: `Score(0.5)`, `Score(None)` (the function declined), `Score.failed("error", "…")`.
 
-    A completion without a score is left out of its group; it is not a zero. What of a score does not stand `at` a token
-    was earned by the response as a whole, and stands at its last token.
+    A completion without a score is left out of its group; it does not count as zero. The part of a score that is not
+    `at` a token is of the response as a whole, and counts at its last token.
     """
 
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
-    status: Status = "ok"  # none: no score and no failure; error: it raised, died or answered with no number
+    status: Status = "ok"  # none: no score and no failure; error: it raised, died or returned no number
     message: str = ""  # of a failure: one line
-    parts: Mapping[str, Score] = field(default_factory=dict)  # of several with weights: each one's own
-    at: Mapping[int, float] = field(default_factory=dict)  # response token → what of the score was earned there
+    parts: Mapping[str, Score] = field(default_factory=dict)  # of a weighted sum: the score of each reward
+    at: Mapping[int, float] = field(default_factory=dict)  # response token → its part of the score
 
     def __post_init__(self) -> None:
         if self.score is None and self.status == "ok":
@@ -69,51 +69,51 @@ class Score:
 
     @classmethod
     def failure(cls, status: Literal["error", "timeout"], message: str) -> Score:
-        """A completion that could not be scored."""
+        """Return the score of a completion that could not be scored."""
         return cls(None, {}, status, message)
 
     @property
     def failed(self) -> bool:
-        """Whether scoring it went wrong."""
+        """Whether the scoring failed."""
         return self.status in ("error", "timeout")
 
 
 class RewardFunction(Protocol):
     """Scores completions.
 
-    Every implementation: returns exactly one `Score` per completion, in order, each finite or None. A completion on
-    which the reward's code raises, hangs, dies or answers with no number has the status `error` or `timeout`, and the
-    others are scored all the same; a batched function that raises is called again with fewer completions until those
-    that fail stand alone. Raises `RewardError` (never a made-up zero) when more than `allowed` completions fail, when
-    all do, and when what it answers belongs to no completion; `InputError` when there is no such function; and
-    `InfrastructureError` when its process is killed from outside again and again. The same call gives the same scores,
-    or a resumed run would differ from an undisturbed one: a reward must not depend on earlier calls, the clock or the
-    network. `close` may be called twice; scoring after it is an `InputError`.
+    Every implementation returns exactly one `Score` per completion, in order, each finite or None. A completion on
+    which the reward's code raises, hangs, dies or returns no number has the status `error` or `timeout`, and the
+    others are scored nevertheless; a batched function that raises is called again with fewer completions until each
+    failing one is isolated. It raises `RewardError` (never returns an invented zero) when more than `allowed`
+    completions fail, when all do, and when an answer is for an unknown completion; `InputError` when the function does
+    not exist; and `InfrastructureError` when its process is repeatedly killed from outside. The same call must return
+    the same scores, or a resumed run would differ from an uninterrupted one: a reward must not depend on earlier calls,
+    the clock or the network. `close` may be called twice; scoring after it is an `InputError`.
     """
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about how it runs, e.g. that the network could not be cut off."""
+        """Notes for a person about its execution, e.g. that the network could not be cut off."""
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
         """Score one batch, of which at most `allowed` completions may fail.
 
         Args:
-            places: where its completions stand in the step of which it is a part; then whoever asks judges whether all
+            places: the indices of its completions in the step of which it is a part; then the caller checks whether all
                 failed. None: it is the whole step.
         """
 
     def close(self) -> None:
-        """Release what it holds; kills a worker."""
+        """Release its resources; kills a worker."""
 
 
 def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) -> None:
-    """End what cannot go on: too many completions failed, or all of them.
+    """Raise where too many completions failed, or all of them.
 
     Args:
-        scores: those known so far.
-        total: completions of the step; None where only a part of it is known.
-        allowed: how many may fail.
+        scores: the scores so far.
+        total: completions of the step; None where the scores are only a part of it.
+        allowed: the number that may fail.
 
     Raises:
         RewardError: with the first failure's line.
@@ -127,14 +127,14 @@ def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) ->
 
 
 def part_of(call: RewardCall, chosen: Sequence[int]) -> RewardCall:
-    """The call on some of its completions."""
+    """Return the call restricted to some of its completions."""
     given = ((column.name, getattr(call, column.name)) for column in fields(call))
     kept: dict[str, Any] = {name: None if column is None else [column[i] for i in chosen] for name, column in given}
     return RewardCall(**kept)
 
 
 def groups_of(call: RewardCall, chosen: Sequence[int]) -> list[list[int]]:
-    """Completions of one prompt, which lie side by side."""
+    """Return the indices grouped by prompt; completions of one prompt are adjacent."""
     groups: list[list[int]] = []
     for i in chosen:
         last = groups[-1][-1] if groups else i
@@ -146,7 +146,7 @@ def groups_of(call: RewardCall, chosen: Sequence[int]) -> list[list[int]]:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """`text` as one quoted line of at most about `limit` characters."""
+    """Return `text` as one quoted line of about `limit` characters at most."""
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
 
 
@@ -159,11 +159,11 @@ def probe_call(
     turns: int = 1,
     count: int = 4,
 ) -> RewardCall:
-    """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
-    seconds instead of after an hour. The scores themselves mean nothing; of several turns each says the answer.
+    """Return a call of the first rows with the rows' own answers: scored before step 1, so a broken reward fails within
+    seconds instead of after an hour. The scores are not used; with several turns each turn is the answer.
 
     Args:
-        encode: a response as tokens, at least one; by default as many as it has characters, and an end.
+        encode: returns the tokens of a response, at least one; by default one per character, and an end.
     """
     answers = ["" if row.get("answer") is None else str(row["answer"]) for row in rows[:count]]
     ids = [list(encode(answer)) for answer in answers]
@@ -175,7 +175,7 @@ def probe_call(
 
 
 def try_out(reward: RewardFunction, call: RewardCall) -> None:
-    """Refuse a reward that fails on all of a call which was made up (`probe_call`).
+    """Refuse a reward that fails on every completion of a synthetic call (`probe_call`).
 
     Raises:
         RewardError: with the first failure's line.
@@ -192,7 +192,7 @@ Answer = float | Score | None
 
 
 class ScriptedReward:
-    """Scores by calling `function(call)`; remembers the calls.
+    """Scores by calling `function(call)`; records the calls.
 
     Example: `ScriptedReward(lambda call: [float(c == r["answer"]) for c, r in zip(call.completions, call.rows)])`
     """
@@ -214,7 +214,7 @@ class ScriptedReward:
         return scores
 
     def _scored(self, call: RewardCall, chosen: list[int]) -> list[Score]:
-        """Together; where that raises, one by one."""
+        """Score all in one call; where it raises, one by one."""
         try:
             answers = list(self._function(part_of(call, chosen)))
         except Exception as error:

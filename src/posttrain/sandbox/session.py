@@ -53,7 +53,7 @@ _LIMITS = {
     OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
 }
 _NOWHERE = b"\xff" * 8  # the marker before the first completion
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by people, or by machines short of memory
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people, or for lack of memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The process in which a reward's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
 
-Standard library only, so that it starts in tens of milliseconds and holds nothing worth stealing. It enters its cell
-first (`sandbox.cell`), says so, then has one loop: read a request from the socket `FD`, run the function, answer
-(`sandbox.protocol`). It waits for nothing but its parent; the parent waits with a deadline and closes the cell
-when it passes. When the parent dies the cell closes by itself. Whatever the reward prints goes to stderr, which the job
-copies into its log up to a limit.
+Standard library only, so that it starts in tens of milliseconds and holds nothing worth stealing. It first enters its
+cell (`sandbox.cell`) and reports it, then runs one loop: read a request from the socket `FD`, run the function, answer
+(`sandbox.protocol`). It waits only for its parent; the parent waits with a deadline and closes the cell when it passes.
+When the parent dies the cell closes by itself. The reward's output goes to stderr, which the job copies into its log up
+to a limit.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from posttrain.sandbox.cell import CellPlan, enter
 from posttrain.sandbox.dialects import BATCHED, SINGLE, Binder, NoRewardError, as_function
 from posttrain.sandbox.protocol import AnswerError, Redactor, Spans, plain, receive_request, send, send_answers
 
-PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
+PACKAGES = Path(__file__).resolve().parents[3]  # the folder with the package posttrain
 
 
 MAX_LINE = 900  # characters of an error
-_SECRETS: dict[str, str] = {}  # variable → value, as they were before the reward's code ran
+_SECRETS: dict[str, str] = {}  # variable → value, read before the reward's code runs
 
 
 class ReportedError(Exception):
-    """Something to answer as an error: `kind` load | raised | answer, and one line."""
+    """An error to report to the job: `kind` load | raised | answer, and one line."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ def load(path: Path) -> ModuleType:
         ReportedError: it cannot be read or parsed, or raises while it is imported.
     """
     sys.path.insert(0, str(path.parent))  # its own sibling modules
-    loader = importlib.machinery.SourceFileLoader("posttrain_reward", str(path))  # the file may have lost its suffix
+    loader = importlib.machinery.SourceFileLoader("posttrain_reward", str(path))  # a file without suffix loads too
     spec = importlib.util.spec_from_loader(loader.name, loader)
     if spec is None:
         raise ReportedError("load", f"{path.name} cannot be loaded as a Python module")
@@ -75,8 +75,8 @@ def load(path: Path) -> ModuleType:
 
 
 def try_import(path: Path, entry: str) -> None:
-    """Execute a dataflow's source, which a job would import outside of a cell: files and hosts that it does not find
-    here are no fault.
+    """Execute a dataflow's source, which a job would import outside of a cell: an `OSError` for files or hosts that are
+    missing here is ignored.
 
     Raises:
         ReportedError: it cannot be imported, or lacks the entry.
@@ -92,12 +92,12 @@ def try_import(path: Path, entry: str) -> None:
 
 
 def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
-    """The function of a reward's entry, and the dialect that it speaks for certain (`sandbox.dialects`).
+    """Return the function of a reward's entry, and its dialect where it is certain (`sandbox.dialects`).
 
     Without a name it is `score`, `compute_score`, or the only public function.
 
     Raises:
-        ReportedError: there is none, or making it raises.
+        ReportedError: no such function, or creating it raises.
     """
     own = [
         name
@@ -122,7 +122,7 @@ def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[C
 
 
 def place(error: BaseException, path: Path) -> str:
-    """`file:line` of the innermost frame in the reward's own folder."""
+    """Return `file:line` of the innermost frame in the reward's own folder."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).parent == path.parent:
             return f"{Path(frame.filename).name}:{frame.lineno}"
@@ -130,12 +130,12 @@ def place(error: BaseException, path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """`ValueError: text` without line breaks, and without what the reward must keep to itself."""
+    """Return `ValueError: text` without line breaks and secrets."""
     return " ".join(_without_secrets(f"{type(error).__name__}: {error}").split())[:300].rstrip(": ")
 
 
 def _without_secrets(value: Any) -> Any:
-    """A text, or the texts of nested maps, before anything cuts them."""
+    """Return a text, or a map with its nested texts, with secrets redacted; called before texts are cut."""
     if isinstance(value, str):
         return Redactor(_SECRETS).text(value)
     if isinstance(value, Mapping):
@@ -147,7 +147,7 @@ def _without_secrets(value: Any) -> Any:
 
 
 class Scorer:
-    """A loaded reward function and how it is called."""
+    """A loaded reward function and its call."""
 
     def __init__(self, path: Path, entry: str | None, dialect: str | None, marker: mmap.mmap) -> None:
         self.path, self.marker = path, marker
@@ -156,7 +156,7 @@ class Scorer:
         try:
             self.binder = Binder(self.function)
             self.dialect = dialect or spoken or detect(self.binder.signature)
-        except (SignatureError, ValueError) as error:  # the second: a function of C without a signature
+        except (SignatureError, ValueError) as error:  # ValueError: a C function without a signature
             raise ReportedError("load", f"{self.where}: {error}") from error
         if self.dialect not in DIALECTS:
             raise ReportedError("load", f"dialect must be one of {', '.join(DIALECTS)}, got {self.dialect!r}")
@@ -170,10 +170,10 @@ class Scorer:
         return f"{self.path.name}{line} ({self.name})"
 
     def score(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """One answer for every completion of the call, in order, as soon as it is known.
+        """Yield one answer for every completion of the call, in order, as soon as it is available.
 
         Raises:
-            ReportedError: a batched function raised or returned no list of this length; a parameter that nobody offers.
+            ReportedError: a batched function raised or returned no list of this length; a parameter without a value.
         """
         SEEDS.sow(json.dumps([call[name] for name in ("prompts", "completions", "at")]))
         if self.dialect in BATCHED:
@@ -210,7 +210,7 @@ class Scorer:
             yield {"at": number, **answer}
 
     def run(self, offered: dict[str, Any], subject: str) -> Any:
-        """Call the function, awaiting it when it is asynchronous."""
+        """Call the function; await its result where it is asynchronous."""
         try:
             arguments = self.binder.bind(offered)
         except SignatureError as error:
@@ -218,12 +218,12 @@ class Scorer:
         try:
             answer = self.function(**arguments)
             return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
-        except BaseException as error:  # whatever it is: this loop goes on with the next completion
+        except BaseException as error:  # any error: the loop continues with the next completion
             traceback.print_exc()
             raise ReportedError("raised", f"{place(error, self.path)} raised {one_line(error)} on {subject}") from error
 
     def batch(self, answer: Any) -> list[Any]:
-        """The list a batched function returned."""
+        """Return the list of a batched function's result."""
         if isinstance(answer, Mapping):
             answer = answer.get("rewards", answer.get("scores"))
         if hasattr(answer, "tolist"):
@@ -233,10 +233,10 @@ class Scorer:
         return list(answer)
 
     def checked(self, answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
-        """`plain`, whatever the answer is: its own methods are the reward's code too."""
+        """Return `plain` of an untrusted answer, whose methods are the reward's code too."""
         try:
             if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
-                answer = answer[0]  # as verl takes it: what follows is for its own log
+                answer = answer[0]  # as in verl: the rest is for its own log
             return plain(_without_secrets(answer) if _SECRETS else answer, subject, spans)
         except AnswerError as error:
             raise ReportedError("answer", f"{self.where} must return {error}") from error
@@ -247,7 +247,7 @@ class Scorer:
 
 
 def _spans(call: Mapping[str, Any], index: int) -> Spans:
-    """Where the turns of a completion lie; one of unknown length where nobody told its tokens."""
+    """Return the token spans of a completion's turns; empty, one turn of unknown length, without token ids."""
     told, ids = call.get("turn_spans"), call.get("completion_ids")
     if told is not None:
         found: Spans = told[index]
@@ -260,13 +260,13 @@ async def _awaited(answer: Any) -> Any:
 
 
 class Seeds(importlib.abc.MetaPathFinder):
-    """The global generators' seed, for numpy's as well when it is imported in the middle of a call."""
+    """The seed of the global generators, also for numpy imported in the middle of a call."""
 
     def __init__(self) -> None:
         self.now = 0
 
     def sow(self, scored: str) -> None:
-        """Seed from what is scored, so that a resumed run draws what the undisturbed run drew."""
+        """Seed from the scored text, so that a resumed run draws the same numbers."""
         self.now = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
         random.seed(self.now)
         numpy = sys.modules.get("numpy.random")
@@ -276,7 +276,7 @@ class Seeds(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Notice the import of numpy's generators."""
+        """Intercept the import of numpy's generators, to seed them."""
         if name != "numpy.random":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -298,8 +298,8 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
     """Answer requests until the parent closes the socket.
 
     Args:
-        marker: says which completion is being scored.
-        source: the folder that holds the reward's file.
+        marker: the number of the completion being scored.
+        source: the folder with the reward's file.
     """
     scorer: Scorer | None = None
     own = os.getpid()
@@ -335,7 +335,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
 
 
 def _own(answers: Iterator[dict[str, Any]], own: int) -> Iterator[dict[str, Any]]:
-    """The answers, in this process only."""
+    """Yield the answers, in this process only."""
     for answer in answers:
         _leave_forks(own)
         yield answer
@@ -343,7 +343,7 @@ def _own(answers: Iterator[dict[str, Any]], own: int) -> Iterator[dict[str, Any]
 
 
 def _leave_forks(own: int) -> None:
-    """A process that the reward forked and that came back from it must not answer beside this one."""
+    """Exit in a process that the reward forked and that returned here: it must not answer too."""
     if os.getpid() != own:
         os._exit(0)
 
@@ -357,7 +357,7 @@ def main() -> None:
     marker = mmap.mmap(int(shared), 8)
     sys.meta_path.insert(0, SEEDS)
     os.close(int(shared))
-    found = enter(int(parent), CellPlan(**json.loads(cell)))  # the scratch becomes home and working folder
+    found = enter(int(parent), CellPlan(**json.loads(cell)))  # the scratch folder becomes home and working folder
     os.environ.update({"HOME": found.home, "TMPDIR": found.home})
     os.chdir(found.home)
     channel = socket.socket(fileno=int(descriptor))
@@ -365,7 +365,7 @@ def main() -> None:
     if found.listeners:
         socket.send_fds(channel, [b"L"], [listener.fileno() for listener in found.listeners])
         for listener in found.listeners:
-            listener.close()  # the job accepts; a reward that did would talk to itself
+            listener.close()  # only the job accepts connections
     serve(channel, marker, found.source)
 
 

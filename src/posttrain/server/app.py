@@ -1,4 +1,4 @@
-"""The server's routes: each verb of the table, uploads, streams, and how it stands."""
+"""The server's routes: each verb of the table, uploads, streams, and the server's own state."""
 
 import asyncio
 import hashlib
@@ -68,13 +68,13 @@ from posttrain.store.operations import Begun
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
-_AWAY = "5"  # seconds after which a store or a database that does not answer is worth another try
+_AWAY = "5"  # seconds after which to retry when store or database do not answer
 _UNAVAILABLE = [problem(one)["type"] for one in (UnavailableError(), LedgerUnavailableError())]
 _SPOKEN = ", ".join(map(str, API_VERSIONS))
 
 
 def build(server: Server) -> FastAPI:
-    """The application."""
+    """Return the application."""
     app = FastAPI(title="Posttrain", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     for operation in OPERATIONS.values():
@@ -94,10 +94,10 @@ def build(server: Server) -> FastAPI:
 
 
 def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-    light = READ if operation.unsafe else LOOK  # looks never keep a stop waiting
+    light = READ if operation.unsafe else LOOK  # looks never delay a stop
 
     async def answer(request: Request) -> Response:
-        # before anything of the body is read: whoever may not keeps no worker busy, and no key
+        # before the body is read: a request without permission takes no worker and no key
         who, _ = await in_thread(READ if operation.heavy else light, server.admitted, request, operation.name)
         async with server.limits.taken(who.identity.principal, BODY, weight(operation, request)):
             return await answered(request, who)
@@ -150,10 +150,10 @@ def _response(operation: Verb[..., Any], request: Request, found: bytes) -> Resp
 
 
 def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | None:
-    """The operation that another server makes of the same request at this moment; None: none does.
+    """Return the operation that another server carries out for the same request; None: no server does.
 
     Raises:
-        InputError: it carries out another one with the same key.
+        InputError: it carries out another request with the same key.
     """
     if server.underway.carries_out(number):
         return None
@@ -181,7 +181,7 @@ def _asked(
 
 
 class _Around:
-    """Every answer names its request and the version; every error is a problem document."""
+    """Adds request id and versions to every answer, and turns every error into a problem document."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -208,7 +208,7 @@ class _Around:
             refuse_control_characters(f"{request.url.path}?{unquote(request.url.query)}", "a request's path and query")
             await self._app(scope, timely(receive), named)
         except Exception as error:
-            if begun:  # what is said already cannot be taken back: the connection ends
+            if begun:  # an answer has begun and cannot be changed: the connection ends
                 log.exception("an answer broke off", extra=facts(request=request.state.id, verb=verb_of(scope)))
                 raise
             await _problem(request, error)(scope, receive, named)
@@ -223,13 +223,13 @@ def _problem(request: Request, error: Exception) -> Response:
         document = logged_problem(error, request.state.id, verb_of(request.scope))
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
     headers |= {"retry-after": _AWAY} if document["type"] in _UNAVAILABLE else {}
-    headers |= {"connection": "close"} if isinstance(error, SlowError) else {}  # what still comes is nobody's
+    headers |= {"connection": "close"} if isinstance(error, SlowError) else {}  # the rest of the body is not a request
     headers |= {"retry-after": str(RETRY_SECONDS)} if isinstance(error, LaterError | LimitError | BusyError) else {}
     return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:
-    """What no route answers."""
+    """Answer a request that no route handles."""
     if getattr(error, "status_code", 500) == _OTHER_METHOD:
         document = problem(
             InputError(f"{request.method} is not what this path takes; see docs/api.md"),
@@ -260,7 +260,7 @@ async def _ready(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    """Numbers of the whole server, without names; for whoever may look into the project that made the others."""
+    """Return numbers of the whole server, without names, to principals who may read the default project."""
     server: Server = request.app.state.server
 
     def page() -> bytes:
@@ -274,7 +274,7 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _interface(request: Request) -> Response:
-    """The OpenAPI document: made once, by a worker, which loads what this process does not."""
+    """Return the OpenAPI document: made once by a worker, which imports the types that this process does not."""
     state = request.app.state
     if getattr(state, "interface", None) is None:
         state.interface = await in_thread(HEAVY, state.server.workers.ask, {}, INTERFACE, {}, request.state.id)
@@ -282,7 +282,7 @@ async def _interface(request: Request) -> Response:
 
 
 async def _token(request: Request) -> Response:
-    """Whose the token is that is shown, and of which projects: what whoever logs in with it names no project for."""
+    """Return the principal of a token and its projects, from which a login without a project chooses."""
     server: Server = request.app.state.server
 
     def told() -> dict[str, Any]:
@@ -299,7 +299,7 @@ async def _version() -> Response:
     return JSONResponse({"version": __version__, "api": list(API_VERSIONS)})
 
 
-_PLACES: Mapping[str, Callable[..., Awaitable[Response]]] = {  # beside the verbs'
+_PLACES: Mapping[str, Callable[..., Awaitable[Response]]] = {  # in addition to the verbs'
     "/healthz": _healthy,
     "/readyz": _ready,
     "/metrics": _metrics,

@@ -1,7 +1,7 @@
-"""What running jobs may ask of a server: the bytes of their inputs, and the objects of their channel if a store has it;
-as long as their attempt lives, and nothing else.
+"""The access of running jobs to a server: the bytes of their inputs, and the objects of their channel if a store has
+it; as long as their attempt lives, and nothing else.
 
-A job shows its attempt's token. No verb takes it, and no token of a person is taken here.
+A job shows its attempt's token. No verb accepts it, and these paths accept no token of a person.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
 _KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
-MOST_PUT = 64 << 30  # bytes of all that an attempt puts into its channel, also what it puts again or deletes
-LEAST_COUNTED = 4 << 10  # bytes that an object counts as at least
+MOST_PUT = 64 << 30  # bytes of all that an attempt puts into its channel, replaced and deleted objects included
+LEAST_COUNTED = 4 << 10  # the least bytes that an object counts as
 _SCHEME = "bearer "
 _DIGITS = 16  # of a size
 _MOST = 256  # attempts whose inputs are kept in memory
@@ -52,24 +52,24 @@ _UNKEPT = {"cache-control": "no-store"}
 
 
 class Granting:
-    """Of one host's driver.
+    """Grants access to the jobs of one host's driver.
 
     Args:
         root: the workspace's folder.
-        host: whose attempts it renews; None: the ledger has one host.
+        host: the host whose attempts it renews; None: the ledger has one host.
     """
 
     def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
         self._root, self._grants, self._host = root, grants, host
         self._renewed = -RENEW_SECONDS
-        self._told: dict[str, tuple[str, str]] = {}  # where the server is, by the folders that have it from here
-        self._damaged: set[str] = set()  # folders of which that was told
+        self._told: dict[str, tuple[str, str]] = {}  # attempt folder → the server's address written there
+        self._damaged: set[str] = set()  # folders whose error was logged
 
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """See `control.jobs.Access.give`.
 
         Raises:
-            InfrastructureError: the server does not say where it is.
+            InfrastructureError: the server's address is not known yet.
         """
         url, certificate = self._server()
         secret = PREFIX + secrets.token_urlsafe(32)
@@ -77,16 +77,16 @@ class Granting:
         JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
     def keep(self) -> None:
-        """Renew what living jobs have, where it is time, and tell them where the server is now.
+        """Renew the grants of living jobs when due, and write the server's present address into their folders.
 
         Raises:
-            PosttrainError: ledger or server are away; do it again later.
+            PosttrainError: ledger or server are away; call again later.
         """
         if time.monotonic() - self._renewed < RENEW_SECONDS:
             return
         place = self._server()
         folders = set(self._grants.renew(self._host))
-        self._renewed = time.monotonic()  # whatever lies in the folders: jobs write there
+        self._renewed = time.monotonic()  # whatever the folders contain: jobs write there
         self._damaged &= folders
         self._told = {name: told for name, told in self._told.items() if name in folders}
         for name in sorted(folders):
@@ -115,7 +115,7 @@ class Granting:
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """GET and HEAD of an input's bytes; GET, PUT and DELETE of the channel's objects, and GET of their numbers."""
+    """Add the routes: GET and HEAD of an input; GET, PUT and DELETE of channel objects, and GET of their numbers."""
     all_of = _Jobs(server.workspace, server.limits)
     channel = "/v1/attempt/channel/{key:path}"
     app.add_api_route(channel, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
@@ -123,7 +123,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 class _Jobs:
-    """What is answered to running jobs."""
+    """Handlers of the routes of running jobs."""
 
     def __init__(self, workspace: OpenWorkspace, limits: Limits) -> None:
         self._workspace, self._limits = workspace, limits
@@ -143,7 +143,7 @@ class _Jobs:
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def talk(self, request: Request) -> Response:
-        """Whether there is such a channel, and room for a body, is asked before any of it is read."""
+        """Answer a request to the channel; the channel and the room for a body are checked before the body is read."""
         who, secret = await in_thread(READ, self._granted, request)
         await in_thread(UPLOAD, self._objects, who)
         key = request.path_params["key"]
@@ -155,7 +155,7 @@ class _Jobs:
             return await in_thread(UPLOAD, self._talked, request, who, secret, body)
 
     def _granted(self, request: Request) -> tuple[Granted, str]:
-        """Whose token is shown, and its digest."""
+        """Return the grant of the token, and the token's digest."""
         header = request.headers.get("authorization", "")
         secret = header[len(_SCHEME) :].strip() if header.lower().startswith(_SCHEME) else ""
         digest = digest_bytes(secret.encode())
@@ -196,13 +196,13 @@ class _Jobs:
 
 
 def _size(request: Request, most: int) -> int:
-    """Bytes that a body will take here, as its sender says; as many as it may have where that is not said."""
+    """Return the bytes that a body will take here, by its header; the maximum without one."""
     said = request.headers.get("content-length", "0" if "transfer-encoding" not in request.headers else "")
     return min(int(said), most) if said.isascii() and said.isdecimal() and len(said) < _DIGITS else most
 
 
 def _reached(workspace: OpenWorkspace, who: Granted) -> frozenset[str]:
-    """What the inputs of an attempt reach: their digests, and those of the files of trees."""
+    """Return the digests that the inputs of an attempt reach, those of the files of trees included."""
     seen = workspace.seen_by(workspace.actor, who.project, "job")
     [stage] = [one for one in seen.ledger.stages(who.run_id) if one.name == who.stage]
     named: list[Any] = [*stage.inputs.values(), *([{"digest": who.resume, "form": "tree"}] if who.resume else [])]

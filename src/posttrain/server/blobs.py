@@ -1,7 +1,7 @@
-"""Bytes by digest: asked for, sent in pieces, fetched. Of one project, whose asker sees no other's.
+"""Bytes by digest: their state, uploads in pieces, and downloads. An asker sees only the bytes of one project.
 
-Where the store is S3, large ones go between it and the client by presigned URLs (`store.direct`), if the client asks
-for one: who cannot reach the store sends and fetches by the server.
+Where the store is S3, large files go between it and the client by presigned URLs (`store.direct`), if the client
+requests one: a client that cannot reach the store sends and fetches through the server.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from posttrain.workspace.settings import OpenWorkspace
 _PATH = PREFIX + "/blobs/{digest}"
 _UNKEPT = {"cache-control": "no-store"}
 _MOST_BODY = 1 << 10  # bytes
-_PIECES = 16  # of an upload that wait to be written
+_PIECES = 16  # of an upload that may wait to be written
 _CHUNK = 1 << 20
-_FULL = 0.01  # seconds between two looks whether there is room
+_FULL = 0.01  # seconds between two checks for room
 _DIGITS = 16  # of a size that is a number
-_STALLED = 60.0  # seconds without a byte, after which an upload holds no thread any more
+_STALLED = 60.0  # seconds without a byte, after which an upload releases its thread
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """State asks how much of an upload is there, PATCH adds to it, GET gives the bytes; POST asks for a way around."""
+    """Add the routes: state reports an upload, PATCH adds to it, GET returns bytes; POST offers a direct transfer."""
     all_of = _Blobs(server)
     for method, below, answer, name in (
         ("POST", "/direct", all_of.offer, "direct"),
@@ -51,11 +51,11 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 class _Blobs:
-    """What is answered at the paths of blobs."""
+    """Handlers of the blob routes."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # one look at a time at the bytes of one digest that a project's client sent; it takes no thread to wait for it
+        # one check at a time of the bytes of one digest that a project's client sent; waiting for it takes no thread
         self._adopting: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._direct, self._parts = open_direct(server.workspace.blobs.url), PartStore(server.workspace.blobs.url)
 
@@ -69,7 +69,7 @@ class _Blobs:
         return JSONResponse(await in_thread(UPLOAD, ask))
 
     async def add(self, request: Request) -> Response:
-        who, mine = await in_thread(READ, self._seen, request, "add_dataset")  # before anything of the body is read
+        who, mine = await in_thread(READ, self._seen, request, "add_dataset")  # before the body is read
         names = ("upload-offset", "upload-length")
         start, total = (_digits(request.headers.get(name, ""), f"header {name}") for name in names)
         async with self._server.limits.taken(who.identity.principal, UPLOAD, _weight(request)):
@@ -81,7 +81,7 @@ class _Blobs:
         def found() -> int:
             who, seen = self._seen(request, "write_report")
             mine = Uploads(seen)
-            if not mine.given(digest):  # a report's page; weights are for those who may take a model out
+            if not mine.given(digest):  # a report's page is public to viewers; weights need the role to export
                 refuse(self._server.entrance.control(who), "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
@@ -90,7 +90,7 @@ class _Blobs:
         size = await in_thread(UPLOAD, found)
         if self._direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
             return RedirectResponse(await in_thread(UPLOAD, self._direct.download, digest), headers=_UNKEPT)
-        headers = {"content-length": str(size)}  # an answer that breaks off is seen to
+        headers = {"content-length": str(size)}  # a client detects a truncated answer
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def offer(self, request: Request) -> Response:
@@ -109,7 +109,7 @@ class _Blobs:
             raise InputError("upload: this server's store takes nothing directly; send it to the server")
 
         def adopted(size: int) -> None:
-            if mine.held(digest):  # an answer that was lost is asked for again, or another request was quicker
+            if mine.held(digest):  # a repeat after a lost answer, or another request was quicker
                 return
             with self._server.workspace.blobs.holding():
                 direct.adopt(who.project, digest, size)
@@ -123,13 +123,13 @@ class _Blobs:
         return JSONResponse({"held": True, "offset": size})
 
     def _seen(self, request: Request, verb: str) -> tuple[Asker, OpenWorkspace]:
-        """Who asks, if they may, and the workspace as their project has it."""
+        """Return the asker, if they have the permission, and the workspace as their project sees it."""
         who, _ = self._server.admitted(request, verb)
         return who, self._server.workspace.seen_by(who.identity.principal, who.project, who.identity.auth)
 
 
 async def _added(request: Request, mine: Arriving, start: int, total: int) -> Response:
-    """Write what comes while it comes."""
+    """Write the body while it arrives."""
     pieces = _Pieces()
 
     def written() -> int:
@@ -143,9 +143,9 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
         async for piece in request.stream():
             for at in range(0, len(piece), _CHUNK):
                 await pieces.put(piece[at : at + _CHUNK])
-    except ClientDisconnect:  # what has come is kept
+    except ClientDisconnect:  # the received bytes are kept
         pass
-    except SlowError:  # and here, before that is told
+    except SlowError:  # here, too, before the error is returned
         await pieces.put(None)
         with suppress(PartSizeError):
             await writer
@@ -157,14 +157,14 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
 
 
 class _Pieces:
-    """What comes of an upload, on its way from the connection to whoever writes it."""
+    """Pieces of an upload, on their way from the connection to the writer."""
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_PIECES)
         self._ended = False
 
     async def put(self, piece: bytes | None) -> None:
-        """The next one; None ends them. It takes no thread, since those may all wait for what is put here."""
+        """Add the next piece; None ends them. It takes no thread, since all threads may wait for these pieces."""
         while not self._ended:
             try:
                 self._waiting.put_nowait(piece)
@@ -187,13 +187,13 @@ class _Pieces:
                 yield piece
 
     def drain(self) -> None:
-        """What is not written any more must not keep whoever reads it waiting."""
+        """Discard unwritten pieces, so that `put` does not block."""
         for _ in self:
             continue
 
 
 async def _size(request: Request) -> int:
-    """The size that a small body names."""
+    """Return the size in a small body."""
     body = await whole(request, _MOST_BODY, "upload: the body")
     try:
         size = json.loads(body)["size"]
@@ -211,6 +211,6 @@ def _digits(value: str, what: str) -> int:
 
 
 def _weight(request: Request) -> int:
-    """Bytes of the body as its sender says; of who does not say, one piece that may wait here."""
+    """Return the bytes of the body by its header; without one, the pieces that may wait here."""
     said = request.headers.get("content-length", "")
     return int(said) if said.isdecimal() and len(said) < _DIGITS else _PIECES * _CHUNK

@@ -1,8 +1,8 @@
-"""Starts the server's own processes, driver and workers, and hands them its environment once they are closed to others.
+"""Starts the server's own processes, driver and workers, and sends them its environment after they close themselves.
 
-Between exec and `close_to_others` every process of the account, so a job as well, can read `/proc/PID/environ`. So a
-child starts with what the machine needs and without keys, and is sent the whole environment over a socket: unlike a
-pipe, nobody can open that by `/proc/PID/fd`. The socket stays open as the child's lifeline.
+Between exec and `close_to_others` every process of the account, also a job, can read `/proc/PID/environ`. So a child
+starts with the machine's variables and without keys, and receives the whole environment over a socket, which, unlike a
+pipe, no process can open by `/proc/PID/fd`. The socket stays open as the child's lifeline.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _READ_AT_START = (
     "LD_",
     "MALLOC_",
     "GLIBC_",
-)  # by interpreter and libc, before anybody could send them
+)  # by interpreter and libc, before anything can be sent
 
 
 def start(
     module: str, words: Sequence[str], descriptor: int, passed: Collection[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process that runs this module, and the server's end of its socket.
+    """Start a process that runs this module; return it and the server's end of its socket.
 
     Args:
-        descriptor: where the child has its end; 0 is its stdin.
-        passed: descriptors that it inherits besides; none of them is `descriptor`.
+        descriptor: the child's end of the socket; 0 is its stdin.
+        passed: further descriptors that it inherits; none of them is `descriptor`.
 
     Raises:
-        OSError: it cannot be started, or ended at once.
+        OSError: it cannot be started, or ended immediately.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -62,18 +62,18 @@ def start(
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of the server's environment a child of it starts with: no key."""
+    """Return the part of the server's environment that a child starts with: no key."""
     early = {name for name in environment if name.startswith(_READ_AT_START) and not SECRET_NAME.search(name)}
     return of_a_server(environment) | {name: environment[name] for name in early}
 
 
 def begin(inherited: int, descriptor: int) -> None:
-    """In the child, first of all: close it to others, take the environment, and run the module that was named."""
+    """Run first in the child: close it to other processes, receive the environment, and run the named module."""
     close_to_others()
     if inherited != descriptor:
         os.dup2(
             inherited, descriptor, inheritable=descriptor == 0
-        )  # a program without stdin takes the next file for it
+        )  # a program without stdin would get the next file as stdin
         os.close(inherited)
     else:
         os.set_inheritable(descriptor, False)

@@ -1,13 +1,13 @@
 """Connections to a server, their number and time, addresses of servers, and requests for a run on another host.
 
-A connection ends where the headers of a request are not whole in time; the limits of its body are in `server.limits`.
-A connection identifies nobody, so those that nothing else identifies make room for others, the oldest first.
+A connection ends when the headers of a request are not complete in time; `server.limits` limits its body. A connection
+by itself identifies no principal, so the oldest connections without an identified request make room for others.
 
-A request about a run whose jobs are on another host of the ledger goes to that host's server. Only it can read what a
-running job says. The request goes on as it came, with the token in it, so the other server answers whoever asked; it
-never sends one on again. Nothing goes to an address of which it is not sure that the host's server has it: one whose
-certificate says so, or, on this machine, one whose process is seen to live. A server that does not answer is left alone
-for a while: then this one answers from the ledger, and says of logs where they are.
+A request about a run whose jobs are on another host of the ledger goes to that host's server. Only it can read the
+reports of a running job. The request is forwarded unchanged, with its token, so the other server answers the asker; a
+server never forwards a forwarded request. Requests go only to addresses that certainly are the host's server: an https
+address, whose certificate proves it, or, on this machine, one whose process is alive. A server that does not answer is
+skipped for a while: then this one answers from the ledger, and reports where logs are.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ log = logging.getLogger("posttrain.server")
 OF_ATTEMPTS = "/v1/attempt/"  # paths that a job's token opens
 HEADER_SECONDS = 30.0  # from the beginning of a connection, or the answer before, to the end of a request's headers
 MOST = 2048  # connections that are open
-_FILES = 1 << 16  # open files that are enough for anything
-_RESERVED = 256  # of them for what is no connection: files, the database, workers, a store
-_TOLD_SECONDS = 60.0  # between two lines of the same trouble
+_FILES = 1 << 16  # open files that suffice for any use
+_RESERVED = 256  # of them for other uses: files, the database, workers, a store
+_TOLD_SECONDS = 60.0  # between two lines of the same error
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MARK = "posttrain-forwarded"  # of a request that another server sent on
-LOOK_SECONDS = 5.0  # between two looks at who there is
+MARK = "posttrain-forwarded"  # marks a request that another server forwarded
+LOOK_SECONDS = 5.0  # between two reads of the hosts
 _CONNECT_SECONDS = 2.0
-_FIRST_SECONDS = 20.0  # until a peer begins to answer what it need not compute
+_FIRST_SECONDS = 20.0  # until a peer begins an answer without computation
 _ANSWER_SECONDS = 960.0
-_MOST = 16  # requests of one principal that other servers answer at once
+_MOST = 16  # forwarded requests of one principal at the same time
 _PIECE = 1 << 16  # bytes
 _SENT = ("authorization", "cookie", "accept", "content-type", "if-none-match", "idempotency-key", "last-event-id")
 _GIVEN = ("content-type", "etag", "cache-control", "retry-after", "location", "x-accel-buffering", "www-authenticate")
@@ -62,7 +62,7 @@ _AWAY = (OSError, http.client.HTTPException)
 
 
 def raise_files() -> int:
-    """Let this process open as many files as it may; how many."""
+    """Raise this process's limit of open files as far as allowed; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -72,15 +72,15 @@ def raise_files() -> int:
 
 
 def most_of(files: int) -> int:
-    """How many connections may be open where so many files may."""
+    """Return how many connections may be open with a limit of open files."""
     return min(MOST, max(files - _RESERVED, files // 2))
 
 
 class Room:
-    """The connections of one server. They come by its thread alone.
+    """The connections of one server. Only its thread calls it.
 
     Args:
-        most: that are open at once.
+        most: open connections at the same time.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -90,10 +90,10 @@ class Room:
         self._told = Seldom()
 
     def enter(self, connection: socket.socket) -> bool:
-        """One more came; where there are too many, one ends of which nobody is known, maybe this one. Whether so."""
+        """Add a connection; if there are too many, end the oldest unidentified one; return whether there were."""
         number = connection.fileno()
         self._open.pop(number, None)
-        self._known.pop(number, None)  # of one before, that had its descriptor
+        self._known.pop(number, None)  # a former connection with its descriptor
         self._open[number] = weakref.ref(connection)
         if len(self._open) <= self.most:
             return False
@@ -104,7 +104,7 @@ class Room:
         return full
 
     def begun(self, number: int, connection: Connection) -> None:
-        """Requests of this connection come through that."""
+        """Register the protocol object of a connection."""
         self._known[number] = connection
 
     def _end_one(self) -> None:
@@ -120,14 +120,14 @@ class Room:
 
 
 class Door(socket.socket):
-    """A socket that listens, and lets in no more than there is room for."""
+    """A listening socket that accepts no more connections than `room` allows."""
 
     room: Room | None = None
     _full = False
 
     def accept(self) -> tuple[socket.socket, Any]:
         """See `socket.accept`."""
-        if self._full:  # the loop takes up to 2048 in a row: first what was ended is closed
+        if self._full:  # the loop accepts up to 2048 in a row: first close the ended ones
             self._full = False
             raise BlockingIOError
         found, address = super().accept()
@@ -136,18 +136,18 @@ class Door(socket.socket):
 
 
 class Connection(H11Protocol):
-    """One connection, which ends where the headers of a request are not whole in time."""
+    """One connection, which ends when the headers of a request are not complete in time."""
 
     room: ClassVar[Room | None] = None
     _late: asyncio.TimerHandle | None = None
 
     @property
     def known(self) -> bool:
-        """Whether the request that it brought last was somebody's."""
+        """Whether the last request on it was identified."""
         state = self.scope.get("state", {}) if self.scope else {}
         return "asker" in state or "granted" in state
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
         """See `asyncio.Protocol.connection_made`."""
         super().connection_made(transport)
         found = transport.get_extra_info("socket")
@@ -173,7 +173,7 @@ class Connection(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """While a request is answered there is no deadline here; else there is one that no byte puts off."""
+        """Set the header deadline, which no byte postpones; while a request is answered there is no deadline."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             self._unset()
         elif self._late is None:
@@ -186,12 +186,12 @@ class Connection(H11Protocol):
 
 
 def kind_of(room: Room | None) -> type[Connection]:
-    """The connections of a server."""
+    """Return the connection class of a server."""
     return type("Connection", (Connection,), {"room": room})
 
 
 def _of_jobs(app: Any) -> Any:
-    """What those hear who come over the socket for jobs: what an attempt's token opens, and nothing else."""
+    """Return the application for the socket of jobs: it serves only the paths of an attempt's token."""
 
     async def asked(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"].startswith(OF_ATTEMPTS):
@@ -204,13 +204,13 @@ def _of_jobs(app: Any) -> Any:
 
 
 class Seldom:
-    """Whether it is time for a line that would otherwise come again and again."""
+    """Limits how often a repeated line is logged."""
 
     def __init__(self) -> None:
         self._next, self._lock = 0.0, threading.Lock()
 
     def now(self) -> bool:
-        """Once in a while."""
+        """Return True at most once in `_TOLD_SECONDS`."""
         with self._lock:
             moment = time.monotonic()
             due = moment >= self._next
@@ -219,12 +219,12 @@ class Seldom:
 
 
 def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]) -> Any:
-    """A loop's handler of what goes wrong in it: that there are no more files is told seldom.
+    """Return a loop's exception handler that reports exhausted files seldom.
 
-    asyncio tells of it up to 2048 times a second, with a traceback each.
+    asyncio reports it up to 2048 times a second, with a traceback each.
 
     Args:
-        otherwise: told of everything else.
+        otherwise: handles everything else.
     """
     seldom = Seldom()
 
@@ -239,17 +239,17 @@ def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches it."""
+    """Return whether only this machine reaches a host."""
     with suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
 
 
 def checked_advertised(url: str) -> str:
-    """An address by which servers of other hosts reach one, which send it what its users send them.
+    """Return a valid address by which servers of other hosts reach one; they forward requests of users to it.
 
     Raises:
-        InputError: it is none, or others could listen.
+        InputError: it is not a URL, or others could read the traffic.
     """
     try:
         parts = urlsplit(url)
@@ -265,7 +265,7 @@ def checked_advertised(url: str) -> str:
 
 
 class Peers:
-    """The servers of the other hosts, as they were a moment ago.
+    """The servers of the other hosts, read at most a few seconds ago.
 
     Args:
         hosts: of the ledger; None: it has one.
@@ -278,15 +278,15 @@ class Peers:
         self._held: Counter[str] = Counter()  # principal → requests that others answer
 
     def look(self) -> None:
-        """See who there is."""
+        """Read the hosts."""
         if self._hosts is not None:
             others = [one for one in self._hosts.all() if one.id != self._hosts.id and not one.gone]
             self._known = {one.id: one for one in others if is_sure(one)}
 
     def keep_looking(self, over: threading.Event) -> None:
-        """Now and then, until this is over."""
+        """Read the hosts now and then, until `over` is set."""
         while not over.wait(LOOK_SECONDS):
-            with suppress(PosttrainError):  # a database that is away: the next time
+            with suppress(PosttrainError):  # a database that is away: tried again on the next round
                 self.look()
 
     async def answer(
@@ -299,15 +299,15 @@ class Peers:
         *,
         computes: bool = False,
     ) -> Response | None:
-        """What the server of a run's host answers; None: this one has to.
+        """Forward a request to the server of a run's host and return its answer; None: this server has to answer.
 
         Args:
             ledger: of the asker's project.
             computes: whether the answer may take long to begin.
-            who: the asker, who may ask. The workspace's own user is known by a key of this folder, and to no other one.
+            who: the asker, who has the permission. The workspace's own user has a key that only this folder accepts.
 
         Raises:
-            LimitError: others answer too much of theirs already.
+            LimitError: other servers answer too many of the asker's requests already.
         """
         if who.auth == OS or not self._known or MARK in request.headers:
             return None
@@ -350,7 +350,7 @@ class Peers:
 
 
 def is_sure(host: Host) -> bool:
-    """Whether whoever answers at a host's address is its server."""
+    """Return whether an answer from a host's address certainly is its server's."""
     parts = urlsplit(host.url)
     if is_loopback(str(parts.hostname or "")):
         return is_near(host.server)
@@ -358,7 +358,7 @@ def is_sure(host: Host) -> bool:
 
 
 def is_near(process: str) -> bool:
-    """Whether a server's process, HOSTNAME:PID:START, lives here, with the same loopback as this one."""
+    """Return whether a server's process, HOSTNAME:PID:START, is on this machine, with the same loopback network."""
     if not process or process.rsplit(":", 2)[0] != process_name().rsplit(":", 2)[0] or not process_alive(process):
         return False
     try:

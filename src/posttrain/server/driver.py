@@ -1,8 +1,8 @@
 """The driver of a server (`children.start`): drives every unfinished run of every project of a served workspace, seals
-what happened, and has it delivered to the projects' sinks.
+events, and delivers them to the projects' sinks.
 
-It may be killed at any line: the ledger says what is to be done, the jobs go on, and the server starts another one.
-Idle it asks less than two statements a second, and one more for each project with sinks, however many runs there are.
+It may be killed at any line: the ledger contains the remaining work, jobs continue, and the server starts another one.
+When idle it sends less than two statements a second, and one more for each project with sinks, for any number of runs.
 """
 
 import os
@@ -23,17 +23,17 @@ from posttrain.server.metering import Board
 from posttrain.store.grants import Grants
 from posttrain.store.work import open_runs
 
-_EVERY = 1.5  # seconds between two looks for runs
-_GIVEN_UP = 60.0  # seconds between two looks at a run that failed for long
-_SHOW = 1.0  # seconds between two looks of others at what it does
+_EVERY = 1.5  # seconds between two queries for runs
+_GIVEN_UP = 60.0  # seconds between two passes over a run that was given up
+_SHOW = 1.0  # seconds between two updates of the board
 
 
 class OpenRuns:
-    """The unfinished runs of every project; who asks for them need not ask for each.
+    """The unfinished runs of every project, from one query.
 
     Args:
-        granting: keeps what living jobs may have of the server.
-        board: on which it shows how often it was asked, how long passes took, and how many could not use the ledger.
+        granting: renews the server's grants to living jobs.
+        board: receives the number of passes, their duration, and the number of ledger errors.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OpenRuns:
     ) -> None:
         self._workspace, self._say, self._granting, self._board = workspace, say, granting, board
         self._wanted: dict[str, list[str]] = {}
-        self._resting: dict[str, float] = {}  # runs that were given up → when to look again
+        self._resting: dict[str, float] = {}  # runs that were given up → when to drive them again
         self._asked, self._began, self._shown = -_EVERY, 0.0, 0.0
         self.passes, self.spent, self.errors = 0, 0.0, 0
 
@@ -58,7 +58,7 @@ class OpenRuns:
                 self._wanted = open_runs(self._workspace.ledger.database, self._workspace.jobs.host, process_name())
                 if self._granting is not None:
                     self._granting.keep()
-            except PosttrainError as error:  # a database that is away: the next time
+            except PosttrainError as error:  # a database that is away: tried again on the next round
                 self.errors += 1
                 self._say(f"the ledger cannot be used: {error}")
         return {
@@ -71,11 +71,11 @@ class OpenRuns:
         self._wanted = {project: [one for one in runs if one != run_id] for project, runs in self._wanted.items()}
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """See `Wanted.give_up`: it is looked at now and then, for a person may have mended it."""
+        """See `Wanted.give_up`: the run is driven again after `_GIVEN_UP` seconds, since a person may have fixed it."""
         self._resting[run_id] = time.monotonic() + _GIVEN_UP
 
     def over(self) -> bool:
-        """Whether the server is gone, which holds the other end of stdin and never writes there."""
+        """Return whether the server has ended, which holds the other end of stdin and never writes to it."""
         now = time.monotonic()
         self.passes, self.spent = self.passes + 1, self.spent + now - self._began
         if self._board is not None and now - self._shown >= _SHOW:
@@ -85,10 +85,10 @@ class OpenRuns:
 
 
 def main(root: Path, words: list[str]) -> int:
-    """Drive until told to end.
+    """Drive until a signal or the end of the server.
 
     Args:
-        words: how it logs, and the descriptor of the board on which it shows what it does.
+        words: arguments for its log, and the descriptor of the board.
     """
     begin(Logging.of(words))
     sys.stdout = sys.stderr = Printed()

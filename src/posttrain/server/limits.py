@@ -1,9 +1,10 @@
-"""Limits on requests: what one principal may have under way, threads by kind of wait, and sizes and forms.
+"""Limits on requests: concurrency per principal, threads by kind of wait, and sizes and forms.
 
-Beyond its limit a principal waits, and beyond a second one it is told to ask later. So a principal that asks much keeps
-only itself waiting: some threads and workers are always out of its reach.
+Beyond its limit a principal waits, and beyond a second one it is refused with a hint to retry later. So a principal
+with many requests delays only itself: some threads and workers are always out of its reach.
 
-Threads for what blocks are kept apart by what it waits for: uploads, followers and workers delay nobody else's answer.
+Blocking work has separate threads by what it waits for: uploads, followers and workers delay no other principal's
+answer.
 
 The size and form of a request are checked before anything else reads it.
 """
@@ -27,12 +28,12 @@ from posttrain.domain.ids import TYPES, Id
 
 T = TypeVar("T")
 MOST_JSON = 8 << 20  # of a JSON body
-PIECE_SECONDS = 30.0  # within which something of a body must come
+PIECE_SECONDS = 30.0  # within which the next piece of a body must arrive
 
 
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
-LOOK = "look"  # what only looks: who is turned away asks again, and nothing of a run waits for it
-# Looks are computed under the interpreter's lock: more threads only wait for each other, and each look takes longer.
+LOOK = "look"  # read-only requests: a refused client retries, and no run waits for them
+# Looks hold the interpreter's lock while they compute: more threads would only slow each other.
 _THREADS = {LOOK: 4, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
 
 
@@ -44,35 +45,35 @@ _WAITING = {
     ADOPT: 200,
     FOLLOW: 0,
     PASS_ON: 0,
-}  # that may wait for a thread
+}  # requests that may wait for a thread
 
 
-_PATIENCE = {LOOK: 2.0}  # seconds for which one may wait for it; others as long as it takes
+_PATIENCE = {LOOK: 2.0}  # seconds that a request may wait for a thread; others wait without limit
 
 
 _limits: dict[str, anyio.CapacityLimiter] = {}
 
 
-RETRY_SECONDS = 1  # that whoever was refused is told to wait
+RETRY_SECONDS = 1  # that a refused client is asked to wait
 
 
-BODY, LOGIN = "body", "login"  # what takes no thread of its own: bodies from their first byte on, forms that log in
+BODY, LOGIN = "body", "login"  # without a thread: bodies from their first byte, login forms
 
 
-CHANNEL = "channel"  # what one attempt's job puts into its channel, and reads there
+CHANNEL = "channel"  # reads and writes of one attempt's job in its channel
 
 
-MOST_BYTES = 256 << 20  # of uploads by one principal that are under way
+MOST_BYTES = 256 << 20  # of concurrent uploads by one principal
 
 
-MOST_BODIES = 32 << 20  # bytes of other bodies, which are held as a whole
+MOST_BODIES = 32 << 20  # bytes of other bodies, which are held in memory
 
 
 async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
-    """What a function answers, in a thread of this lane; it waits for one without a thread.
+    """Run a function in a thread of this lane and return its result; waiting for a turn takes no thread.
 
     Raises:
-        BusyError: too many wait already, or it waited too long.
+        BusyError: too many requests wait already, or it waited too long.
     """
     if lane not in _limits:
         _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
@@ -82,13 +83,13 @@ async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
 
 @functools.cache
 def _any_thread() -> anyio.CapacityLimiter:
-    """Who has their turn waits for no thread."""
+    """Return a limiter without a limit: the turn has been granted already."""
     return anyio.CapacityLimiter(math.inf)
 
 
 @asynccontextmanager
 async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
-    """Have one of so many places, in the order in which they are asked for. Raises as `in_thread`."""
+    """Hold one place of a limiter, granted in the order of requests. Raises as `in_thread`."""
     mine, patience = object(), _PATIENCE.get(lane)
     if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING.get(lane, math.inf):
         raise BusyError(f"the server has too much to do ({lane}); ask again in a while")
@@ -107,10 +108,10 @@ async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """Of one kind of requests by one principal."""
+    """Limits of one kind of requests by one principal."""
 
     running: int  # fewer than there are threads or workers for it
-    known: int  # with those that wait
+    known: int  # including those that wait
 
 
 MOST = {
@@ -128,7 +129,7 @@ _WORDS = {
 
 @dataclass(slots=True)
 class _Held:
-    """What one principal has under way in one lane."""
+    """The requests of one principal in one lane."""
 
     turn: anyio.CapacityLimiter
     known: int = 0
@@ -137,7 +138,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Limits:
-    """Of every principal of a server. It is asked by the event loop alone."""
+    """Limits of every principal of a server. Only the event loop calls it."""
 
     most: dict[str, Most] = field(default_factory=lambda: dict(MOST))
     most_bytes: int = MOST_BYTES
@@ -146,13 +147,13 @@ class Limits:
 
     @asynccontextmanager
     async def taken(self, principal: str, lane: str, size: int = 0) -> AsyncIterator[None]:
-        """Have a request of this kind under way, once it is its turn.
+        """Count a request of this kind, and wait for its turn.
 
         Args:
-            size: bytes of an upload or a body; a single one may be as large as it likes.
+            size: bytes of an upload or a body; a single one may have any size.
 
         Raises:
-            LimitError: they have too many already. BusyError: as `in_thread`.
+            LimitError: the principal has too many already. BusyError: as `in_thread`.
         """
         key, most = (principal, lane), self.most[lane]
         held = self._held.get(key)
@@ -180,13 +181,13 @@ class Limits:
                 self._held.pop(key, None)
 
 
-BODY_SECONDS = 120.0  # within which a body must come that is held as a whole
+BODY_SECONDS = 120.0  # within which a body that is held in memory must arrive
 
 
 _SMALL = 1 << 16  # bytes that a connection holds by itself
 
 
-IN_PATHS: Mapping[str, Id] = {  # parameter of a path → what it must be
+IN_PATHS: Mapping[str, Id] = {  # parameter of a path → its type
     **{"project": TYPES["ProjectId"], "digest": TYPES["Digest"], "operation_id": TYPES["OperationId"]},
     **{"run_id": TYPES["RunId"], "sample": TYPES["SampleId"], "token_id": TYPES["TokenId"]},
     **{"principal": TYPES["Principal"], **dict.fromkeys(("words", "name", "channel", "kind"), TYPES["Name"])},
@@ -197,13 +198,13 @@ _DIGITS = 16  # of a size that is a number
 
 
 def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, Any]:
-    """A request's parameters by name.
+    """Return a request's parameters by name.
 
     Args:
-        body: as `read` gave it.
+        body: the bytes that `read` returned.
 
     Raises:
-        InputError: a body that is too large, or no JSON object; a parameter that is there twice.
+        InputError: the body is not a JSON object; a parameter occurs twice.
     """
     found: dict[str, Any] = {name: request.path_params[name] for name in operation.in_path}
     if operation.method in ("GET", "DELETE"):
@@ -220,10 +221,10 @@ def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, 
 
 
 def check_path(request: Request) -> None:
-    """Check what the path names, before anything is asked of the ledger.
+    """Check the parameters of a path, before any query to the ledger.
 
     Raises:
-        InputError: a part is no such id or name.
+        InputError: a part is not a valid id or name.
     """
     for name, value in request.path_params.items():
         if "\ufffd" in value:
@@ -232,10 +233,10 @@ def check_path(request: Request) -> None:
 
 
 async def read(operation: Verb[..., Any], request: Request) -> bytes:
-    """The body of a request; of one whose parameters are its query, nothing.
+    """Return the body of a request; empty for a method with query parameters.
 
     Raises:
-        InputError: it is too large, or its sender left. SlowError: it did not come in time.
+        InputError: it is too large, or the client left. SlowError: it did not arrive in time.
     """
     if operation.method in ("GET", "DELETE"):
         return b""
@@ -243,7 +244,7 @@ async def read(operation: Verb[..., Any], request: Request) -> bytes:
 
 
 def weight(operation: Verb[..., Any], request: Request) -> int:
-    """Bytes that a body will take here, as its sender says; nothing where a connection has room for it anyway."""
+    """Return the bytes that a body will take here, by its headers; 0 if the connection's buffer is large enough."""
     if operation.method in ("GET", "DELETE"):
         return 0
     said = request.headers.get("content-length", "")
@@ -253,14 +254,14 @@ def weight(operation: Verb[..., Any], request: Request) -> int:
 
 
 async def whole(request: Request, most: int, what: str, instead: str = "") -> bytes:
-    """A body that is held here as a whole.
+    """Return a whole body.
 
     Args:
-        what: it is, for whoever sent too much.
-        instead: what to do then.
+        what: names it in errors.
+        instead: the remedy in an error about its size.
 
     Raises:
-        InputError: it is too large, or its sender left. SlowError: it did not come in time.
+        InputError: it is too large, or the client left. SlowError: it did not arrive in time.
     """
     body = bytearray()
     try:
@@ -277,16 +278,16 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
 
 
 def timely(receive: Receive) -> Receive:
-    """What comes of a request, where each piece of its body comes in time.
+    """Return a `receive` that requires each piece of a request's body in time.
 
     Raises:
-        SlowError: one did not.
+        SlowError: a piece was late.
     """
     ended = False
 
     async def received() -> Message:
         nonlocal ended
-        if ended:  # now it is waited for that somebody leaves, however long they stay
+        if ended:  # from now on it waits for the disconnect, without a limit
             return await receive()
         try:
             async with asyncio.timeout(PIECE_SECONDS):

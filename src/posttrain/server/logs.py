@@ -1,9 +1,9 @@
-"""What a server, its driver and its workers say: one JSON object a line on stderr, or text where a person reads it.
+"""The log of a server, its driver and its workers: one JSON object a line on stderr, or text on a terminal.
 
-A line has `time`, `level`, `logger`, `message` and whatever is known of `request`, `principal` (pseudonymous),
-`project`, `verb`, `method`, `status`, `milliseconds`, `run`, `client`. What was sent is never in it: no path, query,
-header or body. A traceback names places and classes; messages of errors that nobody meant to raise quote what was sent,
-so they are left out, but for what the operating system says.
+A line has `time`, `level`, `logger`, `message` and those fields that apply of `request`, `principal` (pseudonymous),
+`project`, `verb`, `method`, `status`, `milliseconds`, `run`, `client`. It never contains what a client sent: no path,
+query, header or body. A traceback contains places and classes; messages of unexpected errors may quote a request, so
+they are left out, except for the operating system's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ JSON, TEXT = "json", "text"
 FORMATS = (JSON, TEXT)
 LEVELS = ("debug", "info", "warning", "error")
 OURS = "posttrain"
-_FACTS = "facts"  # attribute of a record: its fields
-_WAITING = 10_000  # lines that may wait for whoever reads stderr
+_FACTS = "facts"  # attribute of a record that contains its fields
+_WAITING = 10_000  # lines that may wait for the reader of stderr
 _FRAMES, _CAUSES = 40, 8  # of one traceback
 _RUN = re.compile(r"run ([a-z0-9][a-z0-9.-]{0,63}): ")
 _SECRETS = (
@@ -44,10 +44,10 @@ _SECRETS = (
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    """How lines are written.
+    """The format and level of lines.
 
     Raises:
-        InputError: a format or level that there is not.
+        InputError: an unknown format or level.
     """
 
     format: str = ""  # "": text on a terminal, else json
@@ -60,20 +60,20 @@ class Logging:
             raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {self.level!r}; name one of them")
 
     def words(self) -> list[str]:
-        """For the command line of a process that writes the same."""
+        """Return arguments for the command line of a process that logs the same way."""
         return [self.format or (TEXT if os.isatty(2) else JSON), self.level]
 
     @classmethod
     def of(cls, words: list[str]) -> Logging:
-        """What `words` made; of a process that was told nothing, the default."""
+        """Read the arguments of `words`; without arguments return the default."""
         return cls(*words[:2])
 
 
 def begin(how: Logging, *, held: bool = False) -> None:
-    """Let everything that this process says go to stderr in one form.
+    """Send all output of this process to stderr in one form.
 
     Args:
-        held: whether a thread writes the lines, so that nobody who says something waits for whoever reads them.
+        held: a thread writes the lines, so that no caller waits for the reader of stderr.
     """
     handler: logging.Handler = _Held() if held else _Direct()
     handler.setFormatter(_Lines(Veil(os.environ), text=how.words()[0] == TEXT))
@@ -87,14 +87,14 @@ def begin(how: Logging, *, held: bool = False) -> None:
 
 
 def facts(**known: Any) -> dict[str, Any]:
-    """`extra=` of a line: its fields; what is None or empty is left out."""
+    """Return `extra=` of a line: its fields, without None and empty ones."""
     return {_FACTS: {name: value for name, value in known.items() if value is not None and value != ""}}
 
 
 def logged_problem(
     error: BaseException, request: str, verb: str | None = None, status: int | None = None
 ) -> dict[str, Any]:
-    """The problem document of an error. What it leaves out of an error of the server goes to the log."""
+    """Return the problem document of an error; log the details that it omits of a server error."""
     document = problem(error, request, status)
     told = facts(request=request, verb=verb, status=document["status"])
     if not isinstance(error, PosttrainError):
@@ -105,7 +105,7 @@ def logged_problem(
 
 
 class Printed(io.TextIOBase):
-    """Instead of stdout and stderr: whole lines that libraries print."""
+    """Replaces stdout and stderr: logs whole lines that libraries print."""
 
     def __init__(self) -> None:
         self._partial = ""
@@ -121,13 +121,13 @@ class Printed(io.TextIOBase):
 
 
 def say_of_driver(line: str) -> None:
-    """What a driver says, as a line of the server's log."""
+    """Log a driver's message as a line of the server's log."""
     run = _RUN.match(line)
     logging.getLogger(f"{OURS}.driver").info("%s", line, extra=facts(run=run[1] if run else None))
 
 
 def traced(error: BaseException) -> list[str]:
-    """Where an error came from, the oldest cause first; of messages only the operating system's."""
+    """Return the places of an error and its causes, the oldest first; only messages of the operating system."""
     found: list[str] = []
     for one in reversed(list(_causes(error))):
         said = f": {os.strerror(one.errno)}" if isinstance(one, OSError) and one.errno else ""
@@ -177,10 +177,10 @@ class _Lines(logging.Formatter):
         return json.dumps(said | dict(known) | ({"traceback": traced(error)} if error else {}))
 
     def _message(self, record: logging.LogRecord) -> str:
-        """In one line. Of other libraries the first, whose rest is what they were given."""
+        """Return the message in one line. Of other libraries only its first line: the rest quotes their input."""
         try:
             said = record.getMessage()
-        except Exception:  # words that do not fit the template
+        except Exception:  # arguments that do not fit the template
             said = str(record.msg)
         if record.name.partition(".")[0] != OURS:
             said = said.partition("\n")[0]
@@ -191,16 +191,16 @@ class _Lines(logging.Formatter):
 
 
 class _Direct(logging.Handler):
-    """Writes a line at once."""
+    """Writes each line immediately."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`. Whatever is wrong with stderr ends nothing."""
+        """See `logging.Handler.emit`. An error of stderr ends nothing."""
         with suppress(OSError):
             _write(self.format(record))
 
 
 class _Held(logging.Handler):
-    """Gives lines to a thread; those that would wait for too long are counted instead."""
+    """Passes lines to a thread; lines that do not fit the queue are counted instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _Held(logging.Handler):
             self._lost += 1
 
     def close(self) -> None:
-        """Wait for what was said; `logging.shutdown` calls it when the process ends."""
+        """Wait for pending lines; `logging.shutdown` calls it when the process ends."""
         until = threading.Event()
         for _ in range(100):
             if not self._lines.unfinished_tasks or until.wait(0.02):

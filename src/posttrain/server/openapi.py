@@ -10,7 +10,7 @@ from posttrain.api.problems import MEDIA_TYPE
 from posttrain.api.verbs import PREFIX, Verb
 
 _REF = "#/components/schemas/{model}"
-_FILES = {  # of verbs that answer with files, which are fetched by their digests
+_FILES = {  # of verbs that return files, which are fetched by their digests
     "type": "object",
     "properties": {
         "value": {},
@@ -44,7 +44,7 @@ _STREAMS = {
 }
 
 
-_WRONG = {  # status → of what problems
+_WRONG = {  # status → its problems
     400: "no request that a server reads",
     401: "nobody is known by the token",
     403: "the role does not cover it",
@@ -68,7 +68,7 @@ _KEY = {
 
 
 def document() -> dict[str, Any]:
-    """The whole document. It loads the rooms of every value: ask for it in a worker."""
+    """Return the whole document. It imports the types of every value: call it in a worker."""
     schemas: dict[str, Any] = {"Problem": _PROBLEM}
     paths: dict[str, Any] = {}
     for operation in OPERATIONS.values():
@@ -151,7 +151,7 @@ _PROJECT = {"name": "project", "in": "path", "required": True, "schema": {"type"
 
 
 def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, Any]:
-    """What a request is answered with, errors too."""
+    """Return the responses of a request, errors included."""
     told = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     return {
         "200": {"description": "what it answers", "content": content},
@@ -183,7 +183,7 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose definitions are the document's."""
+    """Move a schema's definitions into the document."""
     schemas.update(schema.pop("$defs", {}))
     return schema
 
@@ -250,7 +250,7 @@ def _bytes() -> dict[str, Any]:
 
 
 def _itself() -> dict[str, Any]:
-    """How the server stands, and what it speaks: asked without a token. And what a token is of."""
+    """Return the paths about the server, which need no token, and the path about a token."""
     status = _object(status={"type": "string"})
     version = _object(version={"type": "string"}, api={"type": "array", "items": {"type": "integer"}})
     ready = {"description": "why no run is driven", "content": _json(status)}
@@ -285,7 +285,7 @@ def _token() -> dict[str, Any]:
 
 
 def _operations() -> dict[str, Any]:
-    """What goes on longer than its request."""
+    """Return the paths of operations, which last longer than their request."""
     words = {"name": "operation_id", "in": "path", "required": True, "schema": {"type": "string"}}
     told = {
         "get": ("operation", "How an operation stands, and what came of it."),

@@ -9,18 +9,15 @@ One process answers, one drives, and workers start and end on demand:
         ├──▶ workers: what reads files or computes
         └──▶ driver: every unfinished run; started again when it dies
 
-        ROOT/server.lock   held as long as the server lives
-        ROOT/server.json   where it listens, and the key that admits every user who may read this folder
+    ROOT/server.lock   held as long as the server lives
+    ROOT/server.json   where it listens, and the key that admits every user who may read this folder
 
-    `/readyz` reports whether a server can do its work: its database answers, its store has answered once, its driver
-    lives.
-    The server probes the store when it starts, so that a mistyped address or key is reported immediately. It probes a
-    store
-    that is away until it answers; meanwhile requests wait or are refused by the component that needs the store. After
-    the
-    first answer, each request that cannot reach the store reports that (503), and other requests continue.
+`/readyz` reports whether a server can do its work: its database answers, its store has answered once, its driver lives.
+The server probes the store when it starts, so that a mistyped address or key is reported immediately. It probes a store
+that is away until it answers; meanwhile requests wait or are refused by the component that needs the store. After the
+first answer, each request that cannot reach the store reports that (503), and other requests continue.
 
-    The server notifies systemd that it is ready, alive and stopping (sd_notify(3)); without systemd it sends nothing.
+The server notifies systemd that it is ready, alive and stopping (sd_notify(3)); without systemd it sends nothing.
 """
 
 from __future__ import annotations
@@ -309,9 +306,8 @@ def _conceal(hosts: Hosts) -> None:
 
 
 def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Config:
-    """Return the configuration of uvicorn: without its own log lines, which contain paths, and without WebSockets,
-    which
-    no route uses. `Observing` reads the headers of a proxy.
+    """Return the configuration of uvicorn: without its own log lines, which contain paths, and without WebSockets.
+    `Observing` reads the headers of a proxy.
     """
     return uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,

@@ -1,4 +1,4 @@
-"""What comes piece by piece, as server-sent events: how a run stands, and what its jobs print."""
+"""Server-sent events: the status of a run, the output of its jobs, and the answers of a model."""
 
 import asyncio
 import json
@@ -22,15 +22,15 @@ from posttrain.server.logs import logged_problem
 from posttrain.server.underway import Server
 from posttrain.server.workers import Asking, Refused
 
-_EVERY = 0.5  # seconds between two looks at a run
-_AGAIN = 5.0  # seconds between two looks whether whoever follows still may
+_EVERY = 0.5  # seconds between two reads of a run
+_AGAIN = 5.0  # seconds between two checks of the follower's permission
 _SILENT = 15.0  # seconds after which a comment keeps the connection open through proxies
 _EVENTS = "text/event-stream"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """Each ends with an event `end`, or `problem` where something went wrong after the first piece."""
+    """Add the routes. A stream ends with an event `end`, or `problem` for an error after the first event."""
 
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
@@ -38,7 +38,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         if elsewhere := await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity):
             return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
-        await in_thread(READ, watcher.read)  # an unknown run is a problem document, and no stream
+        await in_thread(READ, watcher.read)  # an unknown run yields a problem document, not a stream
 
         def look() -> tuple[bytes, bool]:
             status = watcher.read()
@@ -55,7 +55,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         who, asked = await in_thread(READ, server.admitted, request, "logs")
         if elsewhere := await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity):
             return elsewhere
-        await in_thread(READ, asked.run, run_id)  # an unknown run is a problem document, and no stream
+        await in_thread(READ, asked.run, run_id)  # an unknown run yields a problem document, not a stream
         vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)
         stream = _printed(request, pieces, vigil, _Leave(server.admitted, request, "logs"))
@@ -66,34 +66,34 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 class Followed(StreamingResponse):
-    """Server-sent events to one follower, who is counted as long as they are sent."""
+    """Server-sent events to one follower, who is counted while they are sent."""
 
     def __init__(self, events: AsyncIterator[bytes], counted: AbstractAsyncContextManager[None]) -> None:
         super().__init__(events, headers=_HEADERS, media_type=_EVENTS)
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raise LimitError before anything is sent where they follow too much already."""
+        """Send the stream. Raises LimitError before anything is sent if the principal follows too many already."""
         async with self._counted:
             await super().__call__(scope, receive, send)
 
 
 class _Leave:
-    """Whether whoever follows a stream may still do so: a token may be revoked, a role taken away meanwhile."""
+    """Checks that a follower still has the permission: the token may be revoked, the role removed meanwhile."""
 
     def __init__(self, admitted: Callable[[Request, str], object], request: Request, verb: str) -> None:
         self._admitted, self._request, self._verb = admitted, request, verb
         self._asked = time.monotonic()
 
     async def check(self) -> None:
-        """Raise AccessError where they may not any more; asked now and then only."""
+        """Raise AccessError if the permission was removed; checked every `_AGAIN` seconds at most."""
         if time.monotonic() - self._asked >= _AGAIN:
             self._asked = time.monotonic()
             await in_thread(READ, self._admitted, self._request, self._verb)
 
 
 async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[bytes]:
-    """A status whenever it is another one, until the run has ended."""
+    """Yield the status whenever it changes, until the run has ended."""
     told, quiet = b"", 0.0
     while not (await request.is_disconnected() or is_ending(request)):
         try:
@@ -116,11 +116,11 @@ async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[by
 
 
 class _LeftError(PosttrainError):
-    """Nobody reads on."""
+    """The client has left."""
 
 
 class _WhileRead:
-    """A vigil that ends when nobody reads on, and not only when the run does."""
+    """A vigil that ends when the client leaves, and not only when the run ends."""
 
     def __init__(self, look: Callable[[], RunRecord]) -> None:
         self._look, self.over = look, threading.Event()
@@ -139,7 +139,7 @@ class _WhileRead:
 async def _printed(
     request: Request, pieces: Iterator[Any], vigil: _WhileRead | None, leave: _Leave
 ) -> AsyncIterator[bytes]:
-    """What jobs print, as it comes. A thread waits for the next piece, until somebody leaves."""
+    """Yield the output of jobs as it arrives. A thread waits for the next piece, until the client leaves."""
     lane = FOLLOW if vigil else READ
     try:
         while True:
@@ -147,7 +147,7 @@ async def _printed(
             while not (await asyncio.wait({waiting}, timeout=_EVERY))[0]:
                 await leave.check()
                 quiet += _EVERY
-                if quiet >= _SILENT:  # a job may print nothing for hours, and whoever follows waits a minute at most
+                if quiet >= _SILENT:  # a job may print nothing for hours, and a follower waits a minute at most
                     quiet = 0.0
                     yield b": still here\n\n"
                 if vigil is not None and (await request.is_disconnected() or is_ending(request)):
@@ -171,7 +171,7 @@ async def _printed(
 
 
 def is_ending(request: Request) -> bool:
-    """Whether the server is about to end, so that streams do."""
+    """Return whether the server is about to end, so that streams end too."""
     return bool(getattr(request.app.state, "ending", False))
 
 
@@ -183,7 +183,7 @@ def _event(kind: str, body: bytes) -> bytes:
 
 
 async def answers(request: Request, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]) -> Response:
-    """Events `asked`, `answer` for each, then `end`. What goes wrong before the first is a problem document."""
+    """Stream an event `asked`, an `answer` for each, then `end`. An error before the first is a problem document."""
     loop, told = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
 
     def hear(piece: bytes) -> None:
@@ -216,4 +216,4 @@ async def _told(
         else:
             yield _event("end", b"{}")
     finally:
-        asking.end()  # whoever asked has left, or it is over
+        asking.end()  # the client has left, or the stream is over

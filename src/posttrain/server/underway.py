@@ -368,7 +368,7 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What the routes of a server use to answer."""
+    """The components that a server's routes use."""
 
     workspace: Workspace
     entrance: Entrance

@@ -1,9 +1,9 @@
 """Uploads by digest, which resume where they stopped at any server of the ledger, and uploaded files as folders.
 
-The bytes that came so far lie in the store, in parts (`store.operations`). A file that came as a whole is the project's
-by a row (`store.operations`), also before anything names it.
+The bytes received so far are in the store, in parts (`store.operations`). A row assigns a complete file to the project
+(`store.operations`), even before anything refers to it.
 
-`Bundles` lays uploaded files down in a folder for a verb that reads files.
+`Bundles` writes uploaded files into a folder for a verb that reads files.
 """
 
 import os
@@ -26,27 +26,27 @@ _LONGEST_NAME = 255
 
 
 class Uploads:
-    """What one project has sent."""
+    """The files that one project has sent."""
 
     def __init__(self, workspace: OpenWorkspace) -> None:
         self._workspace, self._noted = workspace, Noted(workspace.ledger)
 
     def registered(self, digest: str, form: str = "") -> bool:
-        """Whether the project's ledger knows these bytes, as this form where one is named.
+        """Return whether the project's ledger contains these bytes, as this form where one is named.
 
-        A file that looks like the listing of a tree is none: what it lists need not be the project's.
+        A file that looks like the listing of a tree is not a tree: its entries need not be the project's.
         """
         return any(form in ("", artifact.form) for artifact in self._workspace.ledger.artifacts(digest))
 
     def held(self, digest: str) -> bool:
-        """Whether the project has these bytes, so that nobody needs to send them again."""
+        """Return whether the project has these bytes, so that no client needs to send them again."""
         return (self._noted.has(checked(digest)) and self._workspace.blobs.has(digest)) or self.registered(digest)
 
     def keep(self, path: Path, *, to_viewers: bool) -> str:
-        """A file of this machine as if it had been uploaded; its digest.
+        """Store a file of this machine like an upload; return its digest.
 
         Args:
-            to_viewers: whoever may look may have its bytes.
+            to_viewers: every viewer of the project may read its bytes.
         """
         with self._workspace.blobs.holding():
             digest = self._workspace.blobs.put_file(path)
@@ -54,44 +54,44 @@ class Uploads:
         return digest
 
     def note(self, digest: str) -> None:
-        """Bytes that came into the store are this project's."""
+        """Assign bytes in the store to this project."""
         self._noted.add(checked(digest))
 
     def given(self, digest: str) -> bool:
-        """Whether whoever may look may have the bytes: a page that was made for them."""
+        """Return whether every viewer may read the bytes: a page that was made for them."""
         return self._noted.shown(checked(digest))
 
 
 class Arriving:
-    """What one project sends."""
+    """The uploads that one project is sending."""
 
     def __init__(self, workspace: OpenWorkspace, store: PartStore) -> None:
         self._workspace, self._parts = workspace, Parts(workspace.ledger, store)
         self._uploads = Uploads(workspace)
 
     def offset(self, digest: str, total: int | None = None) -> int:
-        """How many bytes of an upload of a size have come; of one whose size nobody names, the most that have."""
+        """Return how many bytes of an upload of a size have arrived; without a size, the largest such number."""
         found = self._parts.sizes(checked(digest))
         return max(found.values(), default=0) if total is None else found.get(total, 0)
 
     def add(self, digest: str, start: int, total: int, pieces: Iterable[bytes]) -> int:
-        """Add bytes to an upload; how many have come. With the last of them the file is in the store.
+        """Add bytes to an upload; return how many have arrived. With the last of them the file is in the store.
 
         Args:
-            start: where they begin.
+            start: the offset of the first byte.
             total: bytes of the whole file.
 
         Raises:
-            InputError: sizes that cannot be. ConflictError: something else has come so far than `start` bytes.
+            InputError: invalid sizes. ConflictError: the upload does not have exactly `start` bytes.
             PartSizeError: they are fewer than a request must bring, and not the last ones.
-            UploadError: the whole has another digest; what had come is gone, so that it can be sent again.
+            UploadError: the whole has another digest; its parts were deleted, so that it can be sent again.
         """
         if not 0 <= start <= total <= MOST_BYTES:
             raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
         known = self._parts.sizes(checked(digest))
         have, short = _begun(digest, start, total, known), False
         for block in _blocks(pieces, total - start, digest):
-            if len(block) == total:  # it came at once, and is small
+            if len(block) == total:  # the whole file in one small block
                 self._keep(digest, block)
                 if known:  # under another size
                     self._parts.forget(digest)
@@ -110,7 +110,7 @@ class Arriving:
         return have
 
     def forget(self, digest: str) -> None:
-        """What came of an upload is not needed: the file came another way."""
+        """Delete the parts of an upload: the file arrived another way."""
         self._parts.forget(checked(digest))
 
     def _keep(self, digest: str, data: bytes) -> None:
@@ -122,7 +122,7 @@ class Arriving:
             self._uploads.note(digest)
 
     def _store(self, digest: str, total: int) -> None:
-        """Where the store is away, what came waits for the next request."""
+        """Put the whole file into the store; while the store is away, its parts wait for the next request."""
         with scratch(self._workspace.root / "cache" / "scratch", "upload-") as folder:
             found = self._parts.whole(digest, total, folder / "whole")
             if not found and self._uploads.held(digest):
@@ -140,10 +140,10 @@ class Arriving:
 
 
 def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int:
-    """How many bytes have come of an upload of that size, which is where these begin.
+    """Return how many bytes of an upload of that size have arrived, which must equal `start`.
 
     Raises:
-        ConflictError: they begin elsewhere.
+        ConflictError: they differ.
     """
     have, others = known.get(total, 0), [one for one in known if one != total]
     if have != start:
@@ -155,10 +155,10 @@ def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int
 
 
 def checked(digest: str) -> str:
-    """A digest that is one.
+    """Return a digest that is valid.
 
     Raises:
-        InputError: it is none.
+        InputError: it is malformed.
     """
     if not is_digest(digest):
         raise InputError(f"digest must be sha256: and 64 hex digits, got {digest[:80]!r}")
@@ -166,13 +166,13 @@ def checked(digest: str) -> str:
 
 
 def _blocks(pieces: Iterable[bytes], most: int, digest: str) -> Iterator[bytes]:
-    """What comes, in parts; what had come before it stopped is one of them.
+    """Yield the received bytes in parts; the bytes before an interruption are one part.
 
     Args:
-        most: bytes that may come.
+        most: bytes that may arrive.
 
     Raises:
-        InputError: more comes. DeadlineError: it does not come on.
+        InputError: more arrive. DeadlineError: the next ones are late.
     """
     block, stalled = bytearray(), None
     try:
@@ -197,7 +197,7 @@ def _other(digest: str, found: str) -> UploadError:
 
 
 class Bundles:
-    """Lays files down for one asker, who may name only what their project holds."""
+    """Writes files into a folder for one asker, who may name only the files of their project."""
 
     def __init__(self, workspace: OpenWorkspace, uploads: Uploads) -> None:
         self._workspace, self._uploads = workspace, uploads
@@ -205,9 +205,9 @@ class Bundles:
 
     @contextmanager
     def opened(self) -> Iterator[Self]:
-        """For the length of one request, in whose folder this process works meanwhile: errors show no other path.
+        """Make a folder for one request and change into it, so that errors show no other path.
 
-        It is no part of the workspace: nothing may be written into that by hand, an exported model for example.
+        It is not in the workspace, where no verb may write files such as an exported model.
         """
         with scratch(Path(tempfile.gettempdir(), f"posttrain-{os.getuid()}"), "request-") as folder:
             self._folder = folder
@@ -219,11 +219,11 @@ class Bundles:
                 os.chdir("/")
 
     def lay_down(self, sent: FileRef | RunFile) -> Path:
-        """A path, relative to where this process works.
+        """Write the files, and return a path relative to the working folder.
 
         Raises:
-            InputError: a name that is none, or leads out of the folder.
-            NotFoundError: bytes that the project does not hold.
+            InputError: an invalid name, or one outside the folder.
+            NotFoundError: bytes that the project does not have.
         """
         if isinstance(sent, FileRef):
             name = _plain(sent.name)
@@ -236,11 +236,11 @@ class Bundles:
         return path.relative_to(self._folder)
 
     def keep(self, path: Path, *, to_viewers: bool) -> str:
-        """Put a file into the store for whoever asks, who may fetch it from now on; its digest."""
+        """Put a file into the store for the asker, who may fetch it from now on; return its digest."""
         return self._uploads.keep(path, to_viewers=to_viewers)
 
     def lay(self, ref: FileRef, name: str) -> Path:
-        """A file or folder under a relative path. Raises as `lay_down`."""
+        """Write a file or folder under a relative path. Raises as `lay_down`."""
         parts = PurePosixPath(name).parts
         if not parts:
             raise InputError("a file's name must be one part of a path, got none")
@@ -274,10 +274,10 @@ class Bundles:
 
 
 def _plain(part: str) -> str:
-    """One name of a path.
+    """Return one valid part of a path.
 
     Raises:
-        InputError: it is none, or leads elsewhere.
+        InputError: it is not one plain name.
     """
     try:
         long = len(part.encode()) > _LONGEST_NAME

@@ -1,7 +1,7 @@
 """A worker of the server (`children.start`): answers verbs that read files or compute, one after the other.
 
-It reads requests as JSON lines from descriptor 3 and writes answers to it: gates, row checks and whatever else loads
-numpy, pyarrow or tokenizers happen here, so that the server itself stays small, and a request that takes all memory
+It reads requests as JSON lines from descriptor 3 and writes answers to it. Gates, row checks and everything else that
+loads numpy, pyarrow or tokenizers run here, so that the server itself stays small, and a request that takes all memory
 ends a worker and not the server. It ends when the server does.
 """
 
@@ -22,32 +22,32 @@ from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
 
 DESCRIPTOR = 3
-PIECE = "2"  # in the place of 0 and 1, before what is told meanwhile
-INTERFACE = "openapi"  # no verb: what the server looks like
+PIECE = "2"  # replaces 0 and 1, before a report
+INTERFACE = "openapi"  # not a verb: the OpenAPI document
 
 
 class Worker:
-    """Over one workspace."""
+    """Answers requests over one workspace."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._entrance = Entrance(self._workspace)
 
     def answer(self, asked: dict[str, Any], told: Told = lambda *_: None) -> tuple[bool, bytes]:
-        """Whether a request was answered, and its answer or problem as JSON.
+        """Return whether a request was answered, and its answer or problem as JSON.
 
         Args:
-            told: what it tells meanwhile.
+            told: receives the reports.
         """
         try:
             if asked["verb"] == INTERFACE:
-                from posttrain.server.openapi import document  # it loads the rooms of every value
+                from posttrain.server.openapi import document  # it imports the types of every value
 
                 return True, to_json(document())
             asker = Asker.from_json(asked["asker"])
             control = self._entrance.control(asker, asked["request"])
             if asked["verb"] == CONSOLE:
-                from posttrain.server.console.drawing import drawn  # it loads what draws and judges
+                from posttrain.server.console.drawing import drawn  # it loads the drawing and judging modules
 
                 return True, json.dumps(drawn(control, asked["sent"])).encode()
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
@@ -61,7 +61,7 @@ class Worker:
             return False, json.dumps(found).encode()
 
     def run(self, server: socket.socket) -> None:
-        """Until the server closes its end."""
+        """Answer requests until the server closes its end."""
         with server.makefile("rwb") as stream:
 
             def write(kind: str, body: bytes) -> None:
@@ -78,7 +78,7 @@ class Worker:
 
 
 def _end_with(server: int) -> None:
-    """End when the server does, also in the middle of a request: whoever asks it again must not have it done twice."""
+    """End when the server does, also during a request: a repeat of the request must not be carried out twice."""
     gone = select.poll()
     gone.register(server, select.POLLRDHUP)
     gone.poll()
@@ -86,7 +86,7 @@ def _end_with(server: int) -> None:
 
 
 def main() -> None:
-    """Answer until the server is gone."""
+    """Answer until the server has ended."""
     begin(Logging.of(sys.argv[2:]))
     sys.stdout = sys.stderr = Printed()
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Worker processes that answer what a server does not answer itself, and requests that they carry out.
+"""Worker processes that answer requests which a server does not answer itself.
 
-Workers start when they are needed and end when they are not. `Asking` is a request as the waiting side holds it: it
-passes on what the request reports meanwhile, and can end it.
+Workers start when they are needed and end when they are idle. `Asking` is the waiting side's handle of a request: it
+passes on the request's reports, and can end it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from posttrain.domain.errors import BusyError, DeadlineError, InfrastructureErro
 from posttrain.server.children import start
 from posttrain.server.worker import DESCRIPTOR, PIECE
 
-REQUEST_SECONDS = 900.0  # that a request may take whose connection waits for it
-OPERATION_SECONDS = 21600.0  # that an operation may take
+REQUEST_SECONDS = 900.0  # limit of a request whose connection waits for it
+OPERATION_SECONDS = 21600.0  # limit of an operation
 IDLE_SECONDS = 300.0  # without a request, after which a worker ends
-_LOOK = 0.5  # seconds between two looks whether a request that waits was ended
+_LOOK = 0.5  # seconds between two checks whether a waiting request was ended
 
 
 class Asking:
     """One request.
 
     Args:
-        told: is called by the thread that waits for the worker with each piece, as JSON.
-        deadline: seconds that it may take, its wait for a worker included.
+        told: receives each reported piece as JSON, in the thread that waits for the worker.
+        deadline: seconds that the request may take, its wait for a worker included.
     """
 
     def __init__(self, told: Callable[[bytes], None] = lambda _: None, deadline: float = REQUEST_SECONDS) -> None:
         self.told, self.deadline = told, deadline
         self._kill: Callable[[], None] | None = None
-        self.over = False  # somebody ended it
+        self.over = False  # it was ended
         self._lock = threading.Lock()
 
     def held_by(self, kill: Callable[[], None] | None) -> None:
-        """A worker carries it out, or none any more.
+        """Set the function that kills the worker of the request; None: no worker carries it out.
 
         Raises:
-            StoppedError: somebody ended it before.
+            StoppedError: the request was ended before.
         """
         with self._lock:
             if self.over and kill is not None:
@@ -53,7 +53,7 @@ class Asking:
             self._kill = kill
 
     def end(self) -> None:
-        """Carry it out no further: its worker is killed, and what it had not committed is not there."""
+        """End the request: its worker is killed, and uncommitted changes are lost."""
         with self._lock:
             self.over = True
             if self._kill is not None:
@@ -74,21 +74,21 @@ class Answers(Protocol):
     def ask(
         self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
     ) -> bytes:
-        """A verb's answer as JSON. Raises `Refused` where the verb raised an error."""
+        """Return a verb's answer as JSON. Raises `Refused` where the verb raised an error."""
 
 
 class Workers:
-    """A few of them over one workspace; each answers one request at a time.
+    """A few workers over one workspace; each answers one request at a time.
 
     Args:
-        words: how they log (`logs.Logging.words`).
-        most: processes at a time.
+        words: arguments for their logs (`logs.Logging.words`).
+        most: concurrent processes.
         deadline: seconds that a request may take, its wait for a worker included.
     """
 
     def __init__(self, root: Path, words: Sequence[str] = (), most: int = 3, deadline: float = REQUEST_SECONDS) -> None:
         self._root, self._words, self._deadline = root, words, deadline
-        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: one that may be started
+        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: a process that may be started
         for _ in range(most):
             self._free.put(None)
         self._closed = False
@@ -98,13 +98,13 @@ class Workers:
     def ask(
         self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
     ) -> bytes:
-        """A verb's answer as JSON.
+        """Return a verb's answer as JSON.
 
         Args:
-            asking: is told what comes meanwhile, and may end it.
+            asking: receives the reports, and may end the request.
 
         Raises:
-            StoppedError: somebody ended it.
+            StoppedError: the request was ended.
             Refused: the verb raised an error.
             BusyError: no worker was free in time. DeadlineError: it took too long, and was ended.
             InfrastructureError: the worker died.
@@ -141,7 +141,7 @@ class Workers:
         raise StoppedError("the request was cancelled before it was carried out")
 
     def tidy(self) -> None:
-        """End workers that had nothing to do for long."""
+        """End workers that have been idle for `IDLE_SECONDS`."""
         kept = []
         with suppress(queue.Empty):
             while True:
@@ -154,12 +154,12 @@ class Workers:
             self._free.put(one)
 
     def ids(self) -> dict[str, list[int]]:
-        """Of the processes that there are, by their kind."""
+        """Return the ids of the running processes, by kind."""
         with self._lock:
             return {"worker": [one.id for one in self._all]}
 
     def close(self) -> None:
-        """End all of them."""
+        """End all workers."""
         with self._lock:
             self._closed = True
             every = set(self._all)
@@ -218,7 +218,7 @@ class _Process:
         return done == "1", body
 
     def kill(self) -> None:
-        """While it is asked: whoever asks it is told that it died."""
+        """Kill the process during a request, whose caller gets an error."""
         with suppress(ProcessLookupError):
             os.killpg(self.id, signal.SIGKILL)
 

@@ -60,7 +60,7 @@ METER = "meter"
 _METER_BYTES = 64  # two numbers
 _DIGITS = 16  # of a step
 LOCK, CLAIM = "supervisor.lock", "supervisor.json"
-_SECONDS = 60.0  # a supervisor that has the lock claims at once, or goes
+_SECONDS = 60.0  # a supervisor with the lock claims immediately, or ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,13 +342,13 @@ def _facts(data: bytes, name: str) -> list[Fact]:
 
 
 def _verified_commit(folder: Path) -> CheckpointCommit | None:
-    """The COMMIT of a checkpoint folder, if every shard it lists is there with its digest."""
+    """The COMMIT of a checkpoint folder, if every listed shard exists with its digest."""
     try:
         commit = CheckpointCommit.from_json(_json_of(folder / "COMMIT", ANSWER))
         look_over(folder)
         matches = all(file_digest(folder / name) == digest for name, digest in commit.shards.items())
     except (OSError, ValueError, RecursionError, InputError, IntegrityError):
-        return None  # half-written, pruned while we looked, or damaged: it does not count
+        return None  # half-written, pruned during the check, or damaged: it does not count
     return commit if matches else None
 
 

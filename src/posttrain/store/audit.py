@@ -1,7 +1,7 @@
-"""The rows of the ledger against its event log, replayed.
+"""Verification of the ledger's rows against its replayed event log.
 
-Rows are what everybody reads; only events are sealed. Whoever edits a row of the database leaves a log that holds, so a
-proof builds every told column of every row again from the events, and compares.
+All readers use rows, but only events are sealed. An edited row of the database leaves a valid log, so the verification
+rebuilds every recorded column of every row from the events, and compares.
 """
 
 import json
@@ -33,7 +33,7 @@ _BATCH = 1000
 _VERSIONS = ("assets", "asset_status")
 _OF_CHANNELS = ("releases", "channels", "deployments", "quarantine")
 _APPROVING = ("approval_requests", "approvals")
-# what lineages of runs are read from
+# the tables from which lineages of runs are read
 _PART = ("runs", "stages", "attempts", "signals", "notes", "edges", *_VERSIONS, *_OF_CHANNELS, *_APPROVING)
 _Key = tuple[Any, ...]
 _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
@@ -42,18 +42,19 @@ _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
     """Rebuild every table from the event log and compare.
 
-    Seal first and verify the log: what is not sealed yet is believed. Of a ledger of a newer release, tables that this
-    one does not know are left to that one.
+    The caller must first seal and verify the log: unsealed events are not verified here. In a ledger of a newer
+    release, tables that this release does not have are skipped.
 
     Args:
-        names: ids of runs, refs of assets and names of channels: only their own rows, from their own events; none:
-            everything.
+        names: ids of runs, refs of assets and names of channels: only their own rows, from their own events; empty:
+            all rows.
 
     Returns:
-        How many rows were compared.
+        The number of compared rows.
 
     Raises:
-        IntegrityError: a row that no event tells of, or tells otherwise, or that is gone; names it and the column.
+        IntegrityError: no event records a row, or the recorded values differ, or a row was deleted; names the row and
+            the column.
     """
     compared = 0
     with ledger.database.read(across="the log is of every project") as connection:
@@ -74,7 +75,7 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
 
 
 def channels_of(ledger: Ledger, names: Collection[str]) -> set[str]:
-    """The channels that runs were released to, or ask approvals of, as releases, requests or edges tell."""
+    """The channels that runs were released to, or request approvals for, by releases, requests and edges."""
     ended, asked = (
         (one.c.project == ledger.project) & one.c.run_id.in_(names) for one in (releases, approval_requests)
     )
@@ -94,17 +95,17 @@ class _Part:
 
     project: str
     names: frozenset[str]
-    requests: set[str] = field(default_factory=set)  # digests of the approvals that the runs asked for, as they are met
+    requests: set[str] = field(default_factory=set)  # digests of the runs' approval requests found so far
 
     def has(self, table: str, key: Sequence[Any], row: Mapping[str, Any]) -> bool:
-        """Whether a row is one of them."""
+        """Whether a row is in this part."""
         if table in _OF_CHANNELS:
             return key[0] == self.project and key[1] in self.names
         if table in _APPROVING:
             if row.get("run_id") in self.names:
                 self.requests.add(key[1])
             return key[0] == self.project and key[1] in self.requests
-        if table == "edges":  # of its consumer; an edge without one is its producer's
+        if table == "edges":  # an edge is in the part of its consumer, or of its producer if it has no consumer
             end = str(key[1] or key[3])
             return (end.removeprefix("run:").partition("/")[0] if end.startswith("run:") else end) in self.names
         if table in _VERSIONS:
@@ -114,14 +115,14 @@ class _Part:
         return table in _PART and key[0] in self.names
 
     def events(self, connection: Connection) -> Iterator[ColumnElement[bool]]:
-        """The events that tell of them: their own, and where words are gone those of erasures."""
+        """The events that record these rows: their own, and if words were erased those of erasures."""
         own = of_subjects(connection, self.project, self.names)
         query = select(events.c.id).outerjoin(payloads, payloads.c.event == events.c.id)
         gone = connection.execute(query.where(own, events.c.words.is_not(None), payloads.c.event.is_(None)).limit(1))
         yield or_(own, *([events.c.kind == ERASED] if gone.first() else []))
 
     def rows(self, table: str, stages: Iterable[_Key]) -> Iterator[ColumnElement[bool]]:
-        """Where they are in a table, with a few others."""
+        """The conditions for these rows in a table, which a few other rows may also meet."""
         columns = TABLES[table].table.c
         if table in _VERSIONS:
             yield columns.project == self.project
@@ -143,7 +144,7 @@ class _Part:
 
 
 def _said(connection: Connection, *where: ColumnElement[bool]) -> Iterator[tuple[int, str, str | None]]:
-    """Every event in the order that the log proves; what is not sealed yet comes last."""
+    """Every event in the order of the sealed log; unsealed events come last."""
     columns = (events.c.id, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
     sealed = select(*columns).select_from(leaves).join(events, events.c.id == leaves.c.event)
     waiting = select(*columns).outerjoin(leaves, leaves.c.event == events.c.id).where(leaves.c.event.is_(None))
@@ -156,7 +157,7 @@ def _said(connection: Connection, *where: ColumnElement[bool]) -> Iterator[tuple
 
 
 def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> None:
-    """One row that an event tells of."""
+    """Apply one row change of an event."""
     sign, name, key, values = row
     if name not in told:
         raise IntegrityError(f"event {event} tells of a table {name!r}, which there is not; {_REMEDY}")

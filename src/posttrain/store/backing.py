@@ -1,15 +1,15 @@
-"""A backup of a ledger and of every artifact that it needs, in a folder, and the way back.
+"""A backup of a ledger and of every artifact that it needs, in a folder, and its restore.
 
 ::
 
     FOLDER/
         backup.json         written last: names the ledger's copy, its digest, and every blob that it needs
         ledger-0a1b2c.db    the ledger at one moment
-        blobs/              an artifact store of its own
+        blobs/              a separate artifact store
 
-The ledger is copied first, in one snapshot; then what that copy needs. Whoever does it holds the store's lock shared,
-so that nothing is deleted in between; nobody else waits. A backup into a folder that holds one adds what is new, and
-the one before stays good until `backup.json` names the next.
+The ledger is copied first, in one snapshot; then the blobs that this copy needs. The backup holds the store's lock
+shared, so that no blob is deleted in between and no writer waits. A backup into the folder of an earlier one adds the
+new blobs, and the earlier backup stays valid until `backup.json` names the new one.
 """
 
 import os
@@ -34,13 +34,13 @@ from posttrain.store.sweeping import Marker
 from posttrain.store.trees import file_digest, scratch
 
 RECORD, BLOBS = "backup.json", "blobs"
-_OURS = ("ledger-", ".copy-")  # what a backup that was killed leaves begins so
+_OURS = ("ledger-", ".copy-")  # prefixes of files that a killed backup leaves
 _FORMAT = "posttrain.backup/1"
 
 
 @dataclass(frozen=True, slots=True)
 class BackedUp:
-    """What a backup holds."""
+    """The contents of a backup."""
 
     folder: Path
     at: float
@@ -53,7 +53,7 @@ class BackedUp:
 
 
 def copy_ledger(ledger: Path, kept: Path) -> None:
-    """Copy a SQLite ledger as it is at one moment; the copy is whole or not there.
+    """Copy a SQLite ledger as it is at one moment; the copy is complete or does not exist.
 
     Raises:
         WorkspaceError: it cannot be copied.
@@ -74,14 +74,14 @@ def copy_ledger(ledger: Path, kept: Path) -> None:
 
 
 def back_up(ledger: Ledger, source: ObjectBlobs, folder: Path, settings: Mapping[str, Any]) -> BackedUp:
-    """Copy a ledger in a SQLite file and what it needs into `folder`, and verify the copy.
+    """Copy a ledger in a SQLite file and the blobs it needs into `folder`, and verify the copy.
 
     Args:
         settings: of the workspace.
 
     Raises:
-        InputError: the folder holds something else.
-        IntegrityError: the ledger's log does not hold, or something that it needs is missing or corrupt.
+        InputError: the folder contains other files.
+        IntegrityError: the ledger's log is not valid, or a blob that it needs is missing or corrupt.
         WorkspaceError: the folder cannot be written.
     """
     known = read_json(folder / RECORD) if folder.is_dir() else None
@@ -125,11 +125,11 @@ def back_up(ledger: Ledger, source: ObjectBlobs, folder: Path, settings: Mapping
 
 
 def read_backup(folder: Path) -> BackedUp:
-    """A backup, every byte of which is what it was.
+    """Return a backup after verifying every byte.
 
     Raises:
-        InputError: there is none.
-        IntegrityError: something of it was altered or is gone; names it.
+        InputError: the folder has no complete backup.
+        IntegrityError: its ledger or a blob was altered or deleted; names it.
     """
     record = read_json(folder / RECORD)
     if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
@@ -149,7 +149,7 @@ def read_backup(folder: Path) -> BackedUp:
 
 
 def fill(found: BackedUp, ledger: Path, blobs: ObjectBlobs) -> None:
-    """Bring a backup's ledger and blobs to where a workspace has them."""
+    """Copy a backup's ledger and blobs to the places of a workspace."""
     source = open_blobs(found.folder / BLOBS)
     shutil.copyfile(found.ledger, ledger)
     ledger.chmod(0o600)
@@ -158,7 +158,7 @@ def fill(found: BackedUp, ledger: Path, blobs: ObjectBlobs) -> None:
 
 
 def _needed(ledger: Path, source: ObjectBlobs) -> tuple[frozenset[str], int]:
-    """What a copy of a ledger needs, and how many events prove it."""
+    """The digests that a copy of a ledger needs, and the number of its sealed events; verifies the copy."""
     copy = Ledger(Database(ledger, create=False))
     try:
         report = verify_chain(copy)
@@ -169,7 +169,7 @@ def _needed(ledger: Path, source: ObjectBlobs) -> tuple[frozenset[str], int]:
 
 
 def _copied(source: ObjectBlobs, target: ObjectBlobs, digest: str, folder: Path) -> bool:
-    """Copy a blob that is not there yet."""
+    """Copy a blob unless the target has it; return whether it was copied."""
     if target.has(digest) and target.size(digest) == source.size(digest):
         return False
     with scratch(folder, ".copy-") as work:
@@ -179,7 +179,7 @@ def _copied(source: ObjectBlobs, target: ObjectBlobs, digest: str, folder: Path)
 
 
 def _checked(source: ObjectBlobs, target: ObjectBlobs, digest: str, folder: Path) -> int:
-    """Read a copy back; one that was damaged since an earlier backup is copied again."""
+    """Verify a copied blob and return its size; one damaged since an earlier backup is copied again."""
     try:
         return target.check(digest)
     except IntegrityError:

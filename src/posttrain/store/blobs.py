@@ -1,6 +1,6 @@
-"""The artifact store: bytes by the SHA-256 of the bytes, through obstore, with the errors of a failing store.
+"""The artifact store: bytes by their SHA-256, through obstore, with translated errors of a failing store.
 
-A failing store raises one of three errors: nothing is there, a disk is full, or the store does not answer.
+A failing store raises one of three errors: the object is missing, the disk is full, or the store does not answer.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from posttrain.store.backends.memory import SCHEME, Memory
 from posttrain.store.backends.remote import Remote
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
-_PANIC = "PanicException"  # of Rust code, where an address is none; no module has the class
+_PANIC = "PanicException"  # of Rust code, for an invalid address; no module exports the class
 _QUERY = re.compile(r"\?[^\s\"']*")  # of a URL: a signature may be in it
 _CHUNK = 4 << 20
 USERS = "workspaces"  # notes: which workspaces keep their artifacts in a store
 _HERE = ("file:", "memory:")
-_PROBE = "probe"  # an object that is written and read to see whether that goes; its bytes say so
+_PROBE = "probe"  # name and content of an object that tests writing and reading
 
 
 @contextmanager
 def answering(url: str, digest: str) -> Iterator[None]:
-    """Errors of obstore in the block as ours.
+    """Translate errors of obstore in the block.
 
     Args:
         url: of the store.
-        digest: what is asked for.
+        digest: of the requested blob, or a name.
 
     Raises:
-        NotFoundError: it is not there.
+        NotFoundError: it does not exist.
         WorkspaceError: the disk is full or read-only.
         UnavailableError: the store does not answer, or refuses this process.
     """
@@ -89,7 +89,7 @@ def _failure(url: str, error: Exception) -> PosttrainError:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlob:
-    """One blob as a listing shows it."""
+    """One blob in a listing."""
 
     digest: str
     bytes: int
@@ -97,23 +97,23 @@ class StoredBlob:
 
 
 def open_blobs(location: str | Path, lock: StoreLock | None = None) -> ObjectBlobs:
-    """The artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
+    """Open the artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
 
     Args:
-        lock: by which whoever records is told from whoever deletes; None: nobody deletes from it.
+        lock: separates processes that record blobs from those that delete; None: no process deletes from the store.
 
     Raises:
-        InputError: a URL that is not understood.
-        WorkspaceError: a folder that cannot be made.
+        InputError: the URL is not supported.
+        WorkspaceError: the folder cannot be made.
     """
     return ObjectBlobs(backend_of(location), lock)
 
 
 def blobs_url(location: str | Path) -> str:
-    """What `open_blobs(location).url` would be, without opening anything.
+    """Return `open_blobs(location).url` without opening the store.
 
     Raises:
-        InputError: a URL that holds credentials: it is written into ledgers and job orders.
+        InputError: the URL contains credentials, and would be written into ledgers and job orders.
     """
     url = backend_of(location).url
     parts = urlsplit(url)
@@ -124,7 +124,7 @@ def blobs_url(location: str | Path) -> str:
 
 
 def backend_of(location: str | Path) -> Backend:
-    """What keeps the objects of a store."""
+    """The back-end that stores the objects of a store."""
     address = str(location)
     if isinstance(location, Path) or "://" not in address:
         return LocalFolder(Path(address))
@@ -134,10 +134,10 @@ def backend_of(location: str | Path) -> Backend:
 
 
 class ObjectBlobs:
-    """A `BlobStore` over a backend. A blob's key is `sha256/ab/cdef…`: no folder gets too long a listing.
+    """A `BlobStore` over a back-end. A blob's key is `sha256/ab/cdef…`, which keeps the listings of folders short.
 
-    Putting what is there already verifies it and mends it if it is corrupt: the cure for a corrupt blob is to put it
-    again. It is as young afterwards as if it had been written, so that nobody takes it for left behind.
+    Putting an existing blob verifies it and repairs it if it is corrupt: so the remedy for a corrupt blob is to put it
+    again. It also renews its age, so that a sweep does not take the blob for an old one.
     """
 
     def __init__(self, backend: Backend, lock: StoreLock | None = None) -> None:
@@ -148,17 +148,17 @@ class ObjectBlobs:
         """See `BlobStore.holding`.
 
         Raises:
-            DeadlineError: somebody deletes, and was stopped while they did.
+            DeadlineError: another process held the lock to delete, e.g. because it is suspended.
         """
         return nullcontext() if self._lock is None else self._lock.shared()
 
     @property
     def url(self) -> str:
-        """Where the store is."""
+        """The URL of the store."""
         return self._backend.url
 
     def put(self, data: bytes) -> str:
-        """Store bytes; the digest.
+        """Store bytes and return their digest.
 
         Raises:
             WorkspaceError: the disk is full or read-only.
@@ -171,13 +171,13 @@ class ObjectBlobs:
                     try:
                         obstore.put(self._store, key, data, mode="create")
                     except (AlreadyExistsError, NotSupportedError, NotImplementedError):
-                        # corrupt, written this moment by another, or the store has no conditions: these bytes are right
+                        # corrupt, written just now by another process, or no conditional puts: these bytes are right
                         obstore.put(self._store, key, data)
             self._settle(digest)
         return digest
 
     def put_file(self, path: Path) -> str:
-        """Store a file in constant memory; the digest.
+        """Store a file in constant memory and return its digest.
 
         Raises:
             NotFoundError: no such file.
@@ -198,7 +198,7 @@ class ObjectBlobs:
         return digest
 
     def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:
-        """Stream the file up; its digest is checked before the upload ends, so a changed file never gets a name."""
+        """Upload the file as a stream; its digest is checked before the end, so a changed file never gets a name."""
 
         def changed(_: str) -> IntegrityError:
             return IntegrityError(f"file {path} changed while it was stored; store it again when nobody writes to it")
@@ -208,7 +208,7 @@ class ObjectBlobs:
             self._backend.write(self._store, blob_key(digest), chunks, path.stat().st_size)
 
     def _settle(self, digest: str) -> None:
-        """Also done for a blob that was there: whoever wrote it may not have come this far."""
+        """Make a blob durable, also an existing one: its writer may have stopped before this step."""
         with self._translated(digest):
             self._backend.settle(blob_key(digest))
 
@@ -221,7 +221,7 @@ class ObjectBlobs:
         """
         try:
             return b"".join(self.stream(digest))
-        except IntegrityError:  # on its way, perhaps
+        except IntegrityError:  # perhaps damaged in transfer
             return b"".join(self.stream(digest))
 
     def stream(self, digest: str) -> Iterator[bytes]:
@@ -237,13 +237,13 @@ class ObjectBlobs:
         """Write the verified bytes to `path`, atomically and in constant memory; the folder must exist.
 
         Raises:
-            NotFoundError, IntegrityError: as `get`; nothing is at `path` then that was not there before.
+            NotFoundError, IntegrityError: as `get`; `path` is unchanged then.
             WorkspaceError: `path` cannot be written.
         """
         write_stream(path, lambda file: file.writelines(self.stream(digest)))
 
     def check(self, digest: str) -> int:
-        """Hash a blob again in constant memory; how many bytes it has.
+        """Hash a blob again in constant memory; return its size in bytes.
 
         Raises:
             NotFoundError, IntegrityError: as `get`.
@@ -259,7 +259,7 @@ class ObjectBlobs:
         return True
 
     def size(self, digest: str) -> int:
-        """How many bytes a blob has (not verified).
+        """The size of a blob in bytes (not verified).
 
         Raises:
             NotFoundError: no such blob.
@@ -268,7 +268,7 @@ class ObjectBlobs:
             return int(obstore.head(self._store, blob_key(digest))["size"])
 
     def stored(self) -> Iterator[StoredBlob]:
-        """Every blob that there is."""
+        """Every blob in the store."""
         with self._translated("sha256"):
             for some in obstore.list(self._store, prefix="sha256"):
                 for one in some:
@@ -277,7 +277,7 @@ class ObjectBlobs:
                         yield StoredBlob(digest, int(one["size"]), one["last_modified"].timestamp())
 
     def modified(self, digest: str) -> float:
-        """When a blob was written, or found by who would have written it (seconds since the epoch).
+        """The time at which a blob was written, or its age renewed by a later put (seconds since the epoch).
 
         Raises:
             NotFoundError: no such blob.
@@ -286,12 +286,12 @@ class ObjectBlobs:
             return float(obstore.head(self._store, blob_key(digest))["last_modified"].timestamp())
 
     def delete(self, digest: str) -> None:
-        """Delete a blob; one that is gone already is no error. Hold the store's lock alone (`store.atomic`)."""
+        """Delete a blob; a missing one is no error. The caller must hold the store's lock alone (`store.atomic`)."""
         with suppress(NotFoundError), self._translated(digest):
             obstore.delete(self._store, blob_key(digest))
 
     def probe(self) -> None:
-        """Write a small object and read it again, where the store is elsewhere; a folder was made when it was opened.
+        """Write a small object to a remote store and read it back; a local folder was made when it was opened.
 
         Raises:
             UnavailableError: the store does not answer, has no such bucket, or refuses this process.
@@ -308,13 +308,13 @@ class ObjectBlobs:
             ) from error
 
     def note(self, name: str, said: str) -> None:
-        """Write a small object beside the artifacts: `workspaces/ID`, `heads/LOG/SIZE-ROOT`."""
+        """Write a small object next to the artifacts: `workspaces/ID`, `heads/LOG/SIZE-ROOT`."""
         with self._translated(name):
             obstore.put(self._store, name, said.encode())
             self._backend.settle(name)
 
     def notes(self, folder: str) -> dict[str, str]:
-        """The small objects in a folder: the last part of the name → what it says."""
+        """The small objects in a folder: the last part of the name → its content."""
         found = dict[str, str]()
         with self._translated(folder):
             for name in [str(one["path"]) for some in obstore.list(self._store, prefix=folder) for one in some]:
@@ -324,12 +324,12 @@ class ObjectBlobs:
         return found
 
     def drop_note(self, name: str) -> None:
-        """Delete a small object; one that is gone already is no error."""
+        """Delete a small object; a missing one is no error."""
         with suppress(NotFoundError), self._translated(name):
             obstore.delete(self._store, name)
 
     def _intact(self, digest: str) -> bool:
-        """Whether the right bytes are there, and young from now on."""
+        """Whether the right bytes exist and count as new; renews their age if the back-end can."""
         try:
             if digest_chunks(self._stream(digest)) != digest:
                 return False
@@ -350,7 +350,7 @@ def blob_key(digest: str) -> str:
     """The key of a blob's object.
 
     Raises:
-        IntegrityError: no digest.
+        IntegrityError: it is not a digest.
     """
     if not is_digest(digest):
         raise IntegrityError(

@@ -1,15 +1,15 @@
 """The ledger's database, its file and its clock.
 
-The database is opened, made where there is none, and its errors are translated once, here. SQLite runs with a
-write-ahead log and `synchronous=FULL` (a committed transaction survives a power cut), and every write transaction
-begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in the middle. On
-PostgreSQL (`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its
-compare-and-sets, and whoever opens a ledger without tables makes them under an advisory lock.
+This module opens the database, makes a missing one, and translates its errors. SQLite runs with a write-ahead log and
+`synchronous=FULL` (a committed transaction survives a power cut), and every write transaction begins IMMEDIATE: it
+waits for its turn at the start, where nothing is lost, instead of failing in the middle. On PostgreSQL
+(`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its compare-and-sets, and the
+first process that opens a ledger without tables makes them under an advisory lock.
 
-A ledger that is a file is checked: whether it is whole, may be written, and is its owner's alone.
+A ledger file is checked for its length and for write access, and is made private to its owner.
 
-`SystemClock` is the real clock behind the `Clock` port. The present of a ledger's rows is the database's own on
-PostgreSQL, whose hosts need not agree on one.
+`SystemClock` is the real clock behind the `Clock` port. The current time of a ledger's rows is that of the database on
+PostgreSQL, whose hosts' clocks need not agree.
 """
 
 import copy
@@ -71,13 +71,13 @@ SERVER_TIME: ColumnElement[float] = cast(func.extract("epoch", func.clock_timest
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _WRITE = "posttrain_write"
 _MAKING = 0x706F7374  # PostgreSQL's advisory lock for making a ledger
-_FULL_BYTES = 2**20  # free, below which a disk that fails is full
-_KEPT, _MOST = 16, 64  # connections to a file: kept open, and at a time; opening one costs more than a question
-_COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
+_FULL_BYTES = 2**20  # free bytes below which a failing disk counts as full
+_KEPT, _MOST = 16, 64  # connections to a file: kept open, and at a time; opening one costs more than a query
+_COMPLAINTS = 5  # lines of an integrity check: one is enough to restore a copy
 
 
 class SystemClock:
-    """Wall-clock time of this machine."""
+    """The wall clock of this machine."""
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -89,7 +89,7 @@ class SystemClock:
 
 
 def moment(connection: Connection, clock: Clock) -> dict[str, float]:
-    """The time that a prepared statement takes; empty: it asks the server."""
+    """The time parameter of a prepared statement; empty: the statement uses the server's clock."""
     server = connection.dialect.name == "postgresql" and isinstance(clock, SystemClock)
     return {} if server else {"moment": clock.now()}
 
@@ -101,46 +101,46 @@ def now_in(connection: Connection, clock: Clock) -> ColumnElement[float]:
 
 
 def refuse_cut_short(file: Path, create: bool) -> None:
-    """SQLite takes an empty file for a new database, and may notice only later that pages are missing.
+    """Refuse a truncated file: SQLite opens an empty file as a new database, and may detect missing pages late.
 
     Raises:
-        WorkspaceError: there is no ledger, or less of it than its header says.
+        WorkspaceError: there is no ledger, or the file is shorter than its header states.
     """
     try:
         size = file.stat().st_size
     except FileNotFoundError as error:
         if create:
-            with suppress(OSError):  # whoever opens it says what is wrong
-                # SQLite gives the files beside a database the database's own permissions
+            with suppress(OSError):  # opening the database reports the error
+                # SQLite copies the permissions of a database to its log files
                 os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
             return
         raise WorkspaceError(f"there is no ledger at {file}; run `posttrain init` first") from error
     except OSError as error:
         raise unwritable(file, error) from error
     if not size and create:
-        return  # made a moment ago, by another process or by one that died then
+        return  # made by another process just now, or by one that died then
     log = file.with_name(file.name + "-wal")
     if log.exists() and log.stat().st_size:
-        return  # what is missing may stand in the log: SQLite sees to it
+        return  # the log may contain the missing pages: SQLite recovers them
     with file.open("rb") as opened:
         header = opened.read(_HEADER)
     if size >= _HEADER and not header.startswith(_MAGIC):
-        return  # no database at all, which SQLite says
+        return  # not a database, which SQLite reports
     page = int.from_bytes(header[16:18]) or 0
-    counted = header[24:28] == header[92:96]  # else the count is of an older version of SQLite
+    counted = header[24:28] == header[92:96]  # else an older version of SQLite wrote the count
     wanted = max(_HEADER, (65536 if page == 1 else page) * int.from_bytes(header[28:32]) if counted else 0)
     if size < wanted:
         raise WorkspaceError(f"ledger {file} is cut short ({size} of {wanted} bytes); restore it from a copy")
 
 
 def writable(file: Path) -> bool:
-    """Whether this process may write to it."""
-    places = (file, file.absolute().parent)  # SQLite makes two files beside it
+    """Whether this process may write to a ledger file."""
+    places = (file, file.absolute().parent)  # SQLite makes two files next to it
     return all(os.access(place, os.W_OK, effective_ids=True) for place in places)
 
 
 class LostAnswerError(PosttrainError):
-    """A commit of which nobody knows whether it happened; whoever wrote looks for what it wrote."""
+    """A commit whose outcome is unknown; the writer must read back what it wrote."""
 
 
 class Database:
@@ -149,12 +149,12 @@ class Database:
     Args:
         location: path of a SQLite file, or a URL (`sqlite:///…`, `postgresql://user@host/database`).
         busy_seconds: how long a transaction waits for another writer before it gives up.
-        create: whether a missing SQLite file is made, and tables in a database that has none.
+        create: make a missing SQLite file, and the tables of a database without tables.
 
     Raises:
         WorkspaceError: missing, cut short, full, not a database, out of reach, of an older schema, or of a newer
-            one that this Posttrain may not use. One that may not be written can be read.
-        InputError: the URL holds a password.
+            one that this Posttrain may not use. A read-only database can be read.
+        InputError: the URL contains a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
 
@@ -193,28 +193,28 @@ class Database:
             raise
 
     def of(self, project: str) -> Self:
-        """The same database for rows of one project: statements that name another are refused."""
+        """The same database for rows of one project: statements that name another project are refused."""
         mine = copy.copy(self)
         mine._project = project
         return mine
 
     @contextmanager
     def read(self, *, across: str = "") -> Iterator[Connection]:
-        """A connection in a read transaction: everything read through it is one snapshot.
+        """A connection in a read transaction: all its reads see one snapshot.
 
         Args:
             across: why its statements may read rows of every project; empty: each must name its project.
         """
         with self._translated(), self._engine.connect() as connection:
             connection.execution_options(**self._reach(across))
-            if not self._sqlite:  # whose default shows each statement another moment
+            if not self._sqlite:  # PostgreSQL's default gives each statement its own snapshot
                 connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
             with connection.begin():
                 yield connection
 
     @contextmanager
     def write(self, *, across: str = "") -> Iterator[Connection]:
-        """A connection in a write transaction, committed at the end, rolled back when anything is raised.
+        """A connection in a write transaction, committed at the end, rolled back if the block raises.
 
         Args:
             across: as in `read`.
@@ -246,24 +246,24 @@ class Database:
         return {ACROSS: across} if across else {OF: self._project}
 
     def close(self) -> None:
-        """Return every connection."""
+        """Close every connection, and delete the copy of a read-only ledger."""
         self._engine.dispose()
         if self._copy is not None:
             self._copy.cleanup()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """One process at a time, on PostgreSQL: for what no compare-and-set decides."""
+        """Let one process at a time pass, on PostgreSQL, for decisions that no compare-and-set covers."""
         with self.write() as connection:
             hold_off_others(connection)
             yield
 
     @contextmanager
     def locked(self, key: int, *, alone: bool, patience: float, by: str) -> Iterator[None]:
-        """Hold a lock of PostgreSQL's, in a session of its own, which gives it up when this process dies.
+        """Hold an advisory lock of PostgreSQL in a dedicated session, which releases it when this process dies.
 
         Args:
-            by: who else may hold it, for whoever waited in vain.
+            by: which other process may hold it, for the error after a timeout.
 
         Raises:
             DeadlineError: others held it for longer than `patience` seconds.
@@ -272,7 +272,7 @@ class Database:
         deadline = time.monotonic() + patience
         with self._translated(), self._engine.connect() as connection:
             connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-            connection.detach()  # whatever happens to it, nobody else gets a session that holds the lock
+            connection.detach()  # the pool must never reuse a session that holds the lock
             while not connection.exec_driver_sql(asked).scalar_one():
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
@@ -281,22 +281,22 @@ class Database:
                 time.sleep(0.02)
             try:
                 yield
-            finally:  # the end of the session gives it up as well, a moment later
+            finally:  # the end of the session releases it as well, a moment later
                 with suppress(exc.SQLAlchemyError):
                     connection.exec_driver_sql(f"SELECT pg_advisory_unlock{'' if alone else '_shared'}({key})")
 
     def product(self) -> tuple[str, str]:
-        """Which database this is, with its version; which of its settings let a power cut take commits."""
+        """The name and version of the database, and its settings with which a power cut can lose commits."""
         if self._sqlite:
             return f"SQLite {sqlite3.sqlite_version}", ""
         with self.read() as connection:
             return postgres.product(connection)
 
     def overwrite(self) -> bool:
-        """Write what holds words anew, so that nothing which was deleted is left in the file or its log.
+        """Rewrite the tables that contain words, so that no deleted word is left in the file or its log.
 
         Returns:
-            False: somebody reads an older state, or the database does not let us; do it again later.
+            False: another process reads an older state, or the database refuses; try again later.
         """
         connection = self._engine.raw_connection()
         failure: type[Exception] = self._engine.dialect.dbapi.Error  # type: ignore[union-attr]
@@ -316,7 +316,7 @@ class Database:
         return True
 
     def check(self) -> list[str]:
-        """What the database itself finds wrong with its pages, indexes and references, one line each."""
+        """The errors that the database finds in its pages, indexes and references, one line each."""
         if not self._sqlite:
             return []  # PostgreSQL checks its pages when it reads them
         with self.read() as connection:
@@ -326,11 +326,11 @@ class Database:
         return lines + [f"a row of {row[0]} names a row of {row[2]} that is not there" for row in dangling]
 
     def _reader(self, file: Path) -> Callable[[], sqlite3.Connection]:
-        """How a ledger that may not be written is opened.
+        """Return the function that opens a read-only ledger.
 
-        SQLite needs two files beside it, which it makes and removes as needed. Where they are there, somebody has the
-        ledger open: read along. Where they are not, nobody has, and the file is all there is. A log that a killed
-        process left without its index can only be read in a copy.
+        SQLite needs two files next to it, which it makes and removes as needed. If they exist, another process has the
+        ledger open, and this one reads with it. If they do not, no process has it open, and the file is complete. A log
+        that a killed process left without its index can only be read in a copy.
         """
         address = f"file:{quote(str(file.absolute()))}?mode=ro"
         log = file.with_name(file.name + "-wal")
@@ -355,7 +355,7 @@ class Database:
 
     def _on_begin(self, connection: Connection) -> None:
         write = connection.get_execution_options().get(_WRITE, False)
-        driver: Any = connection.connection.driver_connection  # past SQLAlchemy, which takes longer over it than SQLite
+        driver: Any = connection.connection.driver_connection  # SQLAlchemy takes longer for it than SQLite
         driver.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def _prepare(self) -> None:
@@ -382,7 +382,7 @@ class Database:
                 tell_rows(connection, self.clock, os.urandom)
 
     def _use_write_ahead_log(self) -> None:
-        """Switch the file over, once in its life. SQLite does not wait for others here, so we do."""
+        """Switch the file to a write-ahead log, once in its life. SQLite does not wait for others here; we do."""
         deadline = time.monotonic() + self._busy
         while True:
             connection = self._engine.raw_connection()
@@ -419,7 +419,7 @@ class Database:
             return postgres.translate(error, self.place, self._busy)
         code = _sqlite_code(error)
         if code == sqlite3.SQLITE_IOERR and shutil.disk_usage(Path(self.place).parent).free < _FULL_BYTES:
-            code = sqlite3.SQLITE_FULL  # shared memory that cannot grow is called an I/O error
+            code = sqlite3.SQLITE_FULL  # SQLite reports shared memory that cannot grow as an I/O error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return DeadlineError(
                 f"ledger {self.place} was locked by another process for more than {self._busy:g} s; "
@@ -437,13 +437,13 @@ class Database:
 
 
 def hold_off_others(connection: Connection) -> None:
-    """Let one transaction at a time make the ledger, until it ends. SQLite has one writer anyway."""
+    """Let one transaction at a time pass until it ends, e.g. to make the ledger. SQLite has one writer anyway."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
 
 
 def make_tables(connection: Connection) -> None:
-    """Make every table, and the rows that a ledger begins with, in the transaction of `connection`."""
+    """Make every table, and the initial rows of a ledger, in the transaction of `connection`."""
     metadata.create_all(connection, checkfirst=False)
     connection.execute(insert(projects).values(id=DEFAULT_PROJECT, created_at=0.0))
     connection.execute(insert(tree_head).values(id=1, size=0, root=EMPTY, peaks=b""))
@@ -456,7 +456,7 @@ def _url(location: str | Path) -> URL:
         return URL.create("sqlite", database=address)
     try:
         url = make_url(address)
-    except (exc.ArgumentError, ValueError) as error:  # a port that is no number
+    except (exc.ArgumentError, ValueError) as error:  # a port that is not a number
         raise WorkspaceError("ledger address must be a path or a URL postgresql://user@host/database") from error
     if url.get_backend_name() != "sqlite" and not postgres.is_address(address):
         raise WorkspaceError(f"ledger address must be a path or begin with postgresql://, got {url.drivername}://")
@@ -466,17 +466,17 @@ def _url(location: str | Path) -> URL:
 
 
 def schema_version(connection: Connection) -> str | None:
-    """The schema of a ledger; None: there is nothing yet."""
+    """The schema version of a ledger; None: it has no tables yet."""
     if not inspect(connection).has_table(schema_versions.name):
         return None
     return connection.execute(select(schema_versions.c.version_num)).scalar()
 
 
 def _refuse_newer(connection: Connection, version: str) -> None:
-    """A newer release says in the ledger whose code may work beside it.
+    """Refuse a ledger of a newer release, unless the ledger records that this release's code may use it.
 
     Raises:
-        WorkspaceError: this release's may not.
+        WorkspaceError: this release may not use it.
     """
     if version == SCHEMA_VERSION:
         return

@@ -1,16 +1,16 @@
 """Direct transfer of large blobs between a client and an S3 store, by presigned URLs.
 
-A URL is for one object and expires. One for an upload binds length and SHA-256 of what is sent, and names an object
-that nobody reads: what has come is copied to where nobody else writes, hashed there, and only then copied to the
-blob's own name. So whatever the store checks of what the URL binds, wrong bytes are seen by nobody.
+A URL is for one object and expires. A URL for an upload binds length and SHA-256 of the bytes, and names an object that
+no reader uses: the server copies the received object to a key that no client can write, hashes the copy, and only then
+copies it to the blob's key. So readers never get wrong bytes, even if the store does not check the bound headers.
 
 ::
 
-    uploads/PROJECT/HEX           what a client sends
+    uploads/PROJECT/HEX           the object that a client sends
     uploads/PROJECT/HEX.RANDOM    a copy that is being verified
 
-A presigned URL holds AWS Signature Version 4 of one request, with headers that bind what is sent, which obstore does
-not sign: https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
+A presigned URL contains the AWS Signature Version 4 of one request, with headers that bind the bytes, which obstore
+does not sign: https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from posttrain.store.reaching import connected
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _REGION = "us-east-1"
-LARGE = 8 << 20  # bytes from which a blob goes its own way
-MOST = 5 << 30  # bytes that S3 takes, and copies, in one request
-SECONDS = 3600  # that a URL is good for: it begins what may take as long as it takes
+LARGE = 8 << 20  # bytes from which a blob is transferred directly
+MOST = 5 << 30  # bytes that S3 accepts, and copies, in one request
+SECONDS = 3600  # that a URL is valid: a transfer must start within it, and may take longer
 _UPLOADS = "uploads"
 _ANSWER_SECONDS = 30.0
 _XML = "{http://s3.amazonaws.com/doc/2006-03-01/}"
@@ -49,7 +49,7 @@ _XML = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Of an account at S3."""
+    """The keys of an S3 account."""
 
     access: str
     secret: str = field(repr=False)
@@ -58,7 +58,7 @@ class Keys:
 
     @classmethod
     def of_environment(cls) -> Keys | None:
-        """Those that are named by the environment; None where they come from elsewhere (a role of the machine)."""
+        """The keys in the environment; None: they come from elsewhere (e.g. a role of the machine)."""
         given = os.environ.get
         access, secret = given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")
         region = given("AWS_REGION") or given("AWS_DEFAULT_REGION") or _REGION
@@ -75,12 +75,12 @@ def presigned(
     query: Mapping[str, str] | None = None,
     now: float | None = None,
 ) -> str:
-    """A URL that lets whoever has it ask this one thing, until it expires.
+    """Return a URL that allows its holder this one request, until it expires.
 
     Args:
         url: without a query.
         headers: that the request must have, with these values.
-        query: what is asked for.
+        query: of the request.
     """
     parts = urlsplit(url)
     at = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(time.time() if now is None else now))
@@ -110,15 +110,15 @@ def presigned(
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What lets a client send one blob to the store."""
+    """The permission for a client to send one blob to the store."""
 
     url: str = field(repr=False)
-    headers: Mapping[str, str]  # that it must send along
+    headers: Mapping[str, str]  # that the client must send
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A multipart upload that somebody began and did not end."""
+    """A multipart upload that was started and not completed."""
 
     key: str
     id: str
@@ -126,15 +126,15 @@ class Unfinished:
 
 
 def open_direct(url: str) -> Direct | None:
-    """The direct way to a store; None where it has none: a folder, or another kind of store."""
+    """Open direct transfers with a store; None: it has none, as a folder or another kind of store."""
     return Direct(url) if url.startswith("s3://") else None
 
 
 class Direct:
-    """The direct way to an S3 store.
+    """Direct transfers with an S3 store.
 
     Raises:
-        InputError: the URL is none.
+        InputError: the URL is not valid.
     """
 
     def __init__(self, url: str) -> None:
@@ -142,16 +142,16 @@ class Direct:
         self._store = self._remote.open()
 
     def download(self, digest: str) -> str:
-        """A URL by which one blob can be had.
+        """Return a URL to download one blob.
 
         Raises:
-            UnavailableError: the store's keys cannot be had.
+            UnavailableError: the store's keys are not available.
         """
         with answering(self._url, digest):
             return str(obstore.sign(self._store, "GET", blob_key(digest), timedelta(seconds=SECONDS)))
 
     def upload(self, project: str, digest: str, size: int) -> Ticket | None:
-        """A way for one blob into the store; None: it goes through the server."""
+        """Return a ticket to upload one blob to the store; None: the client must upload it through the server."""
         keys = Keys.of_environment()
         if keys is None or not LARGE <= size <= MOST:
             return None
@@ -160,12 +160,12 @@ class Direct:
         return Ticket(presigned(keys, "PUT", self._address(_sent(project, digest)), SECONDS, headers=headers), headers)
 
     def adopt(self, project: str, digest: str, size: int) -> None:
-        """Make a blob of what a client has sent, if that is what it said.
+        """Make a blob of the object that a client has sent, if it has the declared size and digest.
 
         Raises:
-            NotFoundError: nothing has come.
-            UploadError: something else has come; it is gone.
-            UnavailableError: the store does not answer; what came is still there.
+            NotFoundError: no object has arrived.
+            UploadError: the object has another size or digest; it was deleted.
+            UnavailableError: the store does not answer; the object is kept.
         """
         came = _sent(project, digest)
         own = f"{came}.{secrets.token_hex(16)}"
@@ -189,7 +189,7 @@ class Direct:
                 self._drop(own)
 
     def unfinished(self, before: float) -> list[Unfinished]:
-        """Multipart uploads that were begun before this moment and not ended.
+        """Multipart uploads that were started before this moment and not completed.
 
         Raises:
             UnavailableError: the store does not answer.
@@ -198,7 +198,7 @@ class Direct:
         return [one for one in self._multipart(keys) if one.at < before] if keys is not None else []
 
     def end(self, one: Unfinished) -> None:
-        """Abort it; one that is gone already is no error."""
+        """Abort a multipart upload; one that no longer exists is no error."""
         keys = Keys.of_environment()
         if keys is not None:
             self._ask(keys, "DELETE", self._address(one.key), {"uploadId": one.id})
@@ -232,7 +232,7 @@ class Direct:
         return body
 
     def _address(self, key: str) -> str:
-        """Where an object is, without a signature."""
+        """The URL of an object, without a signature."""
         with answering(self._url, key):
             signed = str(obstore.sign(self._store, "GET", key, timedelta(seconds=60)))
         return signed.partition("?")[0]

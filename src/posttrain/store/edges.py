@@ -1,6 +1,6 @@
-"""Artifacts, edges and holds: written in the transaction of what makes them, and told in its event.
+"""Artifacts, edges and holds: written in the transaction that makes them, and recorded in its event.
 
-What was known already is no change. Nothing here reads a row for each of many: every write is one statement.
+Rows that exist already are no change. No method queries row by row: every write is one statement.
 """
 
 import functools
@@ -33,14 +33,14 @@ from posttrain.store.journal import ADDED, CHANGED, REMOVED, Change
 from posttrain.store.schema import artifacts, assets, edges, holds, keyed, stages
 from posttrain.store.scope import Scope
 
-LIVE = "live"  # why a channel holds its model
-_AS_MODEL = (MODEL, BEST)  # of two outputs of the same bytes the last model goes first
+LIVE = "live"  # the reason of a channel's hold on its model
+_AS_MODEL = (MODEL, BEST)  # of outputs with the same bytes the last model is preferred
 Sizes = Mapping[str, int]  # digest → bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Columns of a stage."""
+    """The changed columns of a stage, with their artifacts and edges."""
 
     run_id: str
     stage: str
@@ -48,22 +48,22 @@ class Told:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
     cached_from: str | None = None  # RUN/STAGE whose outputs they are
-    sizes: Sizes = field(default_factory=dict)  # of the outputs, where they are known
-    taken: Mapping[str, str] = field(default_factory=dict)  # input → output of another stage that it is, where known
+    sizes: Sizes = field(default_factory=dict)  # of the outputs, if known
+    taken: Mapping[str, str] = field(default_factory=dict)  # input → the output of another stage that it is, if known
     models: Sequence[Asset] = ()  # versions that its outputs were registered as
 
     @property
     def end(self) -> str:
-        """As an edge names it."""
+        """The stage's name in edges."""
         return stage_end(self.run_id, self.stage)
 
     def artifacts(self) -> Iterator[Artifact]:
-        """What it made. Its inputs are noted before: by the submission, the stage that made them, the release."""
+        """Its outputs. Its inputs are noted earlier: by the submission, the stage that made them, or the release."""
         for _, digest, form in _blobs(self.outputs):
             yield Artifact(digest, form, self.sizes.get(digest), "output", self.at)
 
     def made(self) -> Iterator[Edge]:
-        """Its outputs, and whose they were."""
+        """The edges of its outputs, and of the stage whose outputs it reuses."""
         for output, digest, _ in _blobs(self.outputs):
             yield Edge(self.end, output, "", "", digest)
             if self.cached_from:
@@ -72,37 +72,37 @@ class Told:
             yield from _registered(model)
 
     def used(self) -> Iterator[tuple[str, str, str, str]]:
-        """Slot, digest, producer and output of every input; the output is empty where it is not known."""
+        """Slot, digest, producer and output of every input; the output is empty if unknown."""
         for slot, digest, _ in _blobs(self.inputs):
             producer, output = source_of(str(self.inputs[slot].get("name", "")))
             yield slot, digest, producer, output or self.taken.get(slot, "")
 
 
 class EdgeWriter:
-    """What one transaction notes of a project's artifacts. Every method gives back the changes to tell."""
+    """Writes a project's artifacts, edges and holds in one transaction. Every method returns the changes to record."""
 
     def __init__(self, connection: Connection, project: str) -> None:
         self._connection, self._project = connection, project
         self._noted: set[str] = set()  # digests
 
     def run(self, run_id: str, manifest: str, found: Iterable[Artifact], now: float) -> list[Change]:
-        """A run of a manifest; `found` is what its submission put into the store."""
+        """Add a run of a manifest; `found` are the artifacts that its submission put into the store."""
         noted = self.note([*found, Artifact(manifest, "file", None, MANIFEST, now)])
         return noted + self.join([Edge("", "", run_end(run_id), MANIFEST, manifest)])
 
     def stages(self, *told: Told) -> list[Change]:
-        """What stages were bound to, and what they made: whichever of the two their columns say."""
+        """Add the inputs and outputs of stages, as far as their columns contain them."""
         found = [artifact for one in told for artifact in one.artifacts()]
         return self.note(found) + self.join([*(edge for one in told for edge in one.made()), *self._uses(told)])
 
     def rebind(self, run_id: str, name: str) -> list[Change]:
-        """Forget what a stage was bound to: it is bound anew."""
+        """Delete the input edges of a stage, which gets new inputs."""
         here = keyed(edges, project=self._project, consumer=stage_end(run_id, name))
         gone = self._connection.execute(delete(edges).where(*here).returning(*edges.c)).mappings()
         return [Change(REMOVED, edges.name, dict(row), {}) for row in gone]
 
     def asset(self, asset: Asset, sizes: Sizes, now: float) -> list[Change]:
-        """A registered version: its bytes, what it was made from, and who made it."""
+        """Add a registered version: its bytes, its parents, and the run or stage that made it."""
         record = asset.meta.get(IMPORTED)
         found = [Artifact(asset.digest, asset.form, sizes.get(asset.digest), "asset", now)]
         if record:
@@ -118,10 +118,10 @@ class EdgeWriter:
         return self.note(found) + self.join(joined)
 
     def release(self, entry: ReleaseEntry, before: str | None) -> list[Change]:
-        """A release: what it serves and rests on, by every stage of its run that made it. The channel holds its model.
+        """Add a release: its model and report, with every stage of its run that made them. The channel holds the model.
 
         Args:
-            before: the model that it held.
+            before: the model that the channel held.
         """
         end, joined = release_end(entry.channel, entry.sequence), []
         made = self._made_in(entry.run_id) if entry.run_id else []
@@ -134,7 +134,7 @@ class EdgeWriter:
         return noted + self.join(joined) + let_go + self._hold(entry.model_digest, holder, entry.at)
 
     def note(self, found: Iterable[Artifact]) -> list[Change]:
-        """Artifacts, as what each of them came first."""
+        """Add artifacts, each with the class of its first occurrence."""
         rows: dict[str, dict[str, Any]] = {}
         for one in (one for one in found if one.digest not in self._noted):
             row = {"form": one.form, "bytes": one.bytes, "class": one.kind, "created_at": one.created_at}
@@ -143,7 +143,7 @@ class EdgeWriter:
         return self.add(artifacts, [rows[digest] for digest in sorted(rows)])
 
     def join(self, found: Sequence[Edge]) -> list[Change]:
-        """Edges."""
+        """Add edges."""
         rows = [
             {
                 "project": self._project,
@@ -158,7 +158,7 @@ class EdgeWriter:
         return self.add(edges, rows)
 
     def add(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
-        """Rows in an order of their own, so that two who add the same wait for each other in one direction only."""
+        """Add rows, which callers pass in a fixed order, so that two writers of the same rows do not deadlock."""
         if not rows:
             return []
         added = {tuple(row) for row in self._connection.execute(addition(self._connection.dialect.name, table), rows)}
@@ -179,7 +179,7 @@ class EdgeWriter:
         return [Change(CHANGED, holds.name, key, values)] if there else []
 
     def _uses(self, told: Sequence[Told]) -> Iterator[Edge]:
-        """Inputs; which output of another stage each is where that is not known: the one of its bytes."""
+        """The edges of inputs; an unknown output of another stage is looked up by its bytes."""
         sources = [(one.end, *used) for one in told for used in one.used()]
         asked = {producer for *_, producer, output in sources if producer.startswith("run:") and not output}
         made: dict[tuple[str, str], list[str]] = {}
@@ -202,7 +202,7 @@ class EdgeWriter:
         ]
 
     def _registered(self, digests: Iterable[str]) -> dict[str, str]:
-        """Digest → what it is registered as, the first of several."""
+        """Digest → the asset version with these bytes, the first of several."""
         query = (
             select(assets.c.digest, assets.c.kind, assets.c.name, assets.c.version)
             .where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
@@ -212,7 +212,7 @@ class EdgeWriter:
 
 
 def _registered(asset: Asset) -> Iterator[Edge]:
-    """A version's bytes, and the run or stage that made it."""
+    """The edges of a version's bytes, and of the run or stage that made it."""
     yield Edge(asset.ref, "", "", "", asset.digest)
     run, stage = asset.meta.get("run"), asset.meta.get("stage")
     if run:
@@ -234,8 +234,8 @@ def _blobs(columns: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 @functools.cache
 def addition(dialect: str, table: Table) -> Insert:
-    """What adds rows that are not there, and says which those were."""
-    from sqlalchemy.dialects import postgresql, sqlite  # not before somebody writes
+    """Return the statement that inserts missing rows, and returns the keys of the inserted ones."""
+    from sqlalchemy.dialects import postgresql, sqlite  # loaded by writers only
 
     statement = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
     return statement.on_conflict_do_nothing().returning(*table.primary_key)

@@ -1,7 +1,7 @@
-"""Objects that lie elsewhere: named by URL, version and checksum, read and hashed, never written.
+"""External objects: named by URL, version and checksum, read and hashed, never written.
 
-Credentials come from the environment, as for the artifact store; a URL that holds some is refused before anything is
-recorded. A name in the environment that cannot be an S3 server is refused as well: obstore panics at some of these.
+Credentials come from the environment, as for the artifact store; a URL with credentials is refused before anything is
+recorded. An endpoint in the environment that cannot be an S3 server is refused too: obstore panics on some of these.
 """
 
 import os
@@ -20,10 +20,10 @@ _LONGEST = 80
 
 
 def refuse_no_endpoint(url: str) -> None:
-    """Look at the variables by which a store at an `s3://` URL is found.
+    """Check the environment variables with the endpoint of an `s3://` URL.
 
     Raises:
-        InputError: one of them is set, and names no server.
+        InputError: a variable is set, and is not the address of a server.
     """
     if not url.startswith(("s3://", "s3a://")):
         return
@@ -40,11 +40,11 @@ def _names_server(value: str) -> bool:
     try:
         parts = urlsplit(value)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and value.isascii()
-    except ValueError:  # brackets that do not close, a port that is no number
+    except ValueError:  # unclosed brackets, a port that is not a number
         return False
 
 
-EXTERNAL = "external"  # the form of an asset version whose bytes lie elsewhere
+EXTERNAL = "external"  # the form of an asset version with external bytes
 
 
 URI, VERSION = "uri", "version"  # in its meta
@@ -53,13 +53,13 @@ URI, VERSION = "uri", "version"  # in its meta
 SCHEMES = ("s3", "gs", "az", "file")
 
 
-_VERSIONED = ("s3", "gs", "az")  # whose objects have versions that a read may name
+_VERSIONED = ("s3", "gs", "az")  # whose objects have versions
 
 
 _CHUNK = 4 << 20
 
 
-_SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
+_SECONDS = timedelta(seconds=30)  # that a request may take, including obstore's retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +67,24 @@ class External:
     """One object: `External("s3://bucket/train.jsonl", version="3Lg…")`."""
 
     uri: str
-    version: str = ""  # of the store; empty: whatever is there
+    version: str = ""  # of the store; empty: the current one
 
     def __str__(self) -> str:
         return f"{self.uri} (version {self.version})" if self.version else self.uri
 
     @property
     def name(self) -> str:
-        """Of its file: `train.jsonl`."""
+        """The name of its file: `train.jsonl`."""
         return unquote(self.uri.rpartition("/")[2])
 
     @property
     def of_this_machine(self) -> bool:
-        """Whether another machine may have something else at this URL, or nothing."""
+        """Whether the URL is a path, at which another machine may have another file or no file."""
         return self.uri.startswith("file:")
 
 
 class ChangedError(IntegrityError):
-    """The object is not what it was."""
+    """The object has another checksum than recorded."""
 
     def __init__(self, place: External, checksum: str, found: str) -> None:
         super().__init__(f"{place} has checksum {found}, and must have {checksum}")
@@ -92,10 +92,10 @@ class ChangedError(IntegrityError):
 
 
 def external(uri: str, version: str = "") -> External:
-    """An object by its URL, as it may be recorded.
+    """Return the object of a URL, after checking that the URL may be recorded.
 
     Raises:
-        InputError: a URL of no known scheme, of no object, or one that holds credentials, which is not repeated.
+        InputError: the URL has an unknown scheme, names no object, or contains credentials, which are not shown.
     """
     try:
         parts = urlsplit(uri)
@@ -116,11 +116,11 @@ def external(uri: str, version: str = "") -> External:
 
 
 def check_external(place: External, checksum: str) -> int:
-    """Hash an object where it lies, in constant memory; how many bytes it has.
+    """Hash an external object in constant memory; return its size in bytes.
 
     Raises:
-        ChangedError: its checksum is another.
-        NotFoundError: it is not there. InfrastructureError: its store does not answer, or not to us.
+        ChangedError: it has another checksum.
+        NotFoundError: it does not exist. InfrastructureError: its store does not answer, or refuses this process.
     """
     return sum(len(chunk) for chunk in _verified(place, checksum))
 
@@ -129,7 +129,7 @@ def fetch_external(place: External, checksum: str, path: Path) -> None:
     """Write an object's bytes to `path`, atomically and in constant memory, if they have this checksum.
 
     Raises:
-        ChangedError, NotFoundError, InfrastructureError: as `check_external`; nothing is at `path` then.
+        ChangedError, NotFoundError, InfrastructureError: as `check_external`; `path` is unchanged then.
         WorkspaceError: `path` cannot be written.
     """
     write_stream(path, lambda file: file.writelines(_verified(place, checksum)))
@@ -140,7 +140,7 @@ def _verified(place: External, checksum: str) -> Iterator[bytes]:
 
 
 def _stream(place: External) -> Iterator[bytes]:
-    import obstore  # who has no such assets need not load it
+    import obstore  # loaded only for external assets
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -157,6 +157,6 @@ def _stream(place: External) -> Iterator[bytes]:
         raise NotFoundError(f"there is no object {place}") from error
     except (BaseError, OSError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "canonicalize filesystem root" in line:  # a folder that is not there
+        if "canonicalize filesystem root" in line:  # the folder does not exist
             raise NotFoundError(f"there is no object {place}") from error
         raise InfrastructureError(f"{place} cannot be read: {line}; check address and credentials") from error

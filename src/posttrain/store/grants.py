@@ -1,10 +1,10 @@
 """Tokens that let a running job read its inputs from a server, and sessions of browsers.
 
-A job's token is for one attempt, and its digest alone is kept. It is worth nothing once its attempt has ended, another
-attempt of the stage began, or nobody renewed it: it is looked up in one statement at every request, at any server of
-the ledger.
+A job's token is for one attempt, and only its digest is stored. It becomes invalid when its attempt ends, another
+attempt of the stage begins, or it is not renewed: every request looks it up in one statement, at any server of the
+ledger.
 
-A session records which token stands behind the secret that a browser shows, of which the digest alone is kept.
+A session maps the secret that a browser presents to a token; only the digest of the secret is stored.
 """
 
 from collections.abc import Sequence
@@ -19,38 +19,38 @@ from posttrain.store.database import Database, now_in
 from posttrain.store.hosts import Ledger
 from posttrain.store.schema import attempts, grants, runs, sessions, tokens
 
-SECONDS = 900.0  # that a grant is good for without being renewed
-_KEPT = 86400.0  # seconds that one is kept after that: a driver that comes back renews it
+SECONDS = 900.0  # that a grant is valid without renewal
+_KEPT = 86400.0  # seconds that a grant is kept after that: a returning driver renews it
 _LIVE = [state for state in AttemptState if not is_final("attempt", state)]
-MOST = 20  # of one token
+MOST = 20  # sessions of one token
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Whose token it is."""
+    """The attempt that owns a token."""
 
     project: str
     run_id: str
     stage: str
     number: int
-    resume: str | None  # digest of the checkpoint that it goes on from
+    resume: str | None  # digest of the checkpoint that it resumes from
 
 
 class Grants:
-    """Of a ledger, whatever the project."""
+    """The grants of a ledger, of every project."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database, self._clock = database, clock
 
     def add(self, attempt: AttemptRecord, digest: str) -> None:
-        """Let whoever shows the secret of this digest be the attempt."""
+        """Grant the access of the attempt to the holder of the secret with this digest."""
         with self._database.write() as connection:
             until = now_in(connection, self._clock) + SECONDS
             key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
             connection.execute(insert(grants).values(digest=digest, expires_at=until, put_bytes=0, **key))
 
     def known(self, digest: str) -> Granted | None:
-        """Whose secret it is; None: nobody's any more."""
+        """The attempt that owns the secret; None: the secret is not valid."""
         later = attempts.alias()
         newer = exists().where(
             later.c.run_id == grants.c.run_id, later.c.stage == grants.c.stage, later.c.number > grants.c.number
@@ -65,7 +65,7 @@ class Grants:
         return Granted(*row) if row else None
 
     def count(self, digest: str, size: int, most: int) -> bool:
-        """Count what an attempt puts somewhere; False: it has put as much as it may, and this is too much.
+        """Count bytes that an attempt writes; False: they would exceed its limit, and are not counted.
 
         Args:
             digest: of its secret.
@@ -77,7 +77,7 @@ class Grants:
             return done.rowcount == 1
 
     def renew(self, host: str | None) -> Sequence[str]:
-        """Renew those of the living attempts of a host, and forget those of the dead; the folders of the living."""
+        """Renew the grants of live attempts of a host, and delete those of ended ones; return the live folders."""
         with self._database.write(across="a host has jobs of every project") as connection:
             mine = attempts.c.host == host if host else attempts.c.host.is_(None)
             living = select(attempts.c.folder).join(grants, _of_attempt()).where(attempts.c.state.in_(_LIVE), mine)
@@ -103,7 +103,7 @@ def _of_attempt() -> ColumnElement[bool]:
 
 
 def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float) -> None:
-    """Keep a session; those that are over are forgotten, and the oldest of a token that has too many."""
+    """Store a session, and delete expired ones and the oldest of a token that has too many."""
     column = sessions.c
     newest = (
         select(column.digest)
@@ -120,6 +120,6 @@ def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float)
 
 
 def end_session(ledger: Ledger, digest: str) -> None:
-    """Forget one; it need not be known."""
+    """Delete a session; an unknown one is no error."""
     with ledger.database.write() as connection:
         connection.execute(delete(sessions).where(sessions.c.digest == digest))

@@ -299,7 +299,7 @@ _SINKS = (
 
 
 def numbered(request: str, number: int) -> str:
-    """The id of one of a request's transactions: 32 hexadecimal digits, the last of them its number, from 0."""
+    """Return the id of a request's transaction: 32 hexadecimal digits, the last ones its number, from 0."""
     return f"{request}{number:0{_DIGITS - len(request)}x}"
 
 

@@ -1,17 +1,17 @@
-"""The journal of a transaction: its events, the row changes that they record, and the wake-ups it causes.
+"""The journal of a transaction: its events, the row changes that they record, and the objects it schedules.
 
-Events are gathered, and written together before the transaction commits. An event consists of an envelope that is kept
-for ever, and words that may be erased. The envelope holds states, numbers, digests and pseudonymous ids. Free text and
-personal data are its *words*: a payload of their own, which the envelope names by a salted digest, so that neither can
-be changed unseen, and an erased payload cannot be guessed from its digest. An event's leaf is the RFC 6962 hash of its
-canonical envelope. It has no sequence number: the sealer gives it its place later.
+Events are buffered, and written together before the transaction commits. An event consists of an envelope that is kept
+for ever, and words that may be erased. The envelope contains states, numbers, digests and pseudonymous ids. Free text
+and personal data are its *words*: a separate payload, which the envelope names by a salted digest, so that a change of
+either is detected, and an erased payload cannot be guessed from its digest. An event's leaf is the RFC 6962 hash of its
+canonical envelope. It has no sequence number: the sealer assigns its place later.
 
-The event log records columns of every table whose rows it can rebuild. A change of rows is recorded as
-`[sign, table, key, values]`: `+` a new row (columns that hold their empty value are left out), `~` changed columns, `-`
-a row that is gone. Columns of free text are recorded in the event's words instead, in the same order. The first events
-of a log record the rows that a ledger begins with.
+The event log records the columns of every table whose rows it can rebuild. A change of rows is recorded as
+`[sign, table, key, values]`: `+` a new row (columns with their empty value are left out), `~` changed columns, `-` a
+deleted row. Columns of free text are recorded in the event's words instead, in the same order. The first events of a
+log record the initial rows of a ledger.
 
-Waking: whoever gives an object something to do wakes it in the same transaction.
+A transaction that gives an object work also schedules (wakes) it in the work queue.
 """
 
 import functools
@@ -55,27 +55,27 @@ _THERE = (
 )
 _WAKE = text(f"{_INTO}VALUES (:project, :what, :object, :due, 0, 1, 0, '', ''){_THERE}")
 CREATED = "ledger.created"  # the first event of a log
-ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
+ERASED = "words.erased"  # its `erased` are the digests of deleted payloads
 RETAINED = "run"  # retention class of words: as long as the run, asset or channel they are about
 SALT = 16  # bytes
 FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "audited", "words")
 _EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
 ADDED, CHANGED, REMOVED = "+", "~", "-"
-Entropy = Callable[[int], bytes]  # so many random bytes
+Entropy = Callable[[int], bytes]  # returns so many random bytes
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
-# Of a remembered principal another process may have erased the name since. Then none has this id and this name, and the
-# column, which may not be NULL, refuses the event: no statement more for what hardly ever happens.
+# Another process may have erased the name of a cached principal. Then no row has this id and this name, and the column,
+# which may not be NULL, refuses the event: so this rare case costs no extra statement.
 _STILL = "(SELECT id FROM principals WHERE id = {0}author AND name = coalesce({0}called, name))"
 _ENVELOPE = "project, kind, subject, principal, auth, request, at, audited, words, leaf"
 _BESIDE = "retention, salt, body, woken"  # the words of an event, and the run that it wakes
-# An event, its words, its place in the sealer's queue and the run that it wakes are one question to the database
-# instead of four. SQLite cannot write to several tables in one statement, so a trigger of each connection does.
+# An event, its words, its row for the sealer and the run that it wakes are one statement instead of four. SQLite cannot
+# write to several tables in one statement, so a trigger of each connection does.
 _GIVEN = "{0}project, {0}kind, {0}subject, " + _STILL + ", {0}auth, {0}request, {0}at, {0}audited, {0}words, {0}leaf"
 _NAMES = _ENVELOPE.replace("principal", "author, called") + f", {_BESIDE}"
 
 
 def waking(project: str, run: str) -> str:
-    """SQL that wakes a run as a part of a larger statement; it wakes none where the run is NULL.
+    """Return SQL that wakes a run as a part of a larger statement; it wakes no run if `run` is NULL.
 
     Args:
         project, run: SQL expressions.
@@ -84,7 +84,7 @@ def waking(project: str, run: str) -> str:
 
 
 def wake(connection: Connection, project: str, kind: str, names: Collection[str], due: float = 0.0) -> None:
-    """Let objects be looked at, from `due` (seconds since the epoch) on, in the transaction of `connection`."""
+    """Schedule objects to be observed from `due` (seconds since the epoch) on, in the transaction of `connection`."""
     if names:
         connection.execute(
             _WAKE, [{"project": project, "what": kind, "object": name, "due": due} for name in sorted(names)]
@@ -92,19 +92,19 @@ def wake(connection: Connection, project: str, kind: str, names: Collection[str]
 
 
 def settle_at(connection: Connection, project: str, run_id: str, host: str | None) -> None:
-    """Let one host's drivers alone look at a run, whose job it has; None: those of any."""
+    """Let only the drivers of one host, which has the run's job, observe a run; None: those of any host."""
     connection.execute(update(work).where(*keyed(work, project=project, kind=RUN, object=run_id)).values(affinity=host))
 
 
 def settle(connection: Connection, project: str, names: Collection[str]) -> None:
-    """Nobody has to look at these runs any more, which end in the transaction of `connection`, nor at their stages."""
+    """Delete the rows of the queue of these runs and their stages, which end in the transaction of `connection`."""
     for name in sorted(names):
         connection.execute(delete(work).where(work.c.project == project, _with_stages(name)))
         connection.execute(Scope(project).delete(watches).where(watches.c.run_id == name))
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:
-    """Let a run and its stages be looked at though they were set aside, or wait for another try."""
+    """Schedule a run and its stages that were set aside, or wait for another try."""
     values = {"dead_at": None, "due_at": 0.0, "failures": 0, "failed_since": None}
     connection.execute(update(work).where(work.c.project == project, _with_stages(run_id)).values(values))
 
@@ -117,7 +117,7 @@ TRIGGER = (
     f"CREATE TEMP VIEW telling AS SELECT {', '.join(f'NULL AS {name}' for name in _NAMES.split(', '))}",
     "CREATE TEMP TRIGGER telling_events INSTEAD OF INSERT ON telling BEGIN "
     f"INSERT INTO events ({_ENVELOPE}) VALUES ({_GIVEN.format('NEW.')}); "
-    "INSERT INTO unsealed (event) VALUES (last_insert_rowid()); "  # its key is the event's: so it is below, too
+    "INSERT INTO unsealed (event) VALUES (last_insert_rowid()); "  # its key is the event's, so the rowid stays the same
     "INSERT INTO payloads (event, retention, salt, body) "
     "SELECT last_insert_rowid(), NEW.retention, NEW.salt, NEW.body WHERE NEW.words IS NOT NULL; "
     f"{waking('NEW.project', 'NEW.woken')}; END",
@@ -138,7 +138,7 @@ _TELLING = {
 
 @functools.cache
 def _telling(dialect: str) -> TextClause:
-    """What writes one event, with all that goes with it."""
+    """The statement that writes one event with its words, its row for the sealer and its wake-up."""
     return text(_TELLING[dialect]).bindparams(
         bindparam("audited", type_=JsonText),
         bindparam("body", type_=JsonText),
@@ -159,33 +159,33 @@ class Payload:
 
     @property
     def digest(self) -> str:
-        """What the envelope names it by: SHA-256 of the salt and the canonical `[retention, body]`."""
+        """The digest in the envelope: SHA-256 of the salt and the canonical `[retention, body]`."""
         return digest_bytes(self.salt + canonical_json([self.retention, self.body]))
 
 
 def envelope_leaf(envelope: Mapping[str, Any]) -> bytes:
-    """The leaf of an envelope: a mapping of `FIELDS`.
+    """Return the leaf of an envelope: a mapping of `FIELDS`.
 
     Raises:
-        InputError: it holds what canonical JSON cannot.
+        InputError: it contains a value that canonical JSON cannot hold.
     """
     return leaf_hash(canonical_json({name: envelope[name] for name in FIELDS}))
 
 
 def auditable(value: Any) -> Any:
-    """`value` as canonical JSON can hold it: numbers beyond it become words, tuples lists."""
+    """Return `value` as canonical JSON can hold it: numbers beyond its range become strings, tuples lists."""
     if isinstance(value, Mapping):
         return {str(key): auditable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [auditable(item) for item in value]
-    # RFC 8785 writes a whole float beyond 2^53 like an integer, which no reader may then take for one
-    inexact = isinstance(value, (int, float)) and not abs(value) < _EXACT  # NaN is not smaller than anything
+    # RFC 8785 writes a whole float beyond 2^53 like an integer, but readers may not parse it as one
+    inexact = isinstance(value, (int, float)) and not abs(value) < _EXACT  # true for NaN
     return str(value) if inexact else value
 
 
 @dataclass(frozen=True)
 class Audited:
-    """How one table is told."""
+    """How events record one table."""
 
     table: Table
     title: str  # of a row, by its columns
@@ -193,21 +193,21 @@ class Audited:
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
-        """The columns that tell a row from others."""
+        """The columns of the primary key."""
         return tuple(column.name for column in self.table.primary_key)
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
-        """Every column: all are told."""
+        """Every column: events record all of them."""
         return tuple(column.name for column in self.table.columns)
 
     def name(self, row: Mapping[str, Any]) -> str:
-        """A row as a person calls it."""
+        """The name of a row, for people."""
         return self.title.format(**row)
 
     @functools.cached_property
     def empty(self) -> Mapping[str, Any]:
-        """The value of every column that a new row's event need not tell."""
+        """The empty value of every column, which a new row's event leaves out."""
         return {name: _empty(self.table, name) for name in self.columns}
 
 
@@ -259,15 +259,15 @@ TABLES: Mapping[str, Audited] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One row that an event tells of."""
+    """One changed row that an event records."""
 
     sign: str
     table: str
     key: Mapping[str, Any]
-    values: Mapping[str, Any]  # of a new row all, of a changed one what changed, of a removed one none
+    values: Mapping[str, Any]  # all of a new row, the changed ones of a changed row, none of a removed row
 
     def told(self) -> tuple[list[Any], dict[str, Any]]:
-        """What stands in the envelope, and what in the words."""
+        """Return the part for the envelope, and the part for the words."""
         spec = TABLES[self.table]
         empty = spec.empty if self.sign == ADDED else {}
         kept = {
@@ -281,22 +281,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Who writes, and how that is known."""
+    """The author of a transaction, and how they were authenticated."""
 
     name: str  # `user:ann`, `service:driver`
-    request: str  # of this transaction; tells afterwards whether it was committed
+    request: str  # of this transaction; shows afterwards whether it was committed
     auth: str = "os"
     entropy: Entropy = os.urandom
-    known: Mapping[str, str] = field(default_factory=dict)  # name → principal, of authors of before; may be outdated
+    known: Mapping[str, str] = field(default_factory=dict)  # name → principal, of earlier authors; may be outdated
 
 
 def new_request(entropy: Entropy) -> str:
-    """The id of one transaction: 32 hexadecimal digits."""
+    """Return the id of one transaction: 32 hexadecimal digits."""
     return entropy(_REQUEST_BYTES).hex()
 
 
 class Journal:
-    """What a transaction will tell."""
+    """The events that a transaction will write."""
 
     def __init__(self, connection: Connection, author: Author, clock: Clock, project: str) -> None:
         self._connection, self._clock, self._project = connection, clock, project
@@ -313,10 +313,10 @@ class Journal:
         facts: Mapping[str, Any] | None = None,
         said: Mapping[str, Any] | None = None,
     ) -> None:
-        """Tell of changed rows and of other facts: states, numbers, digests. What is `said` may be erased later.
+        """Append an event with changed rows and other facts: states, numbers, digests. `said` may be erased later.
 
         Raises:
-            InputError: what canonical JSON cannot hold.
+            InputError: it contains a value that canonical JSON cannot hold.
         """
         audited = dict(auditable(facts or {}))
         told = [change.told() for change in changes]
@@ -341,7 +341,7 @@ class Journal:
         self._payloads.append(payload)
 
     def flush(self, woken: Collection[str] = ()) -> None:
-        """Write the events and wake these runs. Every transaction wakes runs in the same order, so no two deadlock."""
+        """Write the events and wake these runs. All transactions wake runs in the same order, so no two deadlock."""
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
         names = sorted(woken)
@@ -353,7 +353,7 @@ class Journal:
             self._connection.execute(_telling(self._connection.dialect.name), told)
 
     def _whole(self, row: Mapping[str, Any], payload: Payload | None) -> dict[str, Any]:
-        """The values of `_telling`: the author must still be called so where that was not read in this transaction."""
+        """The values of `_telling`; an author's name that this transaction did not read is checked by the statement."""
         name = self.author.name
         signed = {**row, "author": row["principal"], "called": None if name in self.found else name, "woken": None}
         del signed["principal"]
@@ -366,7 +366,7 @@ class Journal:
         return self.principal(self.author.name)
 
     def principal(self, name: str) -> str:
-        """The pseudonymous id of whoever is called `name`, read or made when this transaction first names them."""
+        """The pseudonymous id of the principal `name`, read or made when this transaction first names them."""
         found = self.found.get(name) or (self.author.known.get(name) if name == self.author.name else None)
         if found is None:
             found = self.found[name] = self._read_principal(name) or self._make_principal(name)
@@ -385,7 +385,7 @@ class Journal:
         try:
             with self._connection.begin_nested():
                 self._connection.execute(insert(principals).values(**columns))
-        except exc.IntegrityError:  # somebody else made it a moment ago
+        except exc.IntegrityError:  # another process made it just now
             there = self._read_principal(name)
             if there is None:
                 raise
@@ -396,7 +396,7 @@ class Journal:
 
 
 def tell_rows(connection: Connection, clock: Clock, entropy: Entropy) -> None:
-    """Tell every row of a ledger that was made a moment ago."""
+    """Record every row of a ledger that was just made."""
     actor = entropy(8).hex()
     connection.execute(insert(principals).values(id=actor, kind="service", name=DRIVER, created_at=clock.now()))
     author = Author(DRIVER, new_request(entropy), entropy=entropy, known={DRIVER: actor})

@@ -48,7 +48,7 @@ FORGOTTEN_SECONDS = 3600.0  # without a request for its status
 _LOOKED_SECONDS = 2.0  # least interval between two records of a look: recent enough for the server
 BEGUN, DONE = "begun", "done"
 _NOBODY = "nobody"  # in place of a process
-PART = 8 << 20  # bytes of a part that is not the last one of its request
+PART = 8 << 20  # bytes of every part of a request but the last one
 LEAST = 256 << 10  # bytes of a request that does not end its upload: each part costs a row and an object
 _UPLOADS = "uploads"
 

@@ -1,7 +1,7 @@
-"""A ledger in PostgreSQL: its address, how a connection behaves, and what the server's errors mean.
+"""A ledger in PostgreSQL: its address, the options of its connections, and the translation of the server's errors.
 
-The driver is psycopg (the extra `posttrain[postgres]`); SQLAlchemy alone imports it, when an engine is made.
-Errors are told apart by SQLSTATE; where a connection fails before there is one, by libpq's words.
+The driver is psycopg (the extra `posttrain[postgres]`); only SQLAlchemy imports it, when an engine is made.
+Errors are distinguished by SQLSTATE; if a connection fails before there is one, by libpq's message.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _DRIVER = "postgresql+psycopg"
 _SPELLINGS = (SCHEME, "postgres", _DRIVER)
 _SECRETS = ("password", "sslpassword")  # libpq takes these as parameters of a URL, too
 _CONNECT_SECONDS = 10
-_NOTICED = {  # a server that is cut off is noticed in less than a minute
+_NOTICED = {  # so that a lost server is detected within a minute
     **{"keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4},  # seconds, seconds, times
     "tcp_user_timeout": 40_000,  # milliseconds
 }
@@ -61,14 +61,14 @@ def is_address(address: str) -> bool:
 
 
 def checked_address(address: str) -> str:
-    """The address in its one spelling, as it is written down and compared.
+    """Return the address in its normal form, as it is stored and compared.
 
     Raises:
-        InputError: it is not of PostgreSQL, or holds a password.
+        InputError: it is not of PostgreSQL, or contains a password.
     """
     try:
         url = make_url(address) if is_address(address) else None
-    except (exc.ArgumentError, ValueError):  # a port that is no number
+    except (exc.ArgumentError, ValueError):  # a port that is not a number
         url = None
     if url is None or not url.database:
         masked = f"{address.partition('://')[0]}://…" if "://" in address else address
@@ -78,31 +78,31 @@ def checked_address(address: str) -> str:
 
 
 def with_driver(url: URL) -> URL:
-    """The URL as SQLAlchemy finds our driver by it."""
+    """Return the URL with the driver name by which SQLAlchemy loads psycopg."""
     return url.set(drivername=_DRIVER) if url.drivername in _SPELLINGS else url
 
 
 def shown(url: URL) -> str:
-    """The URL as people write it, without any secret."""
+    """Return the URL as people write it, without any secret."""
     bare = URL.create(SCHEME, url.username, None, url.host, url.port, url.database, url.query)
     return bare.difference_update_query(_SECRETS).render_as_string().replace("%2F", "/")  # a socket's folder
 
 
 def refuse_secrets(url: URL) -> None:
-    """An address is written down and shown; a password never is.
+    """Refuse an address with a password, since addresses are stored and shown.
 
     Raises:
-        InputError: the URL holds one.
+        InputError: the URL contains a password.
     """
     if url.password is not None or any(name in url.query for name in _SECRETS):
         raise InputError(f"ledger address {shown(url)} must not hold a password; give it by PGPASSWORD or ~/.pgpass")
 
 
 def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
-    """How an engine connects.
+    """Return the connection options of an engine.
 
-    Whoever waits for a lock gives up after `busy_seconds`, as on SQLite. Whoever holds one and says nothing for half as
-    long (stopped, swapped out, cut off) is let go by the server, before those who wait for it give up.
+    A process that waits for a lock gives up after `busy_seconds`, as on SQLite. The server ends the session of a
+    process that holds a lock and is idle for half as long (stopped, swapped out, cut off), before the waiters give up.
     """
     waits = {
         "lock_timeout": busy_seconds,
@@ -119,13 +119,13 @@ def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
 
 
 def may_write(connection: Connection, table: str) -> bool:
-    """Whether this user may add rows, on a server that takes writes."""
+    """Whether this user may insert rows, on a server that accepts writes."""
     asked = "SELECT has_table_privilege(:name, 'INSERT') AND NOT pg_is_in_recovery()"
     return bool(connection.execute(text(asked), {"name": table}).scalar_one())
 
 
 def product(connection: Connection) -> tuple[str, str]:
-    """Name and version of the server; which settings let a power cut take commits, "" if none does."""
+    """Return name and version of the server, and its settings with which a power cut can lose commits ("": no such)."""
     wanted = "SELECT name, setting FROM pg_settings WHERE name IN ('server_version', 'fsync', 'synchronous_commit')"
     rows = {str(row[0]): str(row[1]) for row in connection.execute(text(wanted))}
     unsafe = [name for name in ("fsync", "synchronous_commit") if rows[name] == "off"]
@@ -133,7 +133,7 @@ def product(connection: Connection) -> tuple[str, str]:
 
 
 def translate(error: BaseException | None, place: str, busy_seconds: float) -> PosttrainError:
-    """An error of the driver, as one line."""
+    """Translate an error of the driver into one with a one-line message."""
     said, state = " ".join(str(error).split()), getattr(error, "sqlstate", None) or ""
     if state in _LATE:
         return DeadlineError(

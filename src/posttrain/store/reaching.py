@@ -1,16 +1,16 @@
-"""Waiting for a server that is away, and a job's access to its server: a token and an address in its attempt's folder.
+"""Retries while a server is unreachable, and a job's access to its server: a token and an address in its folder.
 
-Clients and jobs wait by one rule. A server that is away for minutes is waited for, and the job's log records it. At
-each try a job reads the token and the address anew from its attempt's folder, which is its owner's alone:
+Clients and jobs retry by one rule. They wait minutes for an unreachable server, and the job's log records it. At each
+try a job reads the token and the address again from its attempt's folder, which is private to its owner:
 
 ::
 
-    access.json     the token, written before the job starts, and by nobody afterwards
-    address.json    where the server is, written again where that changed
+    access.json     the token, written before the job starts, and never afterwards
+    address.json    the server's URL, written again when it changes
 
-The job may write both, so nothing of the server reads them: its driver remembers what it wrote for whom.
+The job can write both files, so no part of the server reads them: its driver remembers their contents.
 
-Imports are the standard library only, and what the folder needs: jobs import this module.
+The module imports only the standard library and the modules for the folder: jobs import it.
 """
 
 import http.client
@@ -30,16 +30,16 @@ from posttrain.domain.errors import InfrastructureError, IntegrityError, Unavail
 from posttrain.store.atomic import read_left, write_json
 
 FILE, ADDRESS = "access.json", "address.json"
-PRIVATE_CACHE = "cache"  # in an attempt's folder: what a job in an image fetches and verifies, nobody else reads
-SOCKETS = "sockets"  # below the workspace: where its server listens for jobs that have no network
+PRIVATE_CACHE = "cache"  # in an attempt's folder: blobs that only its job in an image fetches, verifies and reads
+SOCKETS = "sockets"  # below the workspace: the sockets of its server for jobs without a network
 SOCKET = "server.sock"
-INSIDE = "/run/posttrain"  # where such jobs find that folder
+INSIDE = "/run/posttrain"  # the path of that folder in such jobs
 _MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
-PATIENCE = 900.0  # seconds that a server may be away
+PATIENCE = 900.0  # seconds that a server may be unreachable
 REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
-STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
-_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
+STALLED = 90.0  # seconds without a byte: longer than a server waits for its store
+_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one repeatedly
 _TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
@@ -47,10 +47,10 @@ W = TypeVar("W")
 
 
 class AwayError(Exception):
-    """A server gave no answer, or one that says to ask again.
+    """A server gave no answer, or asked to retry.
 
     Args:
-        pause: seconds that the server asks to wait (Retry-After); 0: it names none.
+        pause: seconds that the server asks to wait (Retry-After); 0: not specified.
     """
 
     def __init__(self, words: str, pause: float = 0.0) -> None:
@@ -85,15 +85,15 @@ def patiently(
 
 @dataclass(frozen=True, slots=True)
 class JobAccess:
-    """What lets a job in."""
+    """A job's access to its server."""
 
     url: str  # of its host's server
     token: str = field(repr=False)
-    certificate: str = ""  # what that server shows, in PEM; empty: it has no TLS
-    socket: str = ""  # where it is reached instead, by whoever has no network
+    certificate: str = ""  # of that server, in PEM; empty: it has no TLS
+    socket: str = ""  # the path of its socket, for a job without a network
 
     def write(self, folder: Path) -> None:
-        """Put it where the job finds it.
+        """Write the access into the job's folder.
 
         Raises:
             WorkspaceError: the disk is full or read-only.
@@ -103,16 +103,16 @@ class JobAccess:
 
 
 def tell(folder: Path, url: str, certificate: str) -> None:
-    """Say where the server is now. Nothing of the folder is read.
+    """Write the server's current URL. It reads no file of the folder.
 
     Raises:
-        WorkspaceError: the disk is full or read-only. OSError: the job put something there that no file replaces.
+        WorkspaceError: the disk is full or read-only. OSError: the job put something there that no file can replace.
     """
     write_json(folder / ADDRESS, {"url": url, **({"certificate": certificate} if certificate else {})})
 
 
 def read_access(folder: Path) -> JobAccess | None:
-    """What lies in its folder, for a job; None: something of it is not there. Whatever is, nobody waits for it.
+    """Return a job's access from its folder; None: a file is missing. It never blocks, whatever the files are.
 
     Raises:
         IntegrityError: it cannot be read.
@@ -139,11 +139,11 @@ def _read(path: Path, known: Set[str]) -> dict[str, str] | None:
 
 
 class Reach:
-    """To the server of an attempt.
+    """Requests to the server of an attempt, with retries.
 
     Args:
         folder: the attempt's.
-        patience: seconds that the server may be away.
+        patience: seconds that the server may be unreachable.
     """
 
     def __init__(self, folder: Path, patience: float = PATIENCE, pause: Callable[[float], None] = time.sleep) -> None:
@@ -152,14 +152,14 @@ class Reach:
     def again(
         self, ask: Callable[[JobAccess], T], trouble: Callable[[], None] = lambda: None, *, once: bool = False
     ) -> T:
-        """What the server answers, once it does.
+        """Call `ask` until the server answers, and return the answer.
 
         Args:
-            trouble: told of each try that failed.
-            once: do not wait.
+            trouble: called after each failed try.
+            once: do not retry.
 
         Raises:
-            UnavailableError: the server was away for longer than a job waits.
+            UnavailableError: the server was unreachable for longer than a job waits.
             InfrastructureError: the attempt has no access any more.
         """
         url = why = ""
@@ -183,12 +183,12 @@ class Reach:
 
 
 def refusal() -> InfrastructureError:
-    """What a server means that takes the token no more."""
+    """Return the error for a server that does not accept the token any more."""
     return InfrastructureError("the server refuses this attempt: it has ended, or another one took over")
 
 
 def reached(access: JobAccess) -> http.client.HTTPConnection:
-    """A connection to the server of an attempt, which shows the certificate that the attempt was told."""
+    """Return a connection to the server of an attempt, which must present the certificate in the attempt's access."""
     return connected(access.url, access.certificate, pinned=True, local=access.socket)
 
 
@@ -201,13 +201,14 @@ def connected(
     patience: float = _CONNECT_SECONDS,
     silence: float = STALLED,
 ) -> http.client.HTTPConnection:
-    """A connection to where a URL leads.
+    """Return a connection to the server of a URL.
 
     Args:
-        pinned: believe this certificate (PEM) alone, whatever name it is for: a server is asked by an address.
-        local: the socket of this machine where it is asked instead.
-        patience: seconds until it is there.
-        silence: seconds without a byte, from then on.
+        certificate: in PEM, to trust instead of the default authorities.
+        pinned: accept the certificate for any host name: jobs use the server's address.
+        local: a socket on this machine to connect to instead.
+        patience: timeout of the connect, in seconds.
+        silence: seconds without a byte after the connect.
     """
     parts = urlsplit(url)
     host, port = str(parts.hostname), parts.port
@@ -234,14 +235,14 @@ class KeptConnection(threading.local):
     _way: object = None
 
     def to(self, way: W, opens: Callable[[W], http.client.HTTPConnection]) -> http.client.HTTPConnection:
-        """The connection of this way; a new one where it is another way than before, or none was kept."""
+        """Return the kept connection to `way`; a new one if `way` changed or no connection was kept."""
         if self.made is None or self._way != way:
             self.drop()
             self._way, self.made = way, opens(way)
         return self.made
 
     def drop(self) -> None:
-        """Close it: nothing that is said over it could be believed."""
+        """Close the connection, whose state is unknown after an error."""
         if self.made is not None:
             self.made.close()
             self.made = None

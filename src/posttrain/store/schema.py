@@ -1,8 +1,8 @@
 """The ledger's tables.
 
-Only plain SQL types, so that SQLite and PostgreSQL store the same values: times are 64-bit floats (seconds since the epoch),
-mappings are JSON text. `generation` is the compare-and-set counter of a row; leases are in separate columns and do not
-change it.
+Only plain SQL types, so that SQLite and PostgreSQL store the same values: times are 64-bit floats (seconds since the
+epoch), mappings are JSON text. `generation` is the compare-and-set counter of a row; leases are in separate columns and
+do not change it.
 
 A release works together with the previous one. So a revision only adds tables, and columns that may be NULL or whose
 default is the empty value of their type. `schema_version.usable_since` is the oldest revision whose code may still use

@@ -1,9 +1,9 @@
-"""Which project a statement reads: none runs that could reach rows of another one.
+"""The project scope of SQL statements: a statement that could reach rows of another project is refused.
 
-A row belongs to a project by its own column, by its run, or by its event. `Scope` adds the condition; `guard` refuses,
+A row has its project in its own column, by its run, or by its event. `Scope` adds the condition; `guard` refuses,
 before it is sent, a statement without one, and on a connection of one project a statement that names another, unless
-the connection was opened for rows of every project, with the reason. The verdict is kept with the compiled statement,
-so a statement that runs again costs one look-up.
+the connection was opened for rows of every project, with the reason. The verdict is cached with the compiled statement,
+so a repeated statement costs one look-up.
 """
 
 import functools
@@ -50,7 +50,7 @@ from posttrain.store.schema import attempts, events, grants, leaves, metadata, p
 ACROSS = "across_projects"  # the execution option: why statements may reach rows of every project
 OF = "of_project"  # the execution option: the project that statements must name
 PROJECT = "project"
-CHILDREN: Mapping[str, tuple[str, Table]] = {  # table without a project of its own → its column, and what that names
+CHILDREN: Mapping[str, tuple[str, Table]] = {  # table without a project column → its foreign key column and its parent
     **{table.name: ("run_id", runs) for table in (stages, attempts, watches, grants)},
     **{table.name: ("event", events) for table in (leaves, payloads, unsealed)},
 }
@@ -60,12 +60,12 @@ _VIEW = "telling"  # through which `store.journal` writes events on SQLite
 _VERDICT = "posttrain_unscoped"  # attribute of a compiled statement
 _WORDS = re.compile(r"[a-z_]+")
 _WRITTEN = re.compile(r"project(_m\d+)?")  # parameters of rows
-_OF_THE_SAME = re.compile(r"on conflict \(project,|where (\w+)\.run_id = excluded\.run_id")  # rows met on writing
+_OF_THE_SAME = re.compile(r"on conflict \(project,|where (\w+)\.run_id = excluded\.run_id")  # same project on conflict
 _OF_PROJECT = re.compile(r"(?<![:\w])project\s*=\s*:project\b|\(project\b[^)]*\)\s*VALUES\s*\(:project\b")
 
 
 def of_project(table: Table, project: str | BindParameter[str]) -> ColumnElement[bool]:
-    """Which rows of a table belong to a project."""
+    """Return the condition for rows of a table that are in a project."""
     if table.name in OWN:
         return table.c[PROJECT] == project
     column, above = CHILDREN[table.name]
@@ -73,7 +73,7 @@ def of_project(table: Table, project: str | BindParameter[str]) -> ColumnElement
 
 
 def across(statement: Executes, why: str) -> Executes:
-    """A statement that may reach rows of every project, with the reason."""
+    """Return the statement with the permission, and its reason, to reach rows of every project."""
     return statement.execution_options(**{ACROSS: why})
 
 
@@ -84,11 +84,11 @@ class Scope:
     project: str
 
     def select(self, table: Table, *columns: Any) -> Select[Any]:
-        """These columns, or all, of the project's rows of a table."""
+        """Select these columns, or all, of the project's rows of a table."""
         return select(*(columns or (table,))).where(of_project(table, self.project))
 
     def update(self, table: Table) -> Update:
-        """Change rows of the project."""
+        """Update rows of the project."""
         return update(table).where(of_project(table, self.project))
 
     def delete(self, table: Table) -> Delete:
@@ -101,10 +101,10 @@ class UnscopedStatementError(RuntimeError):
 
 
 def guard(engine: Engine) -> None:
-    """Refuse statements of this engine that name no project where they must, or another than their connection's.
+    """Refuse statements of this engine that lack a required project, or name another than their connection's.
 
     Raises:
-        UnscopedStatementError: from whatever executes one; nothing of it reaches the database.
+        UnscopedStatementError: from the execution of such a statement, which does not reach the database.
     """
     event.listen(engine, "before_cursor_execute", _refuse)
 
@@ -130,7 +130,7 @@ def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> N
 
 
 def _projects(compiled: Any) -> frozenset[str]:
-    """The parameters of a statement with the projects that it names: in conditions, and in rows that it writes."""
+    """The parameters of a statement that are projects: in conditions, and in rows that it writes."""
     found = {
         compiled.bind_names.get(right)
         for part in visitors.iterate(compiled.statement)
@@ -144,18 +144,18 @@ def _projects(compiled: Any) -> frozenset[str]:
 
 
 def _written(statement: Any) -> Iterator[Any]:
-    """What a statement writes as the project of a row, where it is not a plain value."""
+    """The expressions that a statement writes as the project of a row, if they are not plain values."""
     values = getattr(statement, "_values", None) or {}
     yield from (value for column, value in values.items() if getattr(column, "name", column) == PROJECT)
 
 
 def _refused_write(statement: Insert | Update) -> str:
-    """The table of a statement that may write rows of any project: from a query, over rows that are there, computed."""
+    """The table of a write that may reach any project: from a query, over existing rows, or with computed values."""
     table = str(getattr(statement.table, "name", statement.table))
     from_query = isinstance(statement, Insert) and statement.select is not None
     conflict = getattr(statement, "_post_values_clause", None)
     target = getattr(conflict, "inferred_target_elements", None) or ()
-    same = any(getattr(one, "name", one) == PROJECT for one in target)  # it meets rows of the written project only
+    same = any(getattr(one, "name", one) == PROJECT for one in target)  # conflicts only with rows of the same project
     over = hasattr(conflict, "update_values_to_set") and not same
     computed = any(not isinstance(one, BindParameter) for one in _written(statement))
     return table if (table in OWN or table in CHILDREN) and (from_query or over or computed) else ""
@@ -163,7 +163,7 @@ def _refused_write(statement: Insert | Update) -> str:
 
 @functools.lru_cache(1000)
 def _named(sent: str) -> str:
-    """The first project table that plain SQL names, unless all it does is to add rows."""
+    """The first project table that plain SQL names, unless it only adds rows."""
     words = _WORDS.findall(sent.lower())
     over = "update" in words and not _OF_THE_SAME.search(sent.lower())
     if words[:1] in (["pragma"], ["insert"]) and not over and not {"select", "replace"} & set(words):
@@ -172,7 +172,7 @@ def _named(sent: str) -> str:
 
 
 def unscoped(statement: ClauseElement) -> str:
-    """The name of a table of which a statement reaches rows of any project; empty: there is none."""
+    """Return the name of a table of which a statement reaches rows of any project; empty: no such table."""
     written = _in_words(statement)
     if written:
         return written
@@ -192,7 +192,7 @@ def unscoped(statement: ClauseElement) -> str:
 
 
 def _in_words(statement: ClauseElement) -> str:
-    """The first project table that text inside a statement names; a text that compares its project names its own."""
+    """The first project table that text inside a statement names, unless that text compares the project itself."""
     for part in visitors.iterate(statement):
         found = ""
         part = part.element if isinstance(part, TextualSelect) else part
@@ -208,7 +208,7 @@ def _in_words(statement: ClauseElement) -> str:
 
 
 def _unscoped_select(statement: Select[Any], outer: frozenset[FromClause] | set[FromClause]) -> str:
-    """Of one SELECT inside others, which hold rows of one project each."""
+    """`unscoped` for one SELECT inside others, whose tables `outer` are each limited to one project."""
     froms: set[FromClause] = set()
     conditions = [(one, froms) for one in _conjuncts(statement._where_criteria)]
     parts = statement.get_final_froms()
@@ -222,7 +222,7 @@ def _unscoped_select(statement: Select[Any], outer: frozenset[FromClause] | set[
 
 
 def _joined(part: FromClause, froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]]) -> None:
-    """Add what a FROM consists of. The condition of an outer join says nothing about its left side."""
+    """Add the parts of a FROM. The condition of an outer join does not restrict its left side."""
     if not isinstance(part, Join):
         froms.add(part)
         return
@@ -235,7 +235,7 @@ def _joined(part: FromClause, froms: set[FromClause], conditions: list[tuple[Any
 
 
 def _opened(froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]]) -> None:
-    """Add what EXISTS asks for, which restricts the rows outside as a join does."""
+    """Add the tables and conditions of EXISTS, which restricts the outer rows as a join does."""
     for one, _ in list(conditions):
         inner = _bare(one.element) if isinstance(one, UnaryExpression) and one.operator is operators.exists else None
         if isinstance(inner, Select) and not _aggregates(inner):
@@ -245,7 +245,7 @@ def _opened(froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]
 
 
 def _aggregates(statement: Select[Any]) -> bool:
-    """Whether a query may answer with a row although no row meets its conditions."""
+    """Whether a query may return a row although no row meets its conditions."""
     computed = any(
         isinstance(part, FunctionElement) for one in statement._raw_columns for part in visitors.iterate(one)
     )
@@ -257,7 +257,7 @@ def _held(
     conditions: list[tuple[Any, set[FromClause]]],
     given: Iterable[FromClause] = (),
 ) -> set[FromClause]:
-    """What holds rows of one project only: it is compared with a value, or with what holds such rows."""
+    """The tables limited to one project: those compared with a value, or with a table that is limited so."""
     held = {one for one in froms if _key(one) is None} | set(given)
     grown = True
     while grown:
@@ -267,7 +267,7 @@ def _held(
                 table = getattr(left, "table", None)
                 if table in held or table not in about:
                     continue
-                chosen = isinstance(right, SelectBase) and _reads(right)  # a subquery, which is looked at itself
+                chosen = isinstance(right, SelectBase) and _reads(right)  # a subquery, which is checked separately
                 value = left.name == PROJECT and isinstance(right, BindParameter) and not right.literal_execute
                 other = getattr(right, "table", None)
                 named = left.name == _key(table) and (value or chosen or (other in held and _reads(other)))
@@ -278,7 +278,7 @@ def _held(
 
 
 def _reads(part: Any) -> bool:
-    """Whether rows of projects are what a FROM or a query consists of."""
+    """Whether a FROM or a query reads a project table."""
     while isinstance(part, AliasedReturnsRows):
         part = part.element
     if isinstance(part, Table):
@@ -288,7 +288,7 @@ def _reads(part: Any) -> bool:
 
 
 def _key(part: Any) -> str | None:
-    """The column that says whose the rows are; empty: nobody's. None: a subquery, which is looked at itself."""
+    """The column with the project of the rows; empty: no project. None: a subquery, which is checked separately."""
     while isinstance(part, AliasedReturnsRows):
         part = part.element
     if not isinstance(part, Table):
@@ -329,7 +329,7 @@ def _tables(conditions: Iterable[Any]) -> Iterator[FromClause]:
 
 
 def _nested(statement: ClauseElement, held: Iterable[FromClause]) -> str:
-    """Of the statements inside one."""
+    """`unscoped` for the statements inside one."""
     waiting: list[tuple[Any, frozenset[FromClause]]] = [(one, frozenset(held)) for one in statement.get_children()]
     while waiting:
         one, outer = waiting.pop()
@@ -337,7 +337,7 @@ def _nested(statement: ClauseElement, held: Iterable[FromClause]) -> str:
             found = _unscoped_select(one, outer)
             if found:
                 return found
-        else:  # a subquery in FROM sees nothing of what stands around it
+        else:  # a subquery in FROM cannot reference the outer tables
             outer = frozenset() if isinstance(one, AliasedReturnsRows) else outer
             waiting += [(inner, outer) for inner in one.get_children()]
     return ""

@@ -1,9 +1,9 @@
 """Reads of the ledger as of one moment, and the error for a run that does not exist.
 
-Everything asked of one `Snapshot` is of one moment. What a driver asks at every look at a run is a statement that is
-built once: building one costs more than running it.
+All reads of one `Snapshot` are of one moment. The statement of every look at a run is built once: building it costs
+more than running it.
 
-The error for an unknown run lists what the word names instead, similar names, and the runs that exist.
+The error for an unknown run lists the object that the word names instead, similar names, and the newest runs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ from posttrain.store.schema import (
 from posttrain.store.scope import Scope, across, of_project
 
 _CHANNEL = "channel:"
-_SEARCHED = 1000  # of the newest runs, for one that a person may have meant
+_SEARCHED = 1000  # of the newest runs, for similar names
 _LISTED = 3
 _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
@@ -120,7 +120,7 @@ _BY_KEY = select(stages).join(runs, runs.c.id == stages.c.run_id).where(_OF_KEY)
 _BY_KEY = _BY_KEY.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position)
 _ENTRY = stage_cache.alias("entry")
 _ANSWERED = _BY_KEY.add_columns(stage_cache.c.stage.label("answers")).outerjoin(stage_cache, _ANSWERS)
-_ANSWERED = _ANSWERED.where(  # of a key that is answered the stage that does, not all that ever took its outputs
+_ANSWERED = _ANSWERED.where(  # if the cache has the key, only its stage, not all that ever reused its outputs
     or_(
         stage_cache.c.stage.is_not(None),
         ~exists().where(_ENTRY.c.project == _PROJECT, _ENTRY.c.cache_key == bindparam("of_key")),
@@ -129,7 +129,7 @@ _ANSWERED = _ANSWERED.where(  # of a key that is answered the stage that does, n
 
 
 def no_run(now: Snapshot, word: str) -> str:
-    """One line with a next action."""
+    """Return the message for an unknown run: one line with a next action."""
     names = [record.name for record in now.channel_records()]
     channel, _, number = word.removeprefix(_CHANNEL).partition("@")
     if channel in names:
@@ -146,7 +146,7 @@ def no_run(now: Snapshot, word: str) -> str:
 
 
 def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live: ReleaseEntry | None) -> str:
-    """What somebody sees who took a channel, or a release of one, for a run."""
+    """The hint for a user who named a channel, or a release of one, instead of a run."""
     see = f"posttrain get {channel}"
     if live is None:
         return f"{channel} is a channel, and nothing was released to it yet; see {see}"
@@ -180,8 +180,8 @@ _ARTIFACTS = select(artifacts, artifacts.c["class"].label("kind"))
 class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     """Reads of one project over one connection.
 
-    Inside a `Transaction` it sees the rows which that transaction has written so far. What belongs to another project
-    is not there.
+    Inside a `Transaction` it reads the rows that the transaction has written so far. Rows of other projects are
+    invisible, except to reads that name every project.
     """
 
     def __init__(self, connection: Connection, project: str) -> None:
@@ -192,7 +192,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """The run of exactly this id.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: there is no such run.
         """
         query, values = _run_on(self._connection.dialect.name), {"run_id": run_id, **self._here()}
         row = self._connection.execute(query, values).one_or_none()
@@ -211,7 +211,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     def rows_in(
         self, run_id: str, query: Select[Any], values: Mapping[str, Any] | None = None
     ) -> tuple[RunRows, Sequence[Row[*tuple[Any, ...]]]]:
-        """What `rows_on`, or more beside it, finds of a run; the rows themselves are for who asked for more.
+        """The result of `rows_on`, possibly with added columns, for a run; and the raw rows with those columns.
 
         Raises:
             NotFoundError: there is no such run.
@@ -235,11 +235,11 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """Runs, newest first; of one manifest by repetition, the last first.
 
         Args:
-            before: id of a run: only those that come after it in this order.
+            before: id of a run: only runs after it in this order.
             tag: only runs that have it.
 
         Raises:
-            NotFoundError: `before` is no run.
+            NotFoundError: `before` is not a run.
         """
         query = _runs_on(self._connection.dialect.name).limit(limit)
         if tag is not None:
@@ -256,10 +256,10 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(RunRecord, query, self._here())
 
     def find_run(self, words: str) -> RunRecord:
-        """The run a person means: its id, else its name (the newest of that name), else the start of its id.
+        """The run with this id, else the newest with this name, else the one whose id starts like this.
 
         Raises:
-            NotFoundError: nothing matches.
+            NotFoundError: no run matches.
             InputError: several ids start like this; the message lists them.
         """
         newest = _runs_on(self._connection.dialect.name)
@@ -298,8 +298,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._each(AttemptRecord, query, attempts.c.run_id, run_ids, {"of_project": self._project})
 
     def occupying(self, host: str | None, now: float) -> tuple[int, list[AttemptRecord]]:
-        """Attempts of this host that have not ended, in every project: how many belong to runs that somebody drives,
-        and those of the other runs.
+        """Attempts of this host that have not ended, in every project: the number in runs with a driver, and the
+        attempts of the other runs.
         """
         live = and_(
             attempts.c.host.is_(None) if host is None else attempts.c.host == host, attempts.c.state.not_in(_OVER)
@@ -322,7 +322,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """One version of an asset; the latest without `version`.
 
         Raises:
-            NotFoundError: no such name or version; the message says which there are.
+            NotFoundError: no such name or version; the message lists the existing ones.
         """
         versions = self.assets(kind, name)
         if not versions:
@@ -337,7 +337,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         raise NotFoundError(f"there is no {kind}:{name}@{version}; versions are 1 to {versions[-1].version}")
 
     def latest_asset(self, kind: str, name: str) -> Asset | None:
-        """The newest version of that name; None without one."""
+        """The newest version of that name; None: it has no versions."""
         return self._one(
             Asset,
             self._assets()
@@ -361,7 +361,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         )
 
     def alike(self, *wanted: Asset) -> list[Asset]:
-        """Versions of the kind of these with the digest of one of them, and the latest of each of their names."""
+        """Versions of the same kind that share a digest with these, and the latest version of each of their names."""
         other = assets.alias()
         mine = (other.c.project == assets.c.project, other.c.kind == assets.c.kind, other.c.name == assets.c.name)
         latest = select(func.max(other.c.version)).where(*mine).scalar_subquery()
@@ -370,10 +370,10 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(Asset, self._assets().where(assets.c.kind == wanted[0].kind, or_(same, named)))
 
     def asset_status(self, status: str | None = None) -> list[tuple[AssetStatus, str]]:
-        """What is thought of versions, each with the digest of its bytes, by kind, name and version.
+        """The statuses of versions, each with the digest of its bytes, by kind, name and version.
 
         Args:
-            status: only those of this one; None: every one that there is.
+            status: only this status; None: every status that is not empty.
         """
         same = [assets.c[name] == asset_status.c[name] for name in ("project", "kind", "name", "version")]
         wanted = asset_status.c.status == status if status else asset_status.c.status != ""
@@ -387,14 +387,14 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         ]
 
     def artifacts(self, *digests: str) -> list[Artifact]:
-        """What is known of these bytes; of unknown ones nothing."""
+        """The artifacts of these digests; unknown digests are left out."""
         return self._each(Artifact, _ARTIFACTS.where(artifacts.c.project == self._project), artifacts.c.digest, digests)
 
     def find_artifact(self, prefix: str) -> Artifact:
-        """The bytes whose digest starts like this.
+        """The artifact whose digest starts like this.
 
         Raises:
-            NotFoundError: none do.
+            NotFoundError: no digest does.
             InputError: several do.
         """
         begins = func.substr(artifacts.c.digest, 1, len(prefix)) == prefix
@@ -406,23 +406,23 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return found[0]
 
     def used(self, *consumers: str) -> list[Edge]:
-        """What stages, assets, releases or runs used, in the order of consumers, then slots."""
+        """The edges into stages, assets, releases or runs, in the order of consumers, then slots."""
         return self._edges(edges.c.consumer, consumers)
 
     def made(self, *producers: str) -> list[Edge]:
-        """What stages or assets left, whoever uses it."""
+        """The outputs of stages or assets, used or not."""
         return self._edges(edges.c.producer, producers, edges.c.consumer == "")
 
     def uses(self, *producers: str) -> list[Edge]:
-        """Who used something of these producers."""
+        """The uses of outputs of these producers."""
         return self._edges(edges.c.producer, producers, edges.c.consumer != "")
 
     def uses_of_bytes(self, *digests: str) -> list[Edge]:
-        """Who used these bytes, whatever they were called."""
+        """The uses of these bytes, under any name."""
         return self._edges(edges.c.digest, digests, edges.c.consumer != "")
 
     def holds(self, digest: str) -> list[Hold]:
-        """Who holds these bytes, the oldest hold first."""
+        """The holds of these bytes, oldest first."""
         mine = (holds.c.project == self._project, holds.c.digest == digest, holds.c.released_at.is_(None))
         return self._all(Hold, select(holds).where(*mine).order_by(holds.c.at, holds.c.holder))
 
@@ -435,39 +435,39 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._told(self._events().where(*keyed(events, subject=subject, kind=kind)).order_by(events.c.id))
 
     def signals(self, *run_ids: str) -> list[Signal]:
-        """What was sent to runs, oldest first."""
+        """The signals sent to runs, oldest first."""
         query = acted(signals).where(signals.c.project == self._project)
         return self._each(Signal, query.order_by(signals.c.at, signals.c.name), signals.c.run_id, run_ids)
 
     def notes(self, *run_ids: str, tags: bool = False) -> list[RunNote]:
-        """What was written down of runs, oldest first; `tags`: only these."""
+        """The notes and tags of runs, oldest first; `tags`: only tags."""
         query = acted(notes).where(notes.c.project == self._project, *([notes.c.tag != ""] if tags else ()))
         return self._each(RunNote, query.order_by(notes.c.run_id, notes.c.number), notes.c.run_id, run_ids)
 
     def watches(self, run_id: str) -> list[Watch]:
-        """How long its jobs have been silent."""
+        """The watches of a run: how long its jobs have been silent."""
         return self._all(Watch, _WATCHES, {"run_id": run_id, "of_project": self._project})
 
     def stages_by_key(self, cache_key: str) -> list[StageRecord]:
-        """Every stage that computes, or computed, what this key names; newest run first."""
+        """Every stage with this cache key; newest run first."""
         return self._all(StageRecord, _BY_KEY, {"of_key": cache_key, "of_project": self._project})
 
     def runs_that_wait_for(self, cache_key: str) -> set[str]:
-        """Ids of unfinished runs with a stage that is ready and computes what this key names, but is not at it."""
+        """Ids of unfinished runs with a ready, unstarted stage of this cache key."""
         ready = keyed(stages, cache_key=cache_key, state="ready")
         query = select(stages.c.run_id).join(runs, runs.c.id == stages.c.run_id).where(*ready)
         query = query.where(runs.c.project == self._project, runs.c.state.not_in(_ENDED))
         return set(self._connection.execute(query).scalars())
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
-        """The stage whose outputs answer this key, or None: also where the event log disagrees with the rows.
+        """The stage whose outputs the cache has for this key; None: no such stage, or the event log contradicts it.
 
-        Whether its blobs are still there is for the caller to see.
+        The caller must check that its blobs still exist.
         """
         return self.computed(cache_key)[0]
 
     def computed(self, cache_key: str) -> tuple[StageRecord | None, list[StageRecord]]:
-        """`cached_stage` and, where none answers the key, `stages_by_key`: one statement, however many there are."""
+        """`cached_stage` and, if the cache lacks the key, `stages_by_key`: one statement, however many stages exist."""
         found = self._connection.execute(_ANSWERED, {"of_key": cache_key, "of_project": self._project}).all()
         same = [to_record(StageRecord, row) for row in found]
         if not (found and found[0]._mapping["answers"]):
@@ -475,7 +475,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return (same[0], []) if self._logged(cache_key, same[0]) else (None, self.stages_by_key(cache_key))
 
     def _logged(self, cache_key: str, stage: StageRecord) -> bool:
-        """Whether events let this stage answer this key, and made its outputs what the rows hold."""
+        """Whether events recorded this stage as the answer to this key, with the outputs that its row has."""
         query = select(type_coerce(events.c.audited, Text)).where(events.c.project == self._project)
         query = query.where(events.c.subject == f"{stage.run_id}/{stage.name}").order_by(events.c.id)
         answers, made = (stage_cache.name, (self._project, cache_key)), (stages.name, (stage.run_id, stage.name))
@@ -487,17 +487,17 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return told[answers] == named and told[made].get("outputs", {}) == auditable(stage.outputs)
 
     def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
-        """Sealed events with `sequence > after`, in order: a cursor over them meets no gap and misses nothing.
+        """Sealed events with `sequence > after`, in order: a cursor over them has no gap and misses no event.
 
         Args:
-            subject_prefix: a subject and everything below it: `run1` gives `run1`, `run1/train`, `run1/train/2`, not
+            subject_prefix: a subject and everything below it: `run1` selects `run1`, `run1/train`, `run1/train/2`, not
                 `run10`.
         """
         query = self._events().where(leaves.c.sequence > after).order_by(leaves.c.sequence).limit(limit)
         return self._told(query.where(*_below(subject_prefix)))
 
     def last_said(self, *subjects: str) -> dict[str, float]:
-        """When the newest event of exactly each of these subjects was, in one statement; of some there is none."""
+        """The time of the newest event of exactly each of these subjects, if it has one; in one statement."""
         if not subjects:
             return {}
         query = self.scope.select(events, events.c.subject, func.max(events.c.at)).group_by(events.c.subject)
@@ -506,7 +506,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         }
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
-        """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""
+        """Committed events that the sealer has not reached yet, in id order; they have no `sequence`."""
         query = self._events().join(unsealed, unsealed.c.event == events.c.id).order_by(events.c.id).limit(limit)
         return self._told(query.where(*_below(subject_prefix)))
 
@@ -516,7 +516,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._connection.execute(query).first() is not None
 
     def _here(self) -> dict[str, Any]:
-        """What `_runs_on` takes: leases run by the server's clock, where it has one; readers compare with their own."""
+        """The parameters of `_runs_on`, which converts leases from PostgreSQL's clock to that of this process."""
         mine: dict[str, Any] = {"of_project": self._project}
         return {**mine, "here": time.time()} if self._connection.dialect.name == "postgresql" else mine
 
@@ -550,10 +550,10 @@ def _run_on(dialect: str) -> Select[Any]:
 
 @functools.cache
 def rows_on(dialect: str) -> Select[Any]:
-    """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`, and the log's head: a row for
+    """Every column of a run, its stages, attempts and watches, named `KIND.COLUMN`, and the log's head: a row for
     each attempt.
 
-    JSON comes as text: a stage's stands in the row of each of its attempts, and is read once.
+    JSON columns are returned as text: a stage's JSON is in the row of each of its attempts, but is parsed once.
     """
     run = _run_on(dialect)
     columns = [column.label(f"RunRecord.{column.key}") for column in run.selected_columns]
@@ -571,7 +571,7 @@ def rows_on(dialect: str) -> Select[Any]:
 
 
 def _of_kind(kind: type[Record], rows: Sequence[Row[*tuple[Any, ...]]]) -> list[Record]:
-    """The records of one kind in what `rows_on` found, each once."""
+    """The records of one kind in the result of `rows_on`, each once."""
     columns = [(name, f"{kind.__name__}.{name}") for name in names_of(kind)]
     texts = _TEXTS.get(kind.__name__, ())
     key = [label for name, label in columns if name in ("id", "run_id", "name", "attempt")]

@@ -1,6 +1,6 @@
 """Folders as content-addressed trees, scratch folders that last for a block, and the Merkle tree of RFC 6962.
 
-The blob of a tree's listing names the blobs of its files:
+The listing of a tree is a blob that names the blobs of its files:
 
 ::
 
@@ -9,8 +9,7 @@ The blob of a tree's listing names the blobs of its files:
 The listing is canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes
 and times do not count.
 
-`scratch` makes folders for the length of a block. They also go when the process in it is killed: the next call removes
-them.
+`scratch` makes folders for the length of a block. If its process is killed, the next call removes them.
 
 The Merkle tree grows leaf by leaf:
 `leaf = SHA-256(0x00 || entry)`, `node = SHA-256(0x01 || left || right)`. A tree of n leaves is kept as the roots of its
@@ -40,10 +39,10 @@ from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, make_folder, open_plain, sync_folder, taken, unwritable, writing
 
 _MOVED = ".moved-"
-_FRESH_SECONDS = 60.0  # a folder younger than this may be made and not held yet
+_FRESH_SECONDS = 60.0  # a younger folder may be made and not locked yet
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20
-_BESIDE = re.compile(  # what a trainer leaves beside a model, by the path in its folder; most of it is pickled
+_BESIDE = re.compile(  # files that a trainer leaves next to a model, by path in its folder; most are pickles
     r"(?:^|/)(?:checkpoint-\d+/|(?:training_args\.bin|optimizer\.(?:pt|bin)|scheduler\.pt|scaler\.pt|rng_state\w*\.pth|"
     r"trainer_state\.json)$)"
 )
@@ -54,7 +53,7 @@ LEVELS = 8  # levels of the binary tree that a tile spans: 256 leaves
 
 @contextmanager
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """A folder below `parent` for the length of the block. Those of processes that were killed are removed first.
+    """Make a folder below `parent` for the length of the block, after removing those of killed processes.
 
     Raises:
         WorkspaceError: it cannot be created.
@@ -65,7 +64,7 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         held = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it when this process dies, however it dies
+        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel releases it when this process dies, however it dies
         yield folder
     finally:
         remove_tree(folder)
@@ -73,10 +72,10 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder with everything in it, as far as that goes, however deep folders lie in each other.
+    """Remove a folder with everything in it, as far as possible, however deeply folders are nested.
 
-    A job may have made them: a walk that calls itself ends at a thousand of them, and a path has at most 4096
-    characters. So folders that lie in others are moved up first, until none does.
+    A job may have made them: a recursive walk ends at a thousand levels, and a path has at most 4096 characters. So
+    nested folders are moved up first, until no folder is nested.
     """
     with suppress(OSError):
         folder.chmod(0o700)
@@ -85,7 +84,7 @@ def remove_tree(folder: Path) -> None:
             here = waiting.pop()
             here.chmod(0o700)
             for inner in _folders(here):
-                inner.chmod(0o700)  # whoever moves a folder writes into it
+                inner.chmod(0o700)  # moving a folder requires write access to it
                 moved = folder / f"{_MOVED}{os.urandom(12).hex()}"
                 inner.rename(moved)
                 waiting.append(moved)
@@ -102,10 +101,10 @@ def _sweep(parent: Path, prefix: str) -> None:
     for folder in parent.glob(f"{prefix}*"):
         try:
             if time.time() - folder.stat().st_mtime < _FRESH_SECONDS:
-                continue  # perhaps made this moment and not held yet
+                continue  # it may be new and not locked yet
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            continue  # gone, or somebody else's
+            continue  # already removed, or another user's
         try:
             if taken(held):
                 remove_tree(folder)
@@ -129,12 +128,12 @@ def put_tree(
     skip: Callable[[str], bool] = lambda name: False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Store every file below `folder` and the listing; the listing's digest.
+    """Store every file below `folder` and the listing; return the listing's digest.
 
     Args:
-        follow_links: take a symbolic link to a file as that file (a hub's cache is made of them); else it is refused.
-        skip: whether a file, by its path in the tree, does not belong to it.
-        progress: is told after each file how many files and bytes are stored.
+        follow_links: store the target of a symbolic link to a file (a hub's cache has such links); else it is refused.
+        skip: whether to leave out a file, by its path in the tree.
+        progress: called after each file with the number of files and bytes stored.
 
     Raises:
         InputError: no such folder, a link or special file, or a name that is not portable.
@@ -152,33 +151,33 @@ def put_tree(
 
 
 def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False) -> str:
-    """The digest `put_tree` would give, without storing anything. Raises its InputErrors."""
+    """The digest that `put_tree` would return, without storing anything. Raises its InputErrors."""
     return digest_bytes(_listing(folder, file_digest, follow_links, skip))
 
 
 def left_behind(name: str) -> bool:
-    """Whether a file is what programs leave in a folder: compiled Python, a version control's, a downloader's or a
-    desktop's hidden files. An asset is the same version with and without them.
+    """Whether a file is a by-product of programs: compiled Python, hidden files of a version control, a downloader or
+    a desktop. An asset is the same version with and without them.
     """
     return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
 
 
 def beside_model(name: str) -> bool:
-    """Whether a file is no part of the model in whose folder it lies: what is left behind, and what a trainer keeps to
-    go on. A model is the same version with and without it.
+    """Whether a file in a model's folder is not part of the model: a by-product, or a file from which a trainer
+    resumes. A model is the same version with and without it.
     """
     return left_behind(name) or _BESIDE.search(name) is not None
 
 
 def not_taken(folder: Path) -> str:
-    """What a trainer left beside a model, as a line; empty: nothing. Only names are looked at."""
+    """The files that a trainer left next to a model, as a line; empty: no files. It reads names only."""
     names = [path.relative_to(folder).as_posix() for path in files_below(folder)]
     found = sorted({name[: place.end()] for name in names if (place := _BESIDE.search(name))})
     return f"{folder}: not opened and not stored, no part of the model: {', '.join(found)}" if found else ""
 
 
 def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:
-    """Store files as the tree in which they have these names; its digest.
+    """Store files as the tree in which they have these names; return its digest.
 
     Raises:
         InputError: a file that cannot be read, or a name that is not portable.
@@ -188,7 +187,7 @@ def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:
 
 
 def files_digest(files: Mapping[str, Path]) -> str:
-    """The digest `put_files` would give, without storing anything. Raises its InputErrors."""
+    """The digest that `put_files` would return, without storing anything. Raises its InputErrors."""
     return digest_bytes(_of_files(files, file_digest))
 
 
@@ -255,12 +254,12 @@ def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
 
 
 def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
-    """The tree as a folder below `cache_dir`, shared by everybody who asks for this digest; do not write into it.
+    """Return the tree as a folder below `cache_dir`, shared by all callers for this digest; do not write into it.
 
-    Its files are read-only, and every one is hashed at every call, for a model that was altered in the cache would
-    train and be judged under a digest that is not its own. A folder that does not match its listing is made anew; who
-    reads it at that moment keeps the files that are open. The folder appears at once and whole, and several processes
-    may ask at once.
+    Its files are read-only, and every call hashes each of them: a model that was altered in the cache would be trained
+    and evaluated under a wrong digest. A folder that does not match its listing is made again; a process that reads it
+    at that moment keeps its open files. The folder appears atomically, and several processes may call this at the same
+    time.
 
     Raises:
         NotFoundError, IntegrityError: a blob is missing or corrupt.
@@ -279,7 +278,7 @@ def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
 
 
 def verify_tree(blobs: BlobStore, digest: str) -> int:
-    """Read the listing and every file back, in constant memory; how many bytes that was.
+    """Read the listing and every file back, in constant memory; return the number of bytes.
 
     Raises:
         NotFoundError, IntegrityError: the first blob that is missing or corrupt.
@@ -294,7 +293,7 @@ def verify_tree(blobs: BlobStore, digest: str) -> int:
 
 
 def stored_sizes(blobs: BlobStore, forms: Mapping[str, str]) -> dict[str, int]:
-    """Digest → bytes of files and trees; what is missing or no tree is left out.
+    """Digest → bytes of files and trees; a missing blob or an invalid tree is left out.
 
     Args:
         forms: digest → file | tree.
@@ -305,7 +304,7 @@ def stored_sizes(blobs: BlobStore, forms: Mapping[str, str]) -> dict[str, int]:
             sizes[digest] = blobs.size(digest)
             if form == "tree":
                 sizes[digest] += sum(file.size for file in tree_listing(blobs, digest).values())
-        except (IntegrityError, NotFoundError):  # whoever reads it says what is wrong
+        except (IntegrityError, NotFoundError):  # reading it reports the error
             sizes.pop(digest, None)
     return sizes
 
@@ -333,7 +332,7 @@ def _fill(blobs: BlobStore, listing: Mapping[str, TreeFile], folder: Path) -> No
 
 
 def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
-    """Whether the folder holds the listed files and nothing else. Sizes first: they cost nothing."""
+    """Whether the folder contains exactly the listed files. It compares sizes first, which is cheap."""
     try:
         paths = list(files_below(folder))
         found = {path.relative_to(folder).as_posix(): path for path in paths}
@@ -344,18 +343,18 @@ def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
             and all(path.stat().st_size == listing[name].size for name, path in found.items())
             and all(file_digest(path) == listing[name].digest for name, path in found.items())
         )
-    except (OSError, InputError, IntegrityError):  # unreadable, or taken away while we looked
+    except (OSError, InputError, IntegrityError):  # unreadable, or removed during the check
         return False
 
 
 def _put_in_place(made: Path, target: Path, listing: Mapping[str, TreeFile], aside: Path) -> None:
-    """Rename `made` to `target`. A folder that is there by now stays if it is as good, else it goes `aside`."""
+    """Rename `made` to `target`. An existing folder stays if it matches, else it is moved to `aside`."""
     try:
         if target.is_dir() and not _matches(target, listing):
             os.rename(target, aside)
         os.rename(made, target)
     except OSError as error:
-        if not _matches(target, listing):  # else somebody else made the same folder first
+        if not _matches(target, listing):  # else another process made the same folder first
             raise unwritable(target, error) from error
 
 
@@ -385,19 +384,19 @@ class Tile:
 
 @dataclass(slots=True)
 class Tree:
-    """A tree that grows."""
+    """A growing Merkle tree."""
 
     size: int = 0
     peaks: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, size: int, peaks: bytes) -> Tree:
-        """A tree as `packed` left it."""
+        """Return the tree with these `packed` peaks."""
         return cls(size, [peaks[at : at + HASH] for at in range(0, len(peaks), HASH)])
 
     @property
     def packed(self) -> bytes:
-        """The peaks as they are stored."""
+        """The peaks as stored bytes."""
         return b"".join(self.peaks)
 
     def add(self, leaves: Iterable[bytes]) -> list[Tile]:

@@ -1,14 +1,14 @@
 """The timeline of a stage, and a run's spans as a Chrome trace.
 
-A timeline shows where a stage's time went: per role how busy its ranks were and what moved, per step which hand-off
-took how long. It is computed from spans alone. A hand-off ("phase") span is the controller's; a call span is one
+A timeline shows where a stage's time went: per role how busy its ranks were and how many bytes moved, per step how long
+each hand-off took. It is computed from spans alone. A hand-off ("phase") span is the controller's; a call span is one
 dispatch to a worker group and carries the busy interval of every rank. Runs whose spans name no calls have a controller
 and no roles.
 
 ui.perfetto.dev and chrome://tracing open a Chrome trace. It has one process per stage's controller and per role, one
-thread per rank; the controller's hand-offs nest in steps; an arrow goes from each call to what it made the ranks do; a
+thread per rank; the controller's hand-offs nest in steps; an arrow goes from each call to the work of its ranks; a
 counter adds up the bytes that moved. Times are microseconds since the first span. The viewers drop slices of a thread
-that overlap without nesting, which clocks read twice produce: see `_nested`. The untouched duration of a span is in its
+that overlap without nesting, which two clocks produce: see `_nested`. The untouched duration of a span is in its
 `seconds`.
 
 Format: "Trace Event Format", Google, 2016 (JSON object form, events X, M, s, f, C, i).
@@ -24,15 +24,15 @@ from typing import Any
 from posttrain.domain.jobs import Span
 
 CONTROLLER = "controller"  # the process that drives the dataflow: a track like a role's
-BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that alone make no step: behind the last one
+BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that alone are no step: after the last one
 Interval = tuple[float, float]  # [start, end) in seconds since the epoch
 Event = dict[str, Any]
-_HAND_OFFS, _CALLS = 0, 1  # the controller's threads; calls that overlap go on to 2, 3, …
+_HAND_OFFS, _CALLS = 0, 1  # the controller's threads; overlapping calls use 2, 3, … too
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpans:
-    """What one attempt at a stage said, in the order it said it."""
+    """The spans of one attempt at a stage, in the order of its reports."""
 
     stage: str
     attempt: int
@@ -47,8 +47,8 @@ class AttemptSpans:
         return [span for span in self.spans if is_call(span)]
 
     def window(self) -> Interval:
-        """From the controller's first hand-off to its last span; (0, 0) without any. Calls before, while other pools
-        start, are no work that others wait for.
+        """Return the time from the controller's first hand-off to its last span; (0, 0) without any. Calls before it,
+        while other pools start, delay no other work.
         """
         if not self.spans:
             return 0.0, 0.0
@@ -76,7 +76,7 @@ class RoleUse:
     calls: int
     bytes_out: int  # to the workers
     bytes_in: int  # back
-    imbalance_mean: float  # max/mean cost over ranks, mean over calls; 1 where nothing was split
+    imbalance_mean: float  # max/mean cost over ranks, mean over calls; 1 without a split
     imbalance_max: float
 
     @property
@@ -91,7 +91,7 @@ class RoleUse:
 
     @property
     def idle_share(self) -> float:
-        """Idle over busy + idle; 0 of an empty window."""
+        """Idle over busy + idle; 0 for an empty window."""
         whole = self.busy + self.idle
         return self.idle / whole if whole else 0.0
 
@@ -115,18 +115,18 @@ class RoleUse:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step as the controller saw it; a step that was lost and redone appears once per attempt."""
+    """One step of the controller; a step that was lost and redone appears once per attempt."""
 
     stage: str
     attempt: int
     step: int
     started: float  # seconds since the epoch
     seconds: float  # from its first hand-off to the end of its last
-    # hand-off → seconds in which it was the one under way that had begun last
+    # hand-off → seconds in which it was the running one that began last
     phases: Mapping[str, float] = field(default_factory=dict)
 
     def shares(self) -> dict[str, float]:
-        """Hand-off → share of the step; what no hand-off covers is missing to 1."""
+        """Return hand-off → share of the step; uncovered time is missing to 1."""
         return {name: spent / self.seconds if self.seconds else 0.0 for name, spent in self.phases.items()}
 
 
@@ -178,7 +178,7 @@ def is_call(span: Span) -> bool:
 
 
 def end_of(span: Span) -> float:
-    """When it ended, in seconds since the epoch."""
+    """Return the end of a span, in seconds since the epoch."""
     return span.started + max(0.0, span.seconds)
 
 
@@ -202,7 +202,7 @@ def union_seconds(intervals: Iterable[Interval], window: Interval) -> float:
 
 
 def summarise(attempts: Sequence[AttemptSpans]) -> list[StageTimeline]:
-    """One summary per stage that said any span, in the order of the attempts given."""
+    """Return one summary per stage with spans, in the order of the attempts."""
     stages: dict[str, list[AttemptSpans]] = {}
     for attempt in attempts:
         if attempt.spans:
@@ -211,9 +211,9 @@ def summarise(attempts: Sequence[AttemptSpans]) -> list[StageTimeline]:
 
 
 def step_times(attempt: AttemptSpans) -> list[StepTime]:
-    """The steps of one attempt in the order they began.
+    """Return the steps of one attempt in the order they began.
 
-    What only probes or saves (the state behind the last step, or one resumed from) is no step.
+    A group of only probes or saves (the state after the last step, or one resumed from) is no step.
     """
     steps: dict[int, list[Span]] = {}
     for span in attempt.phases():
@@ -228,7 +228,7 @@ def step_times(attempt: AttemptSpans) -> list[StepTime]:
 
 
 def _own_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Hand-off → seconds in which it was the one under way that had begun last; in the order of a step."""
+    """Return hand-off → seconds in which it was the running one that began last; in the order of a step."""
     ordered = sorted(spans, key=lambda one: (one.started, -one.seconds))
     own = {span.name: 0.0 for span in ordered}
     moments = sorted({moment for span in ordered for moment in (span.started, end_of(span))})
@@ -250,7 +250,7 @@ def _summary(stage: str, attempts: Sequence[AttemptSpans]) -> StageTimeline:
 
 
 def _controller(stage: str, attempts: Sequence[AttemptSpans]) -> RoleUse:
-    """Busy in a hand-off while no call is out; idle while it waits for workers, and between hand-offs."""
+    """Return the controller's use: busy in a hand-off while no call is out; idle in waits and between hand-offs."""
     busy = whole = 0.0
     calls = [call for attempt in attempts for call in attempt.calls()]
     for attempt in attempts:
@@ -282,7 +282,7 @@ def _roles(stage: str, attempts: Sequence[AttemptSpans]) -> Iterator[RoleUse]:
 
 
 def role_of(call: Span) -> tuple[str, str]:
-    """(role, pool) that a call went to."""
+    """Return (role, pool) of a call."""
     return str(call.attributes.get("role", call.name)), str(call.attributes.get("pool", ""))
 
 
@@ -306,7 +306,7 @@ def _use(
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A complete event before it has its place, in microseconds."""
+    """A complete event without its track yet, in microseconds."""
 
     name: str
     start: int
@@ -317,7 +317,7 @@ class _Slice:
 
 
 def chrome_trace(attempts: Sequence[AttemptSpans]) -> dict[str, Any]:
-    """The trace as a JSON object. Attempts of a stage follow each other on its tracks; stages lie side by side.
+    """Return the trace as a JSON object. Attempts of a stage follow each other on its tracks; stages are side by side.
 
     Events of metadata come first, then all others by time.
     """
@@ -332,7 +332,7 @@ def chrome_trace(attempts: Sequence[AttemptSpans]) -> dict[str, Any]:
 
 
 class _Writer:
-    """Gathers events; numbers processes and arrows."""
+    """Collects events; numbers processes and arrows."""
 
     def __init__(self, origin: float) -> None:
         self.names: list[Event] = []
@@ -340,7 +340,7 @@ class _Writer:
         self._origin, self._processes, self._arrows = origin, 0, 0
 
     def stage(self, stage: str, attempts: Sequence[AttemptSpans]) -> None:
-        """All tracks of a stage."""
+        """Add all tracks of a stage."""
         driver = self._process(f"{stage} · {CONTROLLER}")
         self._thread(driver, _HAND_OFFS, "hand-offs")
         on_ranks: dict[tuple[str, str], dict[int, list[_Slice]]] = {}
@@ -380,7 +380,7 @@ class _Writer:
         yield from (self._slice(span, "hand-off") for span in attempt.phases())
 
     def _work(self, call: Span) -> Iterator[tuple[int, _Slice]]:
-        """(rank, what the call made it do)."""
+        """Yield (rank, its work for the call)."""
         name = str(call.attributes.get("method", call.name))
         for rank, start, end in rank_intervals(call):
             self._arrows += 1
@@ -404,7 +404,7 @@ class _Writer:
                 self.events.append({"ph": "s", **arrow} if one.category == "call" else {"ph": "f", "bp": "e", **arrow})
 
     def _bytes(self, process: int, attempt: AttemptSpans, moved: int) -> int:
-        """The counter of bytes, which goes on over attempts."""
+        """Add the counter of bytes, which continues over attempts; return its value."""
         for call in sorted(attempt.calls(), key=end_of):
             moved += int(call.attributes.get("bytes_out", 0)) + int(call.attributes.get("bytes_in", 0))
             where = {"pid": process, "tid": _HAND_OFFS, "ts": self._at(end_of(call))}
@@ -428,7 +428,7 @@ class _Writer:
 
 
 def _lane(lanes: list[list[_Slice]], slice_: _Slice) -> list[_Slice]:
-    """The first lane that is free when the slice begins; a new one if none is."""
+    """Return the first lane that is free when the slice begins, or a new one."""
     for lane in lanes:
         if lane[-1].end <= slice_.start:
             return lane
@@ -437,7 +437,7 @@ def _lane(lanes: list[list[_Slice]], slice_: _Slice) -> list[_Slice]:
 
 
 def _apart(slices: Iterable[_Slice]) -> tuple[list[_Slice], list[list[_Slice]]]:
-    """Steps and the hand-offs in them; and in lanes of their own hand-offs that began during one and outlasted it."""
+    """Return steps with their hand-offs; and, in separate lanes, hand-offs that began during one and outlasted it."""
     track: list[_Slice] = []
     lanes: list[list[_Slice]] = []
     last: _Slice | None = None
@@ -453,15 +453,15 @@ def _apart(slices: Iterable[_Slice]) -> tuple[list[_Slice], list[list[_Slice]]]:
 
 
 def _clocks_differ(first: _Slice, second: _Slice) -> bool:
-    """Whether two overlap so little that the clock that says when and the one that says how long explain it."""
+    """Return whether two overlap so little that the difference between start clock and duration clock explains it."""
     return 2 * (first.end - second.start) < min(first.end - first.start, second.end - second.start)
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
-    """Slices of one thread by start, each wholly inside or wholly outside of every other.
+    """Yield slices of one thread by start, each wholly inside or wholly outside of every other.
 
-    Of two that overlap by less than half of the shorter, the second is made to begin where the first ends (the clock
-    that says when differs from the one that says how long); of others, the second ends with the first.
+    Of two that overlap by less than half of the shorter, the second is made to begin where the first ends (the clock of
+    start times differs from that of durations); of others, the second ends with the first.
     """
     order = itertools.count()
     waiting = [(one.start, -one.end, next(order), one) for one in slices]

@@ -8,7 +8,7 @@ step.
 ::
 
     begin(run) ──▶ log(rows) … flush() … log(rows) ──▶ end(ending) ──▶ close()
-              ▲ repairs torn records, returns the points present    ▲ may be called again after a retry of the run
+       ▲ repairs torn records, returns the points         ▲ may be called again after a retry of the run
 
 One process at a time writes a run to a tracker's target, and one workspace's run only. Run ids come from manifests, so
 two workspaces may have a run with the same id. A target of files has a `.NAME.writer` next to it: the writer locks it,
@@ -410,7 +410,7 @@ class StageWatcher:
         if isinstance(fact, Progress):
             if folder != self._by:
                 self._by = folder
-                self._recent.clear()  # another attempt's time does not count for this one's pace
+                self._recent.clear()  # another attempt's time does not count for this pace
             self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):

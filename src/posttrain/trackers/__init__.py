@@ -1,1 +1,1 @@
-"""The trackers of runs and the registries of channels: which, who writes them, how they stand."""
+"""The trackers of runs and the registries of channels: their choice, their writers, their states."""

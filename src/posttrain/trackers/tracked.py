@@ -1,11 +1,11 @@
-"""A run as trackers get it, and released models in MLflow's registry.
+"""The rows of a run for trackers, and released models in MLflow's registry.
 
 The rows of a run come from the facts of its attempts and its gates' verdicts.
 
-A released model is a version in the registry, with an alias for each channel that follows it. Whoever moves a channel
-starts one process, `posttrain track CHANNEL`, and does not wait for it; a run's own writer does the same at the run's
-end. One process at a time writes a channel (`channels/NAME/trackers.lock`) and reads the channel only then, so the last
-one writes what the channel points at last. `channels/NAME/tracking.json` records what it wrote.
+A released model is a version in the registry, with an alias for each channel that follows it. A command that moves a
+channel starts one process, `posttrain track CHANNEL`, and does not wait for it; a run's own writer does the same at the
+run's end. One process at a time writes a channel (`channels/NAME/trackers.lock`) and reads the channel after it has the
+lock, so the last writer writes the latest release. `channels/NAME/tracking.json` records the result.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from posttrain.trackers.tracking import (
 from posttrain.workspace.settings import OpenWorkspace
 
 _NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # of a verdict
-_OF_RESULT = ("best", "stopped_early", "fallback")  # groups of metrics that only a stage's result says
+_OF_RESULT = ("best", "stopped_early", "fallback")  # groups of metrics that only a stage's result contains
 _MOST = 4900  # characters of a tag
 _REGISTRY = "mlflow"
 REGISTRIES = (_REGISTRY,)
 
 
 class RunSource:
-    """Reads one run again and again; gives each of its rows once."""
+    """Reads one run repeatedly; returns each of its rows once."""
 
     def __init__(self, workspace: OpenWorkspace, run_id: str) -> None:
         self._workspace, self._id = workspace, run_id
@@ -61,7 +61,7 @@ class RunSource:
         self._lost: dict[str, str] = {}
 
     def about(self) -> TrackedRun:
-        """What is known of it before its first row."""
+        """Return the description of the run that precedes its first row."""
         run = self._workspace.ledger.run(self._id)
         manifest, _ = self._workspace.manifest_or_trouble(run)
         stages = [stage.name for stage in self._workspace.ledger.stages(run.id)]
@@ -70,7 +70,7 @@ class RunSource:
         return TrackedRun(run.id, run.name, run.owner, run.manifest_digest, run.created_at, params, stages, identity)
 
     def read(self) -> tuple[Iterator[Row], Ending | None]:
-        """What is new; and how the run ended, once it has: then no row comes after these."""
+        """Return new rows, and how the run ended once it has: then these rows are the last."""
         with self._workspace.ledger.snapshot() as now:
             run, stages = now.run(self._id), now.stages(self._id)
             origins = {one.name: (one.cached_from or f"{run.id}/{one.name}").rpartition("/") for one in stages}
@@ -80,7 +80,7 @@ class RunSource:
         return rows, _ending(run, stages, report) if is_final("run", run.state) else None
 
     def remarks(self) -> str:
-        """What a person should know of what was read, in one line; empty: nothing."""
+        """Return remarks about the rows read for a person, in one line; empty: none."""
         feeds = list(self._feeds.values())
         said = []
         differing = sum(feed.differing for feed in feeds)
@@ -119,7 +119,7 @@ class RunSource:
 
 
 def _of_result(metrics: Mapping[str, float]) -> Iterator[tuple[int, dict[str, float]]]:
-    """(the step at which they stand, values): the best model's at its step, so they lie on the probe's curve."""
+    """Yield (step, values): the best model's at its own step, so they are on the probe's curve."""
     for group in _OF_RESULT:
         values = {name: value for name, value in metrics.items() if name.startswith(f"{group}/")}
         if values:
@@ -163,13 +163,13 @@ def flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
-    """Bring every registry to where the channel is.
+    """Update every registry to the channel's present state.
 
     Returns:
-        How they stand.
+        Their states.
 
     Raises:
-        InputError: no registry is chosen by the workspace or a run that the channel served.
+        InputError: neither the workspace nor a run that the channel served chooses a registry.
         TrackerError: one could not be written; the others were.
     """
     chosen = list(_registries(workspace, name))
@@ -200,7 +200,7 @@ def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
 
 
 def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
-    """How the registries of a channel stand; none where none is chosen."""
+    """Return the states of a channel's registries; empty where none is chosen."""
     live, remedy = workspace.ledger.channel(name), f"posttrain track {name} writes it"
     if live is None:
         return []
@@ -224,8 +224,8 @@ def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
 
 
 def announce(workspace: OpenWorkspace, channel: str) -> None:
-    """Have the registries told that a channel moved, without waiting for them."""
-    with suppress(PosttrainError, OSError):  # `get CHANNEL` says that it is not there yet
+    """Update the registries after a channel moved, without waiting for them."""
+    with suppress(PosttrainError, OSError):  # `get CHANNEL` reports that it is missing
         if not any(True for _ in _registries(workspace, channel)):
             return
         folder = _folder(workspace, channel)
@@ -234,14 +234,14 @@ def announce(workspace: OpenWorkspace, channel: str) -> None:
 
 
 def channel_state(workspace: OpenWorkspace, channel: str) -> tuple[ChannelState, int]:
-    """The channel as a registry is told of it, and its release number."""
+    """Return the channel's state for a registry, and its release number."""
     history = workspace.ledger.history(channel)
     first: dict[str, ReleaseEntry] = {}
     for entry in moves(history):
         first.setdefault(entry.model_digest, entry)
     versions = tuple(Version(e.model_digest, e.run_id, _tags(workspace, e)) for e in first.values())
     live = workspace.ledger.channel(channel)
-    assert live is not None  # whoever calls has looked
+    assert live is not None  # every caller has checked it
     return ChannelState(channel, versions, live.model_digest, workspace.blobs.url), live.sequence
 
 
@@ -256,13 +256,13 @@ def _tags(workspace: OpenWorkspace, entry: ReleaseEntry) -> dict[str, str]:
         made_from = [f"{node.kind} {node.name} {node.digest or ''}".strip() for node in nodes]
         told = json.dumps(list(dict.fromkeys(made_from)), ensure_ascii=False)
         tags["lineage"] = told if len(told) <= _MOST else f"{told[:_MOST]}…"
-    except PosttrainError as error:  # part of it is gone: the version is there all the same
+    except PosttrainError as error:  # part of it was deleted: the version is written all the same
         tags["lineage"] = f"cannot be read: {error}"[:_MOST]
     return {key: value for key, value in tags.items() if value}
 
 
 def _registries(workspace: OpenWorkspace, channel: str) -> Iterator[Any]:
-    """The choices of MLflow, each target once: the workspace's, and those of runs that the channel served."""
+    """Yield the choices of MLflow, each target once: the workspace's, and those of runs that the channel served."""
     runs = dict.fromkeys(entry.run_id for entry in workspace.ledger.history(channel) if entry.run_id)
     seen = set()
     for chosen in (of_workspace(workspace), *(of_run(workspace, run) for run in runs)):

@@ -2,11 +2,11 @@
 
 ::
 
-        .posttrain/workspace.json          "trackers": of every run that names none itself
-        .posttrain/runs/ID/trackers.json   of this run, paths absolute; written when it is submitted
-                          tracking.json    the state of each, recorded by the writer
-                          trackers.lock    held by the writer: one process for each run
-                          track.log        the output of that process
+    .posttrain/workspace.json          "trackers": of every run that names none itself
+    .posttrain/runs/ID/trackers.json   of this run, paths absolute; written when it is submitted
+                      tracking.json    the state of each, recorded by the writer
+                      trackers.lock    held by the writer: one process for each run
+                      track.log        the output of that process
 
 A tracker's server is probed before its client library is used, which may retry for minutes.
 """
@@ -98,7 +98,7 @@ class TrackerState:
     """The state of one tracker of a run."""
 
     kind: str
-    state: str  # writing | written | trouble | waiting (for a driver of the run) | not written (and not due)
+    state: str  # writing | written | `trouble` | waiting (for a driver of the run) | not written (and not due)
     where: str
     message: str = ""  # of an error: one line with the next action; else remarks for a person, or nothing
 

@@ -1,7 +1,6 @@
-"""What a run's stages recorded, as series to draw: the picture of the main quantities, and every panel of a page.
+"""The recorded metrics of a run's stages as series to draw: the main quantities, and every panel of a page.
 
-`posttrain compare` goes from words on the command line to the evaluations that they name, and to the page of a
-comparison.
+`posttrain compare` resolves its arguments to evaluations, and writes the page of a comparison.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,28 +26,28 @@ from posttrain.web.panels import Curve, CurveSeries, StageBoundary, rank
 from posttrain.web.report import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
 from posttrain.workspace.settings import OpenWorkspace
 
-# metric of a training stage → the panel of the picture that it is drawn in
+# metric of a training stage → its panel in the picture
 PANELS = {
     "reward/mean": "training reward",
     "probe/accuracy": "held-out accuracy",
     "agreement": "agreement with the teacher",
     "response_tokens/mean": "response length (tokens)",
 }
-LOSS = {"loss": "training loss", "accuracy": "pairs ranked rightly"}  # where nothing is scored
+LOSS = {"loss": "training loss", "accuracy": "pairs ranked rightly"}  # where no stage scores samples
 _SCORED = frozenset({"reward/mean", "probe/accuracy"})
-KEPT = 600  # points of a curve that a page is given
+KEPT = 600  # points of a curve in a page
 _MEANS = 160  # points of a running mean
 _EACH = 0.975  # one-sided, each end of a 95 % interval
-_ERRORS = {"reward/mean": "reward/stderr"}  # metric → the one that is its standard error, which needs no panel
+_ERRORS = {"reward/mean": "reward/stderr"}  # metric → the metric of its standard error, which needs no panel
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
 _SHOWN = 16  # items of each kind, won and lost
 _HISTORY = "history:"
-_TRAINING = "train/"  # what transformers' trackers put before a metric of training
+_TRAINING = "train/"  # prefix of training metrics in transformers' trackers
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """One run's lines on an axis that counts the steps of its stages one after another."""
+    """The lines of one run, on an axis of the consecutive steps of its stages."""
 
     series: tuple[CurveSeries, ...]
     boundaries: tuple[StageBoundary, ...]
@@ -57,8 +56,8 @@ class Curves:
 def main_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest, label: str
 ) -> Curves:
-    """Stages without any of the main quantities (SFT) are drawn only when there is nothing else; the loss is drawn
-    where no stage scores what it samples (distillation).
+    """Return the main curves of a run. Stages without a main quantity (SFT) are drawn only without other stages; the
+    loss is drawn where no stage scores its samples (distillation).
     """
     names = [stage.record.name for stage in status.stages]
     sampled = [name for name in names if watcher.watcher(name).curves.keys() & PANELS.keys()]
@@ -85,9 +84,9 @@ def main_curves(
 def stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, manifest: Manifest, stage: str, label: str
 ) -> dict[str, CurveSeries]:
-    """Every recorded metric of a stage, thinned without losing its extremes, what matters most first.
+    """Return every recorded metric of a stage, thinned without losing its extremes, the most important first.
 
-    Where the sampling noise is known, it is the series' limits.
+    Where the sampling noise is known, it gives the series' limits.
     """
     recorded = watcher.watcher(stage).curves
     found = {}
@@ -103,7 +102,7 @@ def stage_curves(
 
 
 def _smooth(curve: Curve) -> tuple[list[float], list[float]] | None:
-    """The running mean of a curve that will be thinned: extremes alone have another one."""
+    """Return the running mean of a curve that will be thinned, since its extremes alone have another mean."""
     if len(curve.values) <= KEPT:
         return None
     means = curve.smoothed(len(curve.values) // 20).thinned(_MEANS)
@@ -117,7 +116,7 @@ def _noise(
     curve: Curve,
     recorded: Mapping[str, Mapping[int, float]],
 ) -> tuple[list[float] | None, list[float] | None]:
-    """95 % limits of what a metric would have been on other samples of the same size; None where nobody knows."""
+    """Return 95 % limits of a metric on other samples of the same size; None where they are unknown."""
     if curve.dropped:
         return None, None
     if metric == "probe/accuracy":
@@ -136,7 +135,7 @@ def _noise(
 
 
 def _probe_items(workspace: OpenWorkspace, stage: StageManifest) -> int | None:
-    """How many rows the probe asks; None where the registry does not know how many there are."""
+    """Return the number of rows of the probe; None where the registry lacks the number of rows."""
     ref = stage.inputs.get("probe")
     wanted = (stage.params.get("probe") or {}).get("items")
     if ref is None or ref.digest is None or not wanted:
@@ -149,7 +148,7 @@ def _probe_items(workspace: OpenWorkspace, stage: StageManifest) -> int | None:
 def _measured(
     workspace: OpenWorkspace, status: RunStatus, manifest: Manifest, label: str, ends: Mapping[str, int]
 ) -> Iterator[CurveSeries]:
-    """The evaluation of a drawn stage's model on the data its probe samples from: a point with its exact limits."""
+    """Yield the evaluation of a drawn stage's model on the probe's data: a point with its exact limits."""
     probed = {ref.digest for stage in manifest.stages for slot, ref in stage.inputs.items() if slot == "probe"}
     rows = {stage.record.name: stage.record for stage in status.stages}
     for stage in manifest.stages:
@@ -173,7 +172,7 @@ def _suite_accuracy(
         try:
             measured = read_evidence(workspace.blobs.get(record.outputs["metrics"]["digest"]), name)
             one = estimate(f"{name}/accuracy", measured[f"{name}/accuracy"])
-        except (KeyError, NotFoundError, IntegrityError, InputError):  # not measured yet, or its bytes are gone
+        except (KeyError, NotFoundError, IntegrityError, InputError):  # not measured yet, or its bytes were deleted
             return None
         if one.low is not None and one.high is not None:
             return one.value, one.low, one.high
@@ -181,13 +180,13 @@ def _suite_accuracy(
 
 
 def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
-    """Compare runs, or single evaluate stages, with the first of them.
+    """Compare runs, or single evaluate stages, with the first one.
 
     Args:
         words: `RUN` or `RUN/STAGE`, where a run's id may be shortened; `history:NAME` for an imported run.
 
     Raises:
-        InputError: fewer than two, one twice, or what was not evaluated.
+        InputError: fewer than two, one twice, or one without an evaluation.
         NotFoundError: no such run.
     """
     if not 2 <= len(words) <= MOST:
@@ -217,10 +216,10 @@ def _subject(workspace: OpenWorkspace, label: str, word: str) -> Subject:
 
 
 def _comparing_measured(workspace: OpenWorkspace, digest: str) -> str:
-    """`RUN/STAGE` of the newest evaluation of a model that has ended.
+    """Return `RUN/STAGE` of the newest finished evaluation of a model.
 
     Raises:
-        InputError: it was not evaluated.
+        InputError: the model was not evaluated.
     """
     with workspace.ledger.snapshot() as now:
         used = [stage_of(edge.consumer) for edge in now.uses_of_bytes(digest) if edge.slot == "model"]
@@ -242,7 +241,7 @@ def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) ->
 
 
 def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
-    """What the page of a comparison shows."""
+    """Return the contents of a comparison's page."""
     watchers = {one.run.id: RunWatcher(workspace, one.run.id, cached=True) for one in found.subjects}
     statuses = {run: watcher.read() for run, watcher in watchers.items()}
     facts = tuple(
@@ -251,7 +250,7 @@ def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
     )
     troubles: list[str] = []
     changed = [each for other in found.subjects[1:] for each in _changed(workspace, found.subjects[0], other, troubles)]
-    several = len(watchers) + len(found.histories) > 1  # one run has one set
+    several = len(watchers) + len(found.histories) > 1  # curves of a single run are not compared
     drawn = tuple(_overlaid(workspace, found, watchers).items()) if several else ()
     return ComparePage(found, facts, tuple(changed), drawn, tuple(dict.fromkeys(troubles)))
 
@@ -259,7 +258,7 @@ def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
 def _overlaid(
     workspace: OpenWorkspace, found: Comparison, watchers: dict[str, RunWatcher]
 ) -> dict[str, dict[str, list[CurveSeries]]]:
-    """Stage → metric → a line of each run: stages of one name lie over each other."""
+    """Return stage → metric → one line per run: stages of one name are overlaid."""
     stages: dict[str, dict[str, list[CurveSeries]]] = {}
     for run, watcher in watchers.items():
         subjects = [one for one in found.subjects if one.run.id == run]
@@ -272,7 +271,7 @@ def _overlaid(
     for one in found.histories:
         for name, steps, values in recorded(workspace.blobs.get(one.digest)):
             for metrics in stages.values():
-                if (metric := name.removeprefix(_TRAINING)) in metrics:  # a run's own metric of that name
+                if (metric := name.removeprefix(_TRAINING)) in metrics:  # the run has a metric of that name
                     line = Curve.of(steps.tolist(), values.tolist()).thinned(KEPT)
                     label = f"{one.label} {one.ref}"
                     metrics[metric].append(CurveSeries(metric, label, line.steps.tolist(), line.values.tolist()))
@@ -280,7 +279,7 @@ def _overlaid(
 
 
 def _changed(workspace: OpenWorkspace, first: Subject, other: Subject, troubles: list[str]) -> Iterator[Changed]:
-    """The items of every suite on which one is right and the other wrong."""
+    """Yield, for every common suite, the items on which exactly one subject is right."""
     for mine in first.evaluations:
         for theirs in other.evaluations:
             ours, answers = _responses(workspace, mine, troubles), _responses(workspace, theirs, troubles)
@@ -308,12 +307,12 @@ def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: st
 
 
 def _worth(one: Answered) -> float:
-    """Whether it is right; of an item without an answer what its reward says."""
+    """Return 1 for a right response, else 0; for an item without an answer its reward."""
     return (one.reward or 0.0) if one.correct is None else float(one.correct)
 
 
 def _spread(pairs: Sequence[tuple[Answered, Answered]]) -> list[tuple[Answered, Answered]]:
-    """Some of them, from the first to the last."""
+    """Return a selection of pairs, spread from the first to the last."""
     by_row = {mine.row: (mine, other) for mine, other in pairs}
     return [by_row[mine.row] for mine in spread([mine for mine, _ in pairs], _SHOWN)]
 

@@ -1,7 +1,7 @@
-"""The status of runs: their ledger rows joined with what their jobs have reported so far. Reads only.
+"""The status of runs: their ledger rows joined with the reports of their jobs so far. Read-only.
 
-`get`, the live display and the report show the status of one run. The rows of several runs are read at once: a list of
-runs costs the ledger what one of them does.
+`get`, the live display and the report show the status of one run. The rows of several runs are read together: a list of
+runs costs the ledger as many statements as one run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from posttrain.control.scores import Scores
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
-STARTING = "starting"  # what a stage is called whose job has not said anything yet
-_MOST, _FRAME = 1024, 600  # bytes of JSON: of a summary; of one without its words, at most
-_SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a sentence of a summary, of what stands beside it
-_QUOTED, _REST = 4, 7  # bytes around a tag in a list, and of what stands for those left out
-_LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
-_WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
+STARTING = "starting"  # the standing of a stage whose job has not reported yet
+_MOST, _FRAME = 1024, 600  # maximum bytes of JSON: of a summary; of one without texts
+_SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a summary's sentence, of its short texts
+_QUOTED, _REST = 4, 7  # bytes around a tag in a list, and of the mark for omitted tags
+_LOOKED_AT = 10  # runs of a list that ask for an action, with up-to-date texts
+_WAITS: Mapping[str, str] = {  # the standing of a run without a running job
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
     Reason.WAITING_FOR_SIGNAL: "waits for a signal",
     Reason.WAITING_FOR_TIME: "waits",
@@ -53,12 +53,12 @@ _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
 
 
 class Rows:
-    """What a list shows of these runs, in as many statements however many they are.
+    """The rows that a list shows of these runs, read in a constant number of statements.
 
     Args:
-        ledger: read now, and not again.
-        runs: in the order in which they are shown.
-        hosts: those of the ledger; asked at most once.
+        ledger: read now only.
+        runs: in the order of display.
+        hosts: returns the hosts of the ledger; called at most once.
     """
 
     def __init__(self, ledger: Snapshot, runs: Sequence[RunRecord], hosts: Callable[[], Sequence[Host]]) -> None:
@@ -84,29 +84,29 @@ class StageStatus:
     record: StageRecord
     attempts: tuple[AttemptRecord, ...]
     progress: StageProgress
-    seconds: float  # its jobs ran, over all attempts
+    seconds: float  # running time of its jobs, over all attempts
     reason: str  # one sentence; never empty for a stage that is not running
     next_action: str
-    changed_at: float | None = None  # when the ledger was last told something of it; None in a list of runs
-    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
-    unanswered: bool = False  # its job is on another host, or ended while nobody drives the run: `reason` says so
-    drawn: tuple[str, ...] = ()  # of each suite whose responses are not only greedy ones to their end, how they are
+    changed_at: float | None = None  # its last change in the ledger; None in a list of runs
+    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it resumed another stage's checkpoint
+    unanswered: bool = False  # its job is on another host, or ended without a driver: see `reason`
+    drawn: tuple[str, ...] = ()  # how responses are sampled, for each suite that is not purely greedy
 
     @property
     def held_up(self) -> bool:
-        """Whether it runs, and yet waits: `reason` says for what."""
+        """Whether it runs, and yet waits: see `reason`."""
         return self.unanswered or self.record.reason in HELD_UP
 
     @property
     def standing(self) -> str:
-        """Its state; `starting` where it runs and its job has not said anything yet."""
+        """Its state; `starting` where it runs and its job has not reported yet."""
         silent = self.progress.at is None or self.progress.stale
         by_job = kind_of(self.record.kind).driver is Driver.JOB and not self.unanswered
         return STARTING if self.record.state == StageState.RUNNING and by_job and silent else str(self.record.state)
 
     @property
     def tokens(self) -> int:
-        """Spent by its own attempts: what is billed, and what a live attempt has reported so far."""
+        """Tokens of the run's attempts at it: the billed ones, and those that a live attempt has reported."""
         live = self.attempts[-1] if self.attempts else None
         if live is None or is_final("attempt", live.state) or self.progress.stale:
             return self.record.tokens
@@ -114,23 +114,23 @@ class StageStatus:
 
     @property
     def output(self) -> str | None:
-        """Digest of what it made: its (last) model, else its first output."""
+        """Digest of its (last) model, else of its first output."""
         made = self.record.outputs
         return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
 
     @property
     def selection(self) -> str:
-        """What its probe decided, in words; empty where none did."""
+        """The decision of its probe, as text; empty without one."""
         return selection_words(self.record.metrics)
 
     @property
     def best(self) -> str | None:
-        """Digest of its best model by its probe, where that is another than the last one."""
+        """Digest of its best model by its probe, where it differs from the last one."""
         found = self.record.outputs.get(BEST, {}).get("digest")
         return found if found != self.output else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         row, progress = self.record, self.progress
         return {
             "name": row.name,
@@ -163,26 +163,26 @@ class RunStatus:
     seconds: float  # since it started, until it ended or now
     driver: RunDriver | None  # None: it has ended
     next_action: str
-    trouble: str = ""  # one line when a part of it cannot be read
-    warnings: tuple[str, ...] = ()  # of its jobs, the last ones of each stage, and of what its probes chose
-    signals: tuple[Signal, ...] = ()  # that were sent to it
-    approvals: tuple[Standing, ...] = ()  # of what was asked for on its behalf
-    image: str = ""  # that its jobs run in, but for those that measure; empty: in none
-    notes: tuple[RunNote, ...] = ()  # texts and tags that people gave it
+    trouble: str = ""  # one line where a part of the run cannot be read
+    warnings: tuple[str, ...] = ()  # the last ones of each stage's jobs, and those about its probes' choices
+    signals: tuple[Signal, ...] = ()  # sent to it
+    approvals: tuple[Standing, ...] = ()  # of the requests on its behalf
+    image: str = ""  # of its jobs, except those that measure; empty: none
+    notes: tuple[RunNote, ...] = ()  # texts and tags by people
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What lists are filtered by, in the order of their letters."""
+        """The tags that filter lists, in alphabetical order."""
         return tuple(sorted(note.tag for note in self.notes if note.tag))
 
     @property
     def outcome(self) -> PosttrainError | None:
-        """The error that the run ended with; None when it succeeded, or goes on."""
+        """The error that the run ended with; None when it succeeded, or continues."""
         return outcome_error(self.run, (stage.record for stage in self.stages))
 
     @property
     def why(self) -> str:
-        """One line: why it is where it is. Of one that only waits, for what; of one whose job hangs, that it does."""
+        """One line: why it is in its state. A run that only waits: for what; a run with a hanging job: its stage."""
         under_way = [stage for stage in self.stages if stage.record.state == StageState.RUNNING]
         if is_final("run", self.run.state) or under_way:
             hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.held_up]
@@ -192,7 +192,7 @@ class RunStatus:
 
     @property
     def standing(self) -> str:
-        """Its state; of a run that goes on, that it only starts, or what it waits for."""
+        """Its state; for a running run also `starting`, or what it waits for."""
         if self.run.state != RunState.RUNNING:
             return str(self.run.state)
         at_work = [stage.standing for stage in self.stages if stage.record.state == StageState.RUNNING]
@@ -202,29 +202,29 @@ class RunStatus:
 
     @property
     def reason(self) -> str:
-        """The reason of its state; of a run of which nothing runs, that for which its first stage waits."""
+        """The reason of its state; for a running run without a running stage, the reason of its first waiting stage."""
         at_work = any(stage.record.state == StageState.RUNNING for stage in self.stages)
         waits = [] if at_work else [stage.record.reason for stage in self.stages if waiting(stage.record)]
         return waits[0] if waits and self.run.state == RunState.RUNNING else self.run.reason
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`stage/metric` → value, of every stage that has ended."""
+        """`stage/metric` → value, of every ended stage."""
         return {f"{one.record.name}/{key}": value for one in self.stages for key, value in one.record.metrics.items()}
 
     @property
     def under_way(self) -> str:
-        """`train 12/40, evaluate 3/8`: how far its jobs are that said so; empty where none runs."""
+        """`train 12/40, evaluate 3/8`: the reported progress of its jobs; empty where no job runs."""
         running = [one for one in self.stages if one.record.state == StageState.RUNNING and one.progress.total]
         return ", ".join(f"{one.record.name} {one.progress.step}/{one.progress.total}" for one in running)
 
     @property
     def tokens(self) -> int:
-        """Spent by this run's own attempts, live ones included; a cached stage costs nothing."""
+        """Tokens of this run's own attempts, live ones included; a cached stage costs nothing."""
         return sum(stage.tokens for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         run = self.run
         return {
             "id": run.id,
@@ -263,7 +263,7 @@ class RunSummary:
     state: str
     standing: str  # see `RunStatus.standing`
     reason: str  # see `RunStatus.reason`
-    message: str  # why it is where it is
+    message: str  # why it is in its state
     next_action: str
     owner: str
     created_at: float
@@ -272,17 +272,17 @@ class RunSummary:
     seconds: float  # since it started, until it ended or now
     tokens: int
     driver: RunDriver | None  # None: it has ended
-    stages: Mapping[str, int]  # state → how many stages are in it
-    under_way: str  # `train 12/40`: how far its jobs are; empty where none runs
+    stages: Mapping[str, int]  # state → number of stages
+    under_way: str  # `train 12/40`: progress of its jobs; empty where no job runs
     score: Mapping[
         str, float
-    ]  # what its gate judged first by name, else the last evaluation's first metric; one, or none
-    release: str  # `prod@3`, the last one of it; empty: none
-    tags: tuple[str, ...] = ()  # as many as there is room for; then `…`
+    ]  # the first metric of its gate, else of its last evaluation; at most one
+    release: str  # `prod@3`, its last release; empty: none
+    tags: tuple[str, ...] = ()  # as many as fit; then `…`
 
     @classmethod
     def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:
-        """The summary of a status."""
+        """Return the summary of a status."""
         run, driver = status.run, status.driver
         brief = cls(
             id=run.id,
@@ -312,7 +312,7 @@ class RunSummary:
             *((brief.driver.log, brief.driver.host, brief.driver.trouble) if brief.driver else ()),
         ]
         least = _FRAME + _SENTENCE + sum(map(_size, said)) + sum(len(tag) + _QUOTED for tag in tags)
-        if least <= _MOST:  # all fits, and nothing is measured
+        if least <= _MOST:  # everything fits, without measuring
             return replace(brief, message=words, tags=tuple(sorted(tags)))
         taken = len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
         left = _MOST - taken - (_REST if tags else 0)
@@ -321,18 +321,18 @@ class RunSummary:
 
     @property
     def at_work(self) -> bool:
-        """Whether a stage of it runs."""
+        """Whether a stage runs."""
         return StageState.RUNNING in self.stages
 
 
 def _fitting(tags: Sequence[str], room: int) -> tuple[str, ...]:
-    """As many tags as have room in so many bytes of JSON; where that is not all, `…` behind them."""
+    """Return as many tags as fit into `room` bytes of JSON, followed by `…` where tags are omitted."""
     kept = sum(size <= room for size in itertools.accumulate(len(tag) + _QUOTED for tag in tags))
     return (*tags[:kept], *(["…"] if kept < len(tags) else ()))
 
 
 def _cut(words: str, most: int) -> str:
-    """The words, or as many of their characters as take no more than `most` bytes of JSON with the mark of the cut."""
+    """Return the text, cut to at most `most` bytes of JSON including the mark of the cut."""
     if _size(words) <= most:
         return words
     taken = list(itertools.accumulate(map(_size, words[:most])))
@@ -340,7 +340,7 @@ def _cut(words: str, most: int) -> str:
 
 
 def _size(words: str) -> int:
-    """Bytes of words in JSON. The name of a file in an error may hold half of a surrogate pair."""
+    """Return the bytes of a text in JSON. A file name in an error may contain a lone surrogate."""
     return len(encode_basestring(words).encode("utf-8", "surrogatepass")) - 2
 
 
@@ -352,12 +352,12 @@ def _score(stages: Sequence[StageStatus]) -> dict[str, float]:
 
 
 class RunWatcher:
-    """Reads one run again and again; each event segment is read once.
+    """Reads one run repeatedly; each event segment is read once.
 
     Args:
         run_id: the exact id.
-        cached: also read the facts of stages that were reused, from where they were computed (for curves).
-        brief: of facts only what the jobs sum up: how far they are, and no metric.
+        cached: also read the facts of reused stages, from the run that computed them (for curves).
+        brief: of facts read only the jobs' summaries: progress without metrics.
     """
 
     def __init__(self, workspace: OpenWorkspace, run_id: str, *, cached: bool = False, brief: bool = False) -> None:
@@ -365,23 +365,23 @@ class RunWatcher:
         self._watchers: dict[str, StageWatcher] = {}
         self._manifest: Manifest | None = None
         self._trouble = ""
-        self._changed: dict[str, tuple[int, float | None]] = {}  # stage → generation of its row, and when it came
+        self._changed: dict[str, tuple[int, float | None]] = {}  # stage → generation of its row, and its time
         self._begun: dict[str, str] = {}
         self._hosts: Callable[[], Sequence[Host]] = workspace.hosts.all if workspace.hosts else list[Host]
-        self._listed = False  # nothing is read but what was given
+        self._listed = False  # read nothing beyond the given rows
 
     def read(self) -> RunStatus:
-        """The run as it is now.
+        """Return the present status of the run.
 
         Raises:
-            NotFoundError: there is no such run.
+            NotFoundError: the run does not exist.
         """
         with self._workspace.ledger.snapshot() as ledger:
             found, notes = self._found(ledger), tuple(ledger.notes(self._run_id))
         return replace(self._told(*found), notes=notes)
 
     def of(self, run: RunRecord, rows: Rows) -> RunStatus:
-        """The run by rows that were read already, in the words that they have; its manifest is not read."""
+        """Return the run from rows that were read already, with their messages; its manifest is not read."""
         self._hosts, self._listed, stages = rows.hosts, True, rows.stages[run.id]
         return self._told(run, stages, (), [rows.live.get((run.id, row.name), []) for row in stages])
 
@@ -436,7 +436,7 @@ class RunWatcher:
         return standings(self._workspace.stores, run_id=run_id) if waits or (judged and not self._brief) else ()
 
     def watcher(self, stage: str) -> StageWatcher:
-        """The facts of one stage that were read so far."""
+        """Return the reader of one stage's facts."""
         return self._watchers.setdefault(stage, StageWatcher(self._workspace.root))
 
     def _progress(self, row: StageRecord, attempts: list[AttemptRecord]) -> StageProgress:
@@ -458,7 +458,7 @@ class RunWatcher:
         progress = self._progress(row, attempts) if attempts else StageProgress()
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
-        seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
+        seconds = spending((), own, running=running).seconds  # as billed to the budget, now or later
         words = (
             on_another_host(self._workspace, own, self._hosts) or (alone and ended_unseen(self._workspace, own)) or None
         )
@@ -472,18 +472,18 @@ class RunWatcher:
 
 
 def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -> RunStatus:
-    """One look at a run; see `RunWatcher`."""
+    """Return the status of a run; see `RunWatcher`."""
     return RunWatcher(workspace, run_id, brief=brief).read()
 
 
 def read_newest(
     workspace: OpenWorkspace, limit: int, before: str | None = None, tag: str | None = None
 ) -> list[RunSummary]:
-    """The newest runs, in as many statements however many they are.
+    """Return the newest runs, in a constant number of statements.
 
     Args:
-        before: id of a run: only those that are older.
-        tag: only those that have it.
+        before: id of a run: only older ones.
+        tag: only runs with this tag.
     """
     with workspace.ledger.snapshot() as ledger:
         rows = _rows(workspace, ledger, ledger.runs(limit, before=before, tag=tag))
@@ -491,7 +491,7 @@ def read_newest(
 
 
 def read_unfinished(workspace: OpenWorkspace, limit: int) -> list[RunSummary]:
-    """Runs that have not ended: those that wait first, each kind newest first; at most `limit` of a kind."""
+    """Return unfinished runs: pending ones first, newest first within a state; at most `limit` of each state."""
     with workspace.ledger.snapshot() as ledger:
         rows = _rows(workspace, ledger, [run for state in _OPEN for run in ledger.runs(limit, state)])
     return _summaries(workspace, rows)
@@ -502,8 +502,8 @@ def _rows(workspace: OpenWorkspace, ledger: Snapshot, runs: Sequence[RunRecord])
 
 
 def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
-    """Of runs that ask a person for something, which may have been done since, the first are looked at; others send to
-    `why`, which does.
+    """Return summaries. The first runs that ask for an action, which may have been done since, are read in full; the
+    others refer to `why`.
     """
     asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages[run.id])]
     looked_at, sent_on, found = set(asking[:_LOOKED_AT]), set(asking[_LOOKED_AT:]), []
@@ -517,8 +517,8 @@ def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
 
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
-    """What the run has measured; nothing where its manifest cannot be read, which `trouble` tells."""
-    from posttrain.control import scores  # here: intervals need numpy, which `ls` does without
+    """Return the scores of the run; none where its manifest cannot be read, which `trouble` reports."""
+    from posttrain.control import scores  # late: intervals need numpy, which `ls` must not import
 
     manifest, _ = workspace.manifest_or_trouble(status.run)
     if manifest is None:
@@ -528,7 +528,7 @@ def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
 
 
 def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateReport | None) -> str | None:
-    """The run that made the model a gate report compared with: what to hold a rejected run against."""
+    """Return the run of the model that a gate report compared with, as the baseline of a rejected run."""
     if manifest.release is None or report is None or report.baseline is None:
         return None
     history = workspace.ledger.history(manifest.release.channel)
@@ -552,7 +552,7 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
 
 
 def _policy_moved(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[str]:
-    """A warning where the channel has another policy than the one that the run was planned under."""
+    """Yield a warning where the channel's policy differs from the one that the run was planned under."""
     channel = manifest.release.channel if manifest.release else None
     if channel and workspace.ledger.channel_record(channel).policy != manifest.policy:
         yield (
@@ -562,7 +562,7 @@ def _policy_moved(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[str]
 
 
 def _job_warnings(stages: Sequence[StageStatus]) -> Iterator[str]:
-    """What jobs warned of, each line once."""
+    """Yield the warnings of jobs, each line once."""
     told = (
         (stage.record.name, note.message)
         for stage in stages

@@ -1,14 +1,13 @@
 """Small pictures as SVG inside a page: curves in panels, intervals in rows, and the ranges of their axes.
 
-A panel shows one metric, without a script, in the colours of the page's own scheme. A picture of intervals is a row of
+A panel shows one metric, without a script, in the colours of the page's scheme. A picture of intervals is a row of
 points with their limits over one axis.
 
-A metric that is drawn has words and a range of its axis. An axis that fits itself to the data exaggerates noise. So
-rates are drawn on 0 to 1, what cannot be negative from 0, and of what may have either sign the noise from step to step
-fills a third of the height at the most.
+A drawn metric has a caption and a range of its axis. An axis fitted to the data exaggerates noise. So rates are drawn
+on 0 to 1, non-negative metrics from 0, and for metrics of either sign the noise between steps fills at most a third of
+the height.
 
-Curves are made small enough to draw: thinned without losing an extreme, smoothed, with an estimate of how much of them
-is noise.
+Curves are reduced for drawing: thinned without losing an extreme, smoothed, with an estimate of their noise.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ REWARD = "reward/mean"
 _EDGE = 2.0  # per cent kept free at both ends
 WIDTH, HEIGHT = 360.0, 170.0  # user units
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 352.0, 8.0, 146.0
-_SPARSE = 25  # points up to which each is marked; above, a running mean lies over the faint raw line
-TONES = 7  # colours of the page's style that tell lines apart
+_SPARSE = 25  # up to so many points each is marked; above, a running mean is drawn over the faint raw line
+TONES = 7  # colours of lines in the page's style
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,13 +41,13 @@ class Curve:
 
     @classmethod
     def of(cls, steps: Sequence[float], values: Sequence[float]) -> Curve:
-        """From what was recorded."""
+        """Return the curve of recorded values."""
         x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
         finite = np.isfinite(y) & np.isfinite(x)
         return cls(x[finite], y[finite], int(len(y) - finite.sum()))
 
     def thinned(self, most: int) -> Curve:
-        """At most `most` (≥ 4) points: the first, the last, and of every stretch between its least and its greatest."""
+        """Return at most `most` (≥ 4) points: the first, the last, and the extremes of every stretch between."""
         if len(self.values) <= most:
             return self
         stretches = max(1, (most - 2) // 2)
@@ -61,7 +60,7 @@ class Curve:
         return Curve(self.steps[places], self.values[places], self.dropped)
 
     def smoothed(self, width: int) -> Curve:
-        """Centred means over `width` points, fewer at the ends."""
+        """Return centred means over `width` points, fewer at the ends."""
         half = max(0, width // 2)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         places = np.arange(len(self.values))
@@ -70,7 +69,7 @@ class Curve:
 
 
 def step_noise(values: Floats) -> float:
-    """Standard deviation of the noise that lies on a trend, by what changes from one value to the next.
+    """Return the standard deviation of the noise on a trend, from differences of consecutive values.
 
     The median of absolute differences over .954, its value for independent normal noise of deviation 1.
     """
@@ -83,7 +82,7 @@ def step_noise(values: Floats) -> float:
 COMPONENTS = "reward components"  # one panel of all `reward/NAME/mean`
 
 
-# metric → words; the first ones are drawn first
+# metric → caption, in the order of drawing
 WORDS = {
     REWARD: "mean training reward",
     "probe/accuracy": "held-out accuracy (probe)",
@@ -125,7 +124,7 @@ WORDS = {
 _COMPONENT = re.compile(r"reward/(.+)/mean", re.DOTALL)
 
 
-MAIN = 9  # of WORDS: what is looked at first
+MAIN = 9  # number of the main metrics at the front of WORDS
 
 
 _RATES = (
@@ -140,26 +139,26 @@ _RATES = (
 )
 
 
-_SHARES = ("clip_fraction",)  # rates that are small when all is well
+_SHARES = ("clip_fraction",)  # rates that are normally small
 
 
-_LEAST_SHARE = 0.1  # to which their axis goes at the least
+_LEAST_SHARE = 0.1  # minimum upper end of their axis
 
 
-_NOISE_PART = 3.0  # the height is at least so many times the band that noise fills
+_NOISE_PART = 3.0  # minimum ratio of the height to the band of noise
 
 
-_BAND = 4.0  # deviations, from the lower edge of noise to its upper
+_BAND = 4.0  # width of the noise band, in deviations
 
 
 def rank(metric: str) -> tuple[int, str]:
-    """The order in which metrics are drawn."""
+    """Return the sort key of a metric in the order of drawing."""
     known = list(WORDS)
     return (known.index(metric) if metric in known else len(known), metric)
 
 
 def component(metric: str) -> str:
-    """The name of the reward's component whose mean it is; empty: of none."""
+    """Return the name of the reward component whose mean it is; empty: another metric."""
     found = _COMPONENT.fullmatch(metric)
     return found[1] if found else ""
 
@@ -172,10 +171,10 @@ def is_rate(metric: str) -> bool:
 
 
 def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
-    """The lower and the upper end of a metric's axis.
+    """Return the lower and the upper end of a metric's axis.
 
     Args:
-        values: all that is drawn on it, in order of steps; limits of confidence too. What is not finite is passed over.
+        values: all drawn values, in order of steps, confidence limits included. Non-finite values are ignored.
     """
     drawn = np.array([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not len(drawn):
@@ -196,9 +195,9 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers in [low, high], at most `most` and at least two where there is a range."""
+    """Return round numbers in [low, high], at most `most` and at least two where there is a range."""
     span = high - low
-    if not (math.isfinite(span) and span > 1e-9 * max(abs(low), abs(high))):  # no two numbers to tell apart
+    if not (math.isfinite(span) and span > 1e-9 * max(abs(low), abs(high))):  # the ends are not distinguishable
         return [low]
     rough = span / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -212,7 +211,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def brief(value: float) -> str:
-    """A number for a tick: `0.25`, `1.2k`, `3e-05`."""
+    """Format a number for a tick: `0.25`, `1.2k`, `3e-05`."""
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e9):
         return f"{value:.2g}"
@@ -224,7 +223,7 @@ def brief(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Whisker:
-    """One value; per cent of the width."""
+    """One value with its limits; per cent of the width."""
 
     value: float
     low: float
@@ -237,17 +236,17 @@ class Whiskers:
     """Values of one metric on one axis."""
 
     rows: tuple[Whisker, ...]
-    low: str  # what stands at the left end
+    low: str  # the label of the left end
     high: str
 
     @property
     def height(self) -> int:
-        """Pixels."""
+        """The height in pixels."""
         return 14 * len(self.rows) + 4
 
 
 def whiskers(metric: str, found: Sequence[tuple[int, Estimate]]) -> Whiskers:
-    """A picture of estimates.
+    """Return a picture of estimates.
 
     Args:
         found: (tone, estimate), from top to bottom.
@@ -270,19 +269,19 @@ def whiskers(metric: str, found: Sequence[tuple[int, Estimate]]) -> Whiskers:
 class CurveSeries:
     """One line: a quantity of one run, e.g. `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
 
-    quantity: str  # the panel it belongs to; panels appear in the order of their first series
+    quantity: str  # its panel; panels appear in the order of their first series
     run: str  # the legend's entry; a run has one colour in all panels
     steps: Sequence[float]  # [points], ascending
     values: Sequence[float]  # [points]; a NaN breaks the line
     low: Sequence[float] | None = None  # [points] confidence limits, both or none
     high: Sequence[float] | None = None
     smooth: tuple[Sequence[float], Sequence[float]] | None = None  # steps and running means, before thinning
-    metric: str = ""  # as it was recorded, which says how its axis is drawn; empty: the quantity
+    metric: str = ""  # the recorded name, which determines the axis; empty: the quantity
 
 
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
-    """Where a stage begins, on the axis of steps."""
+    """The beginning of a stage on the axis of steps."""
 
     step: float
     name: str
@@ -290,7 +289,7 @@ class StageBoundary:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point, and its limits where they are known; user units."""
+    """A point, with its limits where they are known; user units."""
 
     x: float
     y: float
@@ -304,9 +303,9 @@ class Line:
 
     name: str
     tone: int
-    path: str  # all points of it, thinned
+    path: str  # all its points, thinned
     mean: str = ""  # a running mean; empty where every point is marked
-    band: str = ""  # what sampling noise alone may do
+    band: str = ""  # the range of sampling noise
     marks: tuple[Mark, ...] = ()
 
 
@@ -316,12 +315,12 @@ class Panel:
 
     metric: str
     words: str
-    told: str  # first and last value, least and greatest
+    told: str  # its first, last, least and greatest value
     lines: tuple[Line, ...]
     across: tuple[tuple[float, str], ...]  # (y, number)
     along: tuple[tuple[float, str], ...]  # (x, step)
     zero: float | None  # y of 0, where it is neither edge
-    upright: tuple[tuple[float, str], ...] = ()  # (x, word) of a step that means something
+    upright: tuple[tuple[float, str], ...] = ()  # (x, label) of a marked step
 
     width, height, left, right, bottom = WIDTH, HEIGHT, _LEFT, _RIGHT, _BOTTOM
 
@@ -342,12 +341,12 @@ class _Axes:
 
 
 def panel(metric: str, series: Sequence[CurveSeries], most: int, marked: Sequence[tuple[int, str]] = ()) -> Panel:
-    """The picture of one metric.
+    """Return the picture of one metric.
 
     Args:
         series: at least one; each a line of its own colour.
-        most: points of a line.
-        marked: steps to mark, each with its word; of those the axis has.
+        most: maximum points of a line.
+        marked: steps to mark, each with its label; those outside the axis are ignored.
     """
     curves = [Curve.of(one.steps, one.values) for one in series]
     limits = [limit for one in series for limit in (*(one.low or ()), *(one.high or ()))]
@@ -393,7 +392,7 @@ def _path(curve: Curve, axes: _Axes) -> str:
 
 
 def _band(curve: Curve, low: Sequence[float], high: Sequence[float], axes: _Axes, most: int) -> str:
-    """A filled strip; thinned by its own extremes, so that it is never drawn narrower than it is."""
+    """Return a filled strip; its limits are thinned by their extremes, so it is never drawn too narrow."""
     upper = _strip(curve.steps, high, max(24, most // 2))
     lower = _strip(curve.steps, low, max(24, most // 2))
     there, back = _path(upper, axes), _path(Curve(lower.steps[::-1], lower.values[::-1]), axes)
@@ -405,7 +404,7 @@ def _strip(steps: Floats, limits: Sequence[float], most: int) -> Curve:
 
 
 def _whole(first: float, last: float) -> list[float]:
-    """Ticks of an axis of steps: whole numbers only."""
+    """Return the ticks of an axis of steps: whole numbers only."""
     found = [at for at in ticks(first, last, 6) if float(at).is_integer()]
     return found or [first, *([last] if last > first else [])]
 

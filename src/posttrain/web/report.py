@@ -1,11 +1,11 @@
 """Pages of a run report, of a comparison, and of a trace.
 
-The run report is one page: what was asked, what came out, and whether it may be believed. The page of a comparison has
-scores side by side, the items that changed hands, curves over each other, and what differs.
+The run report is one page: the configuration, the results, and their reliability. The page of a comparison shows scores
+next to each other, the items with changed outcomes, overlaid curves, and the differences.
 
-The trace is one self-contained HTML file, like the report (no script, nothing from outside). It shows who was busy and
-who waited, which hand-off took how much of every step, and two steps as Gantt charts: the one of median length and the
-longest.
+The trace is one self-contained HTML file, like the report (no script, no external resource). It shows the busy and idle
+time of roles, the share of each hand-off in every step, and two steps as Gantt charts: the one of median length and
+the longest.
 """
 
 import math
@@ -48,8 +48,8 @@ class StageRow:
     attempts: int = 0
     seconds: float | None = None  # None: not started
     tokens: int = 0
-    output: str | None = None  # digest of what it left
-    best: str | None = None  # digest of its best model, where that is not the last one
+    output: str | None = None  # digest of its output
+    best: str | None = None  # digest of its best model, where it is not the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class BudgetRow:
 
 @dataclass(frozen=True, slots=True)
 class StageCurves:
-    """Everything that a training stage recorded by step."""
+    """The curves that a training stage recorded by step."""
 
     stage: str
     kind: str
-    series: Mapping[str, CurveSeries]  # metric → its line, what matters most first
-    begun: str = ""  # where its first steps were trained
-    chosen: str = ""  # what its probe decided
-    marks: tuple[tuple[int, str], ...] = ()  # (step, word) of that
+    series: Mapping[str, CurveSeries]  # metric → its line, the most important first
+    begun: str = ""  # the run and stage that trained its first steps
+    chosen: str = ""  # the decision of its probe
+    marks: tuple[tuple[int, str], ...] = ()  # (step, label) of the decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SampledStep:
     """Responses to one prompt of a step."""
 
     step: int
-    members: int  # of the group; not all of them are shown
+    members: int  # of the group; not all are shown
     shown: tuple[Sample, ...]
 
 
@@ -99,18 +99,18 @@ class SuiteAnswers:
     of: str  # whose answers
     items: int  # with an answer to compare with
     wrong: int
-    cut: int  # of the wrong ones, how many met the limit of tokens
+    cut: int  # wrong answers that reached the limit of tokens
     wrong_shown: tuple[Response, ...]
     right_shown: tuple[Response, ...]
     scored: int = 0  # items without an answer, which only a reward scored
-    low_shown: tuple[Response, ...] = ()  # of these the least first
-    high_shown: tuple[Response, ...] = ()  # the greatest first
-    sampled: str = ""  # how responses were sampled, in words
+    low_shown: tuple[Response, ...] = ()  # of these, the lowest first
+    high_shown: tuple[Response, ...] = ()  # the highest first
+    sampled: str = ""  # how responses were sampled, as text
 
 
 @dataclass(frozen=True, slots=True)
 class StageParameters:
-    """What a stage was told."""
+    """The inputs and parameters of a stage."""
 
     stage: str
     kind: str
@@ -125,17 +125,17 @@ class SystemRow:
     stage: str
     seconds: float
     tokens: int
-    tokens_per_second: float | None  # of the steps, the median
-    step_seconds: float | None  # the median
-    steps: int  # that the times are of
+    tokens_per_second: float | None  # median over the steps
+    step_seconds: float | None  # median
+    steps: int  # steps behind the times
     phases: tuple[tuple[str, float, float], ...]  # hand-off, median seconds, share of the time
-    resident: float | None = None  # MiB that the job's process took at the most; None: it said nothing
-    allocated: float | None = None  # MiB of its CUDA device; None: it had none
+    resident: float | None = None  # peak MiB of the job's process; None: not reported
+    allocated: float | None = None  # MiB of its CUDA device; None: no device
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Everything the page shows. Digests are written in full, so that the page can be checked against the ledger."""
+    """The contents of a run report. Digests are complete, so that the page can be checked against the ledger."""
 
     run_id: str
     name: str
@@ -149,8 +149,8 @@ class RunReport:
     gates: tuple[Verdict, ...] = ()
     lineage: tuple[str, ...] = ()  # lines of an indented tree
     budgets: tuple[BudgetRow, ...] = ()
-    warnings: tuple[str, ...] = ()  # e.g. that a reward's version is not the one the channel's model was trained on
-    compared_with: str = ""  # the run that `changes` is about
+    warnings: tuple[str, ...] = ()  # e.g. a reward version other than that of the channel's model
+    compared_with: str = ""  # the run that `changes` compares with
     changes: tuple[Difference, ...] = ()
     scores: Scores = field(default_factory=Scores)
     curves: tuple[StageCurves, ...] = ()
@@ -170,11 +170,11 @@ def run_report(path: Path, report: RunReport) -> None:
 
 
 def render_run_report(report: RunReport, name: str = "run.html", *, stages: bool = True) -> str:
-    """The page as HTML, under 2 MB; the same report gives the same text.
+    """Return the page as HTML, under 2 MB; the same report gives the same text.
 
     Args:
-        name: of the template; `_run.html` is what stands in the page of a server.
-        stages: with the table of them, which a page of the server may have already.
+        name: of the template; `_run.html` is the part for a server's page.
+        stages: with the table of stages, which a server's page may have already.
     """
     return fitted(lambda sizes: _render(report, sizes, name, stages))
 
@@ -206,7 +206,7 @@ def _render(report: RunReport, sizes: Sizes, name: str, stages: bool) -> str:
 
 
 def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
-    """Panels of all stages; where there may not be so many, every stage keeps its first ones."""
+    """Return the panels of all stages; above the limit, every stage keeps its first ones."""
     each = max(1, sizes.panels // max(1, len(stages)))
     views = []
     for one in stages[: sizes.panels]:
@@ -219,7 +219,7 @@ def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
 
 
 def _lines(series: Mapping[str, CurveSeries]) -> dict[str, list[CurveSeries]]:
-    """Panel → its lines, what matters most first: a metric each, but the components of a reward share them."""
+    """Return panel → its lines, the most important first: one metric each; components of a reward share panels."""
     parts = [replace(one, run=component(metric)) for metric, one in series.items() if component(metric)]
     found: dict[str, list[CurveSeries]] = {REWARD: [series[REWARD]]} if REWARD in series else {}
     for start in range(0, len(parts), TONES):  # a colour each
@@ -233,7 +233,7 @@ def _is_main(metric: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A verdict as a picture: per cent of the width at which its numbers stand."""
+    """A verdict as a picture: the positions of its numbers in per cent of the width."""
 
     value: float  # the estimate, or the difference
     limit: float  # its confidence limit
@@ -241,7 +241,7 @@ class Scale:
 
 
 def scale(verdict: Verdict) -> Scale | None:
-    """Where estimate, limit and threshold stand on a line; None when the gate could not be tested."""
+    """Return the positions of estimate, limit and threshold; None when the gate could not be tested."""
     value = verdict.difference if verdict.difference is not None else verdict.estimate
     if value is None or verdict.limit is None or verdict.threshold is None:
         return None
@@ -251,12 +251,12 @@ def scale(verdict: Verdict) -> Scale | None:
     return Scale(*[round(8 + 84 * (mark - low) / width, 2) for mark in marks])
 
 
-template("run.html")  # now: who drives a run for days reports at its end, whatever became of the file
+template("run.html")  # loaded now: a driver may report days later, when the file has changed
 
 
 @dataclass(frozen=True, slots=True)
 class SubjectFacts:
-    """What stands beside a subject's name."""
+    """The facts next to a subject's name."""
 
     state: str  # of its run
     seed: int
@@ -266,7 +266,7 @@ class SubjectFacts:
 
 @dataclass(frozen=True, slots=True)
 class ItemPair:
-    """One item, answered by both."""
+    """One item with the answers of both models."""
 
     reference: Response
     candidate: Response
@@ -274,7 +274,7 @@ class ItemPair:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Items on which a candidate's greedy answer is right where the first subject's is wrong, or the other way."""
+    """Items on which exactly one greedy answer is right, a candidate's or the first subject's."""
 
     label: str  # of the candidate
     suite: str
@@ -286,12 +286,12 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class ComparePage:
-    """Everything the page shows."""
+    """The contents of a comparison page."""
 
     found: Comparison
-    facts: tuple[SubjectFacts, ...]  # as the subjects
+    facts: tuple[SubjectFacts, ...]  # in the order of the subjects
     changed: tuple[Changed, ...] = ()
-    curves: tuple[tuple[str, Mapping[str, Sequence[CurveSeries]]], ...] = ()  # stage → metric → a line of each run
+    curves: tuple[tuple[str, Mapping[str, Sequence[CurveSeries]]], ...] = ()  # stage → metric → one line per run
     troubles: tuple[str, ...] = ()
 
 
@@ -305,10 +305,10 @@ def compare_page(path: Path, page: ComparePage) -> None:
 
 
 def render_compare_page(page: ComparePage, name: str = "compare.html") -> str:
-    """The page as HTML, under 2 MB; the same comparison gives the same text.
+    """Return the page as HTML, under 2 MB; the same comparison gives the same text.
 
     Args:
-        name: of the template; `_compare.html` is what stands in the page of a server.
+        name: of the template; `_compare.html` is the part for a server's page.
     """
     return fitted(lambda sizes: _render_comparison(page, sizes, name))
 
@@ -329,7 +329,7 @@ def _render_comparison(page: ComparePage, sizes: Sizes, name: str) -> str:
     return template(name).render(page=page, found=page.found, pictures=pictures, curves=views, sizes=sizes, tones=TONES)
 
 
-template("compare.html")  # now: a page of a changed checkout belongs to no old process
+template("compare.html")  # loaded now: an old process must not read a changed checkout
 
 
 _MOST_RANKS = 16  # rows of a role in a Gantt chart
@@ -341,7 +341,7 @@ _MOST_SAMPLES = 200
 _ROW, _LABEL = 22, 170.0  # height of a Gantt row, width of its label
 
 
-# Mid tones: legible on white and on black. A hand-off keeps its colour in all runs
+# mid tones: legible on white and on black; a hand-off has the same colour in all runs
 _COLOURS = {
     "rollout": "#3b82c4",
     "reward": "#d99a2b",
@@ -361,7 +361,7 @@ _OTHERS = ("#5f7fae", "#a8763e", "#6f9a4d", "#9c5d77", "#5c8f8a")
 
 @dataclass(frozen=True, slots=True)
 class TracePage:
-    """Everything the page shows."""
+    """The contents of a trace page."""
 
     run_id: str
     name: str
@@ -369,7 +369,7 @@ class TracePage:
     attempts: Sequence[AttemptSpans]
     samples: Sequence[Sample] = ()
     notes: Sequence[str] = ()  # what could not be read
-    begun: Sequence[str] = ()  # stages whose first steps another run trained
+    begun: Sequence[str] = ()  # lines about stages whose first steps another run trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +381,7 @@ class Block:
     width: float
     height: float
     colour: str
-    name: str  # written into it where there is room
+    name: str  # written into it where it fits
     told: str  # shown on hovering
 
 
@@ -410,14 +410,14 @@ class Gantt:
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
-    """A hand-off; medians over the steps that have it (a checkpoint is not in every step)."""
+    """A hand-off; medians over the steps that have it (not every step has a checkpoint)."""
 
     name: str
     colour: str
     share: float
     seconds: float
     steps: int
-    rare: bool  # so that the number of steps is told
+    rare: bool  # then the number of steps is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +441,7 @@ def trace_page(path: Path, page: TracePage) -> None:
 
 
 def render_trace_page(page: TracePage) -> str:
-    """The page as HTML; the same facts give the same text."""
+    """Return the page as HTML; the same facts give the same text."""
     stages = [_view(timeline, page.attempts) for timeline in summarise(page.attempts)]
     shown = page.samples[:_MOST_SAMPLES]
     return template("trace.html").render(page=page, stages=stages, samples=shown, width=WIDTH, label=_LABEL, row=_ROW)
@@ -468,7 +468,7 @@ def _legend(timeline: StageTimeline, phase: str, colour: str) -> LegendEntry:
 
 
 def _bars(timeline: StageTimeline, colours: Mapping[str, str], each: int) -> Iterator[Block]:
-    """Per step (or `each` steps) a stack of shares, top down in the order of a step; 100 units high."""
+    """Yield, per step (or `each` steps), a stack of shares, top down in the order of a step; 100 units high."""
     bins = [timeline.steps[at : at + each] for at in range(0, len(timeline.steps), each)]
     width = WIDTH / max(len(bins), 24)
     for place, steps in enumerate(bins):
@@ -504,7 +504,7 @@ def _gantt(title: str, step: StepTime, attempts: Sequence[AttemptSpans], colours
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """What a track was doing when."""
+    """An interval of a track's work."""
 
     name: str
     start: float
@@ -513,7 +513,7 @@ class _Busy:
 
 
 def _tracks(near: Sequence[Span], colours: Mapping[str, str]) -> tuple[dict[tuple[str, int], list[_Busy]], int]:
-    """(role, rank) → what it did by time, roles in the order of their first call; and how many ranks have no row."""
+    """Return (role, rank) → its work by time, roles in the order of their first call; and the count of hidden ranks."""
     controller: list[_Busy] = []
     roles: dict[str, dict[int, list[_Busy]]] = {}
     hidden: set[tuple[str, int]] = set()
@@ -543,13 +543,13 @@ def _block(label: str, busy: _Busy, place: int, begin: float, seconds: float) ->
 
 
 def _during(call: Span, near: Sequence[Span]) -> str:
-    """The hand-off that a call was made in, the innermost; empty without one."""
+    """Return the innermost hand-off around a call; empty without one."""
     around = [span for span in near if not is_call(span) and span.started <= call.started < end_of(span)]
     return min(around, key=lambda span: span.seconds).name if around else ""
 
 
 def _ticks(seconds: float) -> Iterator[float]:
-    """Five or so round times in [0, seconds]."""
+    """Yield about five round times in [0, seconds]."""
     rough = seconds / 5
     power = 10.0 ** math.floor(math.log10(rough))
     pace = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

@@ -1,1 +1,1 @@
-"""A workspace that is open: its folder, its settings, where its ledger is, and the planes over it."""
+"""An open workspace: its folder, its settings, the place of its ledger, and the planes over it."""

@@ -1,4 +1,4 @@
-"""Whether a workspace is being served, and where: then commands in its folder go through the server."""
+"""The server of a workspace, if there is one: then commands in its folder go through the server."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ PLACE = "server.json"  # where it listens
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where the server of a workspace is."""
+    """The address of a workspace's server."""
 
     url: str
-    key: str = field(repr=False)  # lets in whoever may read the folder
+    key: str = field(repr=False)  # admits users who may read the folder
 
 
 def served_at(root: Path) -> Served | None:
-    """Where a workspace is served; None: it is not, or not yet."""
+    """Return the address of a workspace's server; None: it is not served, or not yet."""
     place = root / PLACE
     try:
         if not place.exists() or not is_held(root / LOCK):
@@ -32,7 +32,7 @@ def served_at(root: Path) -> Served | None:
 
 
 def server_of(root: Path) -> str:
-    """Who serves a workspace, as far as they have said so: `by process 4711 at http://127.0.0.1:8460`."""
+    """Return the server of a workspace, as far as it is recorded: `by process 4711 at http://127.0.0.1:8460`."""
     with suppress(PosttrainError, OSError):
         said = read_json(root / PLACE)
         if isinstance(said, dict) and {"pid", "url"} <= said.keys():
@@ -41,5 +41,5 @@ def server_of(root: Path) -> str:
 
 
 def is_served(root: Path) -> bool:
-    """Whether a server has this workspace, which then drives its runs."""
+    """Return whether a server has this workspace; then it drives its runs."""
     return is_held(root / LOCK)

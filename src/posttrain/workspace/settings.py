@@ -199,8 +199,7 @@ def _still_there(where: str, identity: str) -> bool:
 def record_places(
     root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None, channel: str = ""
 ) -> None:
-    """Record the places of a new workspace's artifacts, ledger and channels, and the choices of rewards and trackers.
-    """
+    """Record a new workspace's places of artifacts, ledger and channels, and its choices of rewards and trackers."""
     with settings_lock(root):
         known = read_json(root / SETTINGS)
         places = ({} if isinstance(place, Path) else {KEY: place}) | ({CHANNEL: channel} if channel else {})

@@ -48,8 +48,7 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
 
     Raises:
         InputError: a validity that is not positive or exceeds `LONGEST`; no scope, or one of another project; an
-            invalid
-            principal.
+            invalid principal.
     """
     _refuse_long(seconds)
     refuse_unnamed(principal)

@@ -2,12 +2,12 @@
 
 Rewards of groups are `[prompts, members]`; NaN marks a member without a score (its reward function timed out, failed or
 declined). Such a member is left out of its group: it neither shifts the group's baseline nor gets an advantage (its
-entry is 0). A group whose scored members are fewer than two has no baseline, and one whose scored members are equal
-has no signal: both get 0 throughout.
+entry is 0). A group with fewer than two scored members has no baseline, and one whose scored members are equal has no
+signal: both get 0 throughout.
 
 Generalised advantage estimation and whitening see response tokens only. Prompts, and observation tokens inside a
 response (holes of the mask), are skipped, so the token after a hole follows the token before it. A document is an
-episode: nothing flows from one into another.
+episode: nothing is carried from one into another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.engine.batch import precision
 
-GRPO_EPSILON = 1e-4  # of the deviation, as TRL has it; verl has 1e-6. Rewards that differ by less say next to nothing
+GRPO_EPSILON = 1e-4  # of the deviation, as in TRL; verl has 1e-6. Smaller differences of rewards are almost meaningless
 WHITEN_EPSILON = 1e-8  # added to the variance
 
 
@@ -39,7 +39,7 @@ def grpo(rewards: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
-    """A = r − mean; dividing by the deviation would over-weight what is nearly solved or nearly hopeless.
+    """A = r − mean; dividing by the deviation would over-weight prompts that are nearly solved or nearly hopeless.
 
     Pair it with the aggregation `seq-mean-token-sum-norm`. Args and returns as `grpo`. Source: Dr. GRPO, arXiv
     2503.20783.
@@ -74,9 +74,9 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """`[prompts]` bool.
+    """Return which groups have at least two scored members whose rewards differ, `[prompts]` bool.
 
-    Groups of at least two scored members whose rewards differ. The others carry no policy gradient.
+    The others have no policy gradient.
     """
     scored = ~rewards.isnan()
     highest = torch.where(scored, rewards, -torch.inf).amax(dim=1)
@@ -85,11 +85,11 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Rewards of documents, laid out by group: `[groups, members]`, NaN where a group has fewer, and where each stands.
+    """Lay out rewards of documents by group: `[groups, members]`, NaN where a group has fewer, and the place of each.
 
     Args:
         rewards: [D]
-        groups: [D] the number of each document's group; members of a group may stand anywhere.
+        groups: [D] the number of each document's group; members of a group may be anywhere.
 
     Returns:
         The matrix, and its row and column for every document: `matrix[place]` are the rewards again.
@@ -105,9 +105,9 @@ def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
 
 
 def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards minus their group's mean (0 without score or signal), who is scored, and how many per group [P, 1].
+    """Return rewards minus their group's mean (0 without score or signal), the scored ones, the count per group [P, 1].
 
-    In float64: a mean of equal float32 rewards must not leave a rest that the division by ε would blow up.
+    In float64: a mean of equal float32 rewards must not leave a remainder that the division by ε would amplify.
     """
     scored = ~rewards.isnan()
     values = torch.where(scored, rewards, 0.0).double()
@@ -121,11 +121,11 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γV_{t+1} − V_t; returns are A + V.
 
-    After the last response token comes nothing, V = 0, whether the response ended by itself or the token limit cut it:
-    what it was worth is in its reward.
+    After the last response token V = 0, whether the response ended by itself or at the token limit: its reward
+    contains all of its value.
 
     Args:
-        rewards: [T]; what stands outside the mask is not read, NaN included.
+        rewards: [T]; values outside the mask are not read, NaN included.
         values: [T]: V before the token is emitted.
         response_mask: [T] bool.
         lengths: [documents], sum = T.
@@ -161,27 +161,27 @@ def generalized_advantages(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Statistics to whiten with, e.g. over all ranks: `Moments(mean=0.1, variance=2.3)`."""
+    """Statistics for whitening, e.g. over all ranks: `Moments(mean=0.1, variance=2.3)`."""
 
     mean: float
     variance: float
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Moments:
-        """Mean and unbiased variance of the masked [T] values; 0 where there are too few of them."""
+        """Return mean and unbiased variance of the masked [T] values; 0 for too few values."""
         chosen = values.detach()[mask].double()
         mean = float(chosen.mean()) if len(chosen) else 0.0
         return cls(mean, float(chosen.var()) if len(chosen) > 1 else 0.0)
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, centre: bool = True) -> Tensor:
-    """(x − mean) / √(variance + 1e-8): positive stays above negative, whatever the sign of the mean.
+    """(x − mean) / √(variance + 1e-8): keeps the order of values, whatever the sign of the mean.
 
     Args:
-        values: [T]; what stands outside the mask is not read, NaN included.
+        values: [T]; values outside the mask are not read, NaN included.
         mask: [T] bool.
-        moments: of everything that is whitened together; by default those of these values.
-        centre: False keeps the mean where it is and only scales.
+        moments: of all values that are whitened together; by default those of these values.
+        centre: False keeps the mean and only scales.
 
     Returns:
         [T] (`precision`), 0 outside the mask. A single value, which has no spread, becomes 0 (itself without
@@ -195,7 +195,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, cent
 
 
 def _right_aligned(mask: Tensor, index: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Row and column of every response token in a [documents, longest] view whose rows end together."""
+    """Return row and column of every response token in a [documents, longest] view whose rows end together."""
     sizes = torch.tensor(lengths)
     document = torch.arange(len(lengths)).repeat_interleave(sizes)[index.cpu()]
     counts = torch.bincount(document, minlength=len(lengths))

@@ -1,30 +1,30 @@
 """Losses and rewards per token, objectives of an optimiser step, token weights, and the distillation loss.
 
-An objective is what the step minimises: a value that holds the step's totals, called once per micro-batch. Objectives
-are data, not closures, so that they travel to ranks in other processes; each returns the plain sum of its micro-batch's
-weighted losses, so that sums over micro-batches and ranks are the whole step's.
+An objective is the loss that the step minimises: a value that holds the step's totals, called once per micro-batch.
+Objectives are data, not closures, so they can be sent to ranks in other processes; each returns the plain sum of its
+micro-batch's weighted losses, so that sums over micro-batches and ranks are the whole step's.
 
-Per-token losses become one number so that gradients do not depend on how a batch is split. A mean inside each
-micro-batch would weight a token by the other tokens of its micro-batch. Here every token gets its weight from totals of
-the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the same loss,
-and so to the same gradient, for every split. Only response tokens count; prompts never enter a denominator. Who counts
-the totals decides whether documents that are not computed are in them: a document whose loss is zero may then be
-dropped without changing anything (`recipes.grpo`).
+Per-token losses are aggregated so that gradients do not depend on how a batch is split. A mean inside each micro-batch
+would weight a token by the other tokens of its micro-batch. Here every token gets its weight from totals of the whole
+optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the same loss, and so to
+the same gradient, for every split. Only response tokens count; prompts never enter a denominator. The caller that
+counts the totals decides whether documents that are not computed are included: a document whose loss is zero may then
+be dropped without changing anything (`recipes.grpo`).
 
 The distillation loss measures how far a student is from a teacher, over the teacher's likeliest tokens. At every
-response token the vocabulary is cut into k + 1 outcomes: the teacher's k likeliest tokens, and all others together, the
-tail. Both models are proper distributions over these, so a divergence is never negative and 0 only where they agree;
-and by the data processing inequality it is at most that over the whole vocabulary. Source: generalised knowledge
+response token the vocabulary is split into k + 1 outcomes: the teacher's k likeliest tokens, and all others together,
+the tail. Both models are proper distributions over these, so a divergence is never negative and 0 only where they
+agree; and by the data processing inequality it is at most that over the whole vocabulary. Source: generalised knowledge
 distillation, Agarwal et al., arXiv 2306.13649, section 3.
 
 Functions of losses and rewards per token take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
 
 Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
-not even a NaN (0 · NaN is NaN). How tokens are summed is the objective's.
+not even a NaN (0 · NaN is NaN). The objective decides how tokens are summed.
 
 The reward of a token is the score at the end of a response and, before the end, the penalty for leaving the reference.
-The penalty goes into the reward or into the loss, never into both. In the reward it is a number without gradient, and
-k1 is the natural estimator there: unbiased, and what PPO from human feedback began with. In the loss k1 has no expected
+The penalty is in the reward or in the loss, never in both. In the reward it is a number without gradient, and k1 is the
+natural estimator there: unbiased, and the original choice of PPO from human feedback. In the loss k1 has no expected
 gradient (see `kl_penalty`).
 """
 
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from posttrain.engine.batch import CANDIDATES, Need, Predictions, TokenBatch, precision
 
-LOG_RATIO_LIMIT = 20.0  # e^20 ≈ 5e8: beyond it a ratio says nothing, and float32 would overflow soon after
+LOG_RATIO_LIMIT = 20.0  # e^20 ≈ 5e8: beyond it a ratio is meaningless, and float32 would overflow soon after
 REWARD_ESTIMATORS = ("k1", "k2", "k3")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -89,7 +89,7 @@ def is_clipped(
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(π ‖ π_ref) per token, d = log π_ref − log π: k2 = d²/2, k3 = e^d − d − 1.
+    """Estimate KL(π ‖ π_ref) per token, d = log π_ref − log π: k2 = d²/2, k3 = e^d − d − 1.
 
     Both are non-negative. As a loss over tokens that π sampled, k2 has the gradient of KL(π ‖ π_ref) in expectation; k3
     has that of the other direction, KL(π_ref ‖ π), although its value estimates this one (`corrected_kl_penalty` has
@@ -107,7 +107,7 @@ def corrected_kl_penalty(logprobs: Tensor, behaviour: Tensor, reference: Tensor,
     """ρ·(e^d − d − 1) with ρ = exp(log π − log μ), differentiated through ρ too.
 
     Over tokens that μ sampled its value is KL(π ‖ π_ref) and its gradient that of KL(π ‖ π_ref), both in expectation,
-    and also after π has moved away from μ. Arguments as `ppo_clip` and `kl_penalty`.
+    even after π has moved away from μ. Arguments as `ppo_clip` and `kl_penalty`.
 
     Source: DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`.
     """
@@ -122,7 +122,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
 
     Args:
         values: the critic's, differentiable.
-        old_values: what the critic said before the update, with which advantages and returns were estimated.
+        old_values: the critic's values before the update, from which advantages and returns were estimated.
         returns: A + V_old (`gae.generalized_advantages`).
         mask: response tokens.
         clip: ε, in units of the value.
@@ -153,7 +153,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
         margin: [pairs] m, by how much the chosen one should win; 0 when None (Llama 2, arXiv 2307.09288, eq. 2).
 
     Returns:
-        [pairs]. The scores' common level is left open: only differences are learnt.
+        [pairs]. The scores' common level is free: only differences are learnt.
 
     Source: Bradley and Terry (1952); InstructGPT, arXiv 2203.02155, eq. 1.
     """
@@ -162,20 +162,20 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_scores: Tensor | None = None) -> Tensor:
-    """Every document's score at its last response token, end of sequence or not, but for what was earned before it.
+    """Put every document's score at its last response token, end of sequence or not, except parts earned before it.
 
     Args:
-        scores: [documents]; that of a document without response tokens has no place and is dropped.
+        scores: [documents]; the score of a document without response tokens is dropped.
         mask: [T] bool, response tokens.
         lengths: [documents], sum = T.
-        token_scores: [T]: what of each score stands at which token, e.g. at the ends of turns; None: all at the end.
+        token_scores: [T]: the part of each score earned at each token, e.g. at the ends of turns; None: all at the end.
 
     Returns:
         [T] (`precision`), 0 elsewhere; a document's sum is its score.
 
     Raises:
-        ValueError: another shape, a score that is not finite (a response without a score must be dropped before, it is
-            not worth 0), or one that stands outside the mask.
+        ValueError: another shape, a score that is not finite (the caller must drop a response without a score; it is
+            not worth 0), or one outside the mask.
     """
     if scores.shape != (len(lengths),):
         raise ValueError(f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one per document")
@@ -213,12 +213,12 @@ def kl_rewards(
     coefficient: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """r_t = −β·kl_t + what of the score stands at t.
+    """r_t = −β·kl_t + the part of the score earned at t.
 
     Args:
         old_logprobs: [T]: of the policy that sampled, at the sampling temperature.
         reference_logprobs: [T]: of the frozen reference, at the same temperature.
-        mask: [T] bool, response tokens; what stands outside is not read, NaN included.
+        mask: [T] bool, response tokens; values outside are not read, NaN included.
         scores, lengths, token_scores: see `score_rewards`.
         coefficient: β.
         estimator: k1, k2 or k3 (see `kl_estimate`).
@@ -237,7 +237,7 @@ def kl_rewards(
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(π ‖ π_ref) per token from one sample, d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
+    """Estimate KL(π ‖ π_ref) per token from one sample, d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
 
     For values, not for gradients. d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
 
@@ -254,7 +254,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: st
     return kl_penalty(logprobs, reference, mask, estimator)
 
 
-# what `token_weights` divides by: of a loss whose every term is, gradients of parts may be summed and then divided
+# the divisors in `token_weights`: with one divisor for all terms, gradients of parts may be summed and then divided
 DENOMINATORS: dict[str, Literal["tokens", "sequences"]] = {
     "token-mean": "tokens",
     "seq-mean-token-mean": "sequences",
@@ -264,15 +264,15 @@ DENOMINATORS: dict[str, Literal["tokens", "sequences"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one optimiser step sums over: `Totals(tokens=1832, sequences=96, items=96, computed=1832)`.
+    """The counts of one optimiser step: `Totals(tokens=1832, sequences=96, items=96, computed=1832)`.
 
-    Losses are divided by what counts, whether it is computed or not; metrics are means over what is computed.
+    Losses are divided by the counts of all documents, computed or not; metrics are means over computed tokens.
     """
 
     tokens: int  # response tokens
     sequences: int  # documents with at least one response token
-    items: int  # units, or documents where there are none
-    computed: int  # response tokens of what has a gradient
+    items: int  # units, or documents in a batch without units
+    computed: int  # response tokens of documents with a gradient
 
     @classmethod
     def of(cls, batch: TokenBatch, computed: TokenBatch | None = None) -> Totals:
@@ -290,7 +290,7 @@ class Totals:
 def token_weights(
     batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`[T]`: the weight of every token in the loss of the whole step; 0 outside the response.
+    """Return the weight of every token in the loss of the whole step, `[T]`; 0 outside the response.
 
     ::
 
@@ -322,7 +322,7 @@ def token_weights(
 class LossParts:
     """A micro-batch's share of the step's loss, and sums to report: `LossParts(loss, {"clip_fraction": tensor(.01)})`.
 
-    Every sum is divided by the step's totals already, so that the shares of all micro-batches add up to the metric.
+    Every sum is already divided by the step's totals, so that the shares of all micro-batches add up to the metric.
     """
 
     loss: Tensor  # scalar, differentiable
@@ -330,14 +330,14 @@ class LossParts:
 
 
 class Objective(Protocol):
-    """A loss over what a model predicts for a micro-batch."""
+    """A loss over a model's predictions on a micro-batch."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it reads of the predictions."""
+        """The predictions that it reads."""
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
-        """This micro-batch's share.
+        """Return this micro-batch's share.
 
         Raises:
             InputError: the batch lacks a column that the loss reads.
@@ -368,7 +368,7 @@ class KLTerm:
     estimator: str  # k2, k3 (`losses.kl_penalty`) or k3-corrected (`losses.corrected_kl_penalty`)
 
     def penalty(self, logprobs: Tensor, behaviour: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-        """[T], without the coefficient; 0 outside the mask."""
+        """Return the penalty, [T], without the coefficient; 0 outside the mask."""
         if self.estimator == "k3-corrected":
             return corrected_kl_penalty(logprobs, behaviour, reference, mask)
         return kl_penalty(logprobs, reference, mask, self.estimator)
@@ -377,11 +377,12 @@ class KLTerm:
 @final
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """The clipped surrogate of PPO with clip-higher, and a KL term where one is asked for.
+    """The clipped surrogate of PPO with clip-higher, and an optional KL term.
 
     ρ = exp(log π − log π_old), where π_old is the proximal policy if the batch has its log-probabilities and else the
-    behaviour policy. Then no further importance weight exists; between the two there is one, truncated, where
-    `importance` says so. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476; decoupled: arXiv 2110.00641.
+    behaviour policy. In the latter case there is no further importance weight; between proximal and behaviour policy
+    there is one, truncated at `importance`, if that is set. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476;
+    decoupled: arXiv 2110.00641.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
@@ -391,7 +392,7 @@ class PolicyObjective:
     aggregation: str = "token-mean"
     norm: int = 1  # tokens; the constant length of seq-mean-token-sum-norm
     kl: KLTerm | None = None
-    importance: float | None = None  # cap of π_proximal / π_behaviour, by which tokens are weighed; None: they are not
+    importance: float | None = None  # cap of the token weights π_proximal / π_behaviour; None: no weights
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
@@ -408,7 +409,7 @@ class PolicyObjective:
             penalty = self.kl.penalty(logprobs, old, micro.column("reference_logprobs"), mask)
             sums["kl"] = penalty.detach().sum() / count
             tokens = tokens + self.kl.coefficient * penalty
-        if self.importance is not None:  # the penalty is a mean over what was sampled too
+        if self.importance is not None:  # the penalty is a mean over samples too
             behaviour = micro.column("behaviour_logprobs")
             tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm, dtype=precision(tokens))
@@ -455,7 +456,7 @@ class PreferenceObjective:
 
 
 def old_logprobs(batch: TokenBatch) -> Tensor:
-    """[T]: what the ratio divides by.
+    """Return the log-probabilities of the ratio's denominator, [T].
 
     Raises:
         InputError: neither proximal nor behaviour log-probabilities.
@@ -464,7 +465,7 @@ def old_logprobs(batch: TokenBatch) -> Tensor:
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """[R, k] log-probabilities of some tokens → [R, k + 1], the last of all other tokens together.
+    """Append the log-probability of all other tokens together: [R, k] → [R, k + 1].
 
     The tail is at least the type's rounding of 1: below it 1 - Σ p is noise, without a gradient.
     """
@@ -473,12 +474,12 @@ def with_tail(logprobs: Tensor) -> Tensor:
 
 
 def divergence(teacher: Tensor, student: Tensor, kind: str, beta: float = 0.5) -> Tensor:
-    """[R, K] and [R, K] log-probabilities → [R] nats, differentiable by the student.
+    """Return the divergence of [R, K] and [R, K] log-probabilities, [R] nats, differentiable by the student.
 
     ::
 
-        forward_kl  KL(teacher ‖ student)       covers what the teacher may say
-        reverse_kl  KL(student ‖ teacher)       keeps to what the teacher says most
+        forward_kl  KL(teacher ‖ student)       covers all likely tokens of the teacher
+        reverse_kl  KL(student ‖ teacher)       concentrates on the likeliest tokens of the teacher
         jsd         β KL(teacher ‖ M) + (1 - β) KL(student ‖ M),  M = β teacher + (1 - β) student
 
     Args:
@@ -507,8 +508,8 @@ def _kl(left: Tensor, right: Tensor) -> Tensor:
 class DistillationObjective:
     """The divergence from the teacher, token mean over the step.
 
-    It reports `teacher_mass` and `student_mass`, what either gives to the teacher's k likeliest tokens together, and
-    `agreement`: the share of tokens where the teacher's likeliest is the student's likeliest of these.
+    It reports `teacher_mass` and `student_mass`, the total probability of the teacher's k likeliest tokens under each,
+    and `agreement`: the share of tokens where the teacher's likeliest is the student's likeliest of these.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "candidates"})

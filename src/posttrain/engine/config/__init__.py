@@ -1,4 +1,4 @@
-"""What jobs read. Torch-free, so that a plan can be checked on the control side.
+"""Configuration that jobs read. Torch-free, so that a plan can be checked on the control side.
 
 One class per kind of stage. A field's comment gives meaning, unit and the reason for its default.
 """

@@ -1,7 +1,7 @@
-"""Configuration of stages that train on responses which their own policy samples.
+"""Configuration of stages that train on responses of their own policy.
 
 It covers how far sampling runs ahead of training and how that lag is corrected, several responses of a sample in turn,
-algorithms of the user's own, and distillation from a teacher.
+the user's own algorithms, and distillation from a teacher.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ TRACE_BYTES = 10_000_000
 
 
 class LagConfig(Frozen):
-    """Sampling runs ahead of training by so many steps, in pools of their own (exact lag: `pacing.admission`).
+    """Sampling runs ahead of training by so many steps, in separate pools (exact lag: `pacing.admission`).
 
-    With 0 steps a step trains what it sampled, anywhere, and the correction is of what rollout and training compute
-    differently with the same weights: in bfloat16, or in an engine of others.
+    With 0 steps a step trains on its own samples, in any placement, and the correction is for rollout and training that
+    compute differently with the same weights: in bfloat16, or in a third-party engine.
     """
 
     steps: Annotated[int, Field(ge=0, le=64)] = 1  # that the policy which sampled is behind the one that is trained
-    # what is done about it, arXiv 2505.24298: tis weighs a token by min(π at the step's beginning / π that sampled,
-    # cap), decoupled by that ratio itself; bypass takes the policy that sampled for the old one
+    # arXiv 2505.24298: tis weighs a token by min(π at the step's beginning / π that sampled, cap), decoupled by that
+    # ratio itself; bypass uses the policy that sampled as the old one
     correction: Literal["tis", "decoupled", "bypass"] = "tis"
     cap: float | None = Field(default=None, gt=0, le=1e6)  # of tis; None: 2.0
 
@@ -57,26 +57,26 @@ class LagConfig(Frozen):
 
     @property
     def truncation(self) -> float | None:
-        """What the weights of tokens are capped at; None: they are not weighed."""
+        """The cap on the weights of tokens; None: tokens are not weighed."""
         if self.correction == "bypass":
             return None
         return math.inf if self.correction == "decoupled" else 2.0 if self.cap is None else self.cap
 
 
 class TraceConfig(Frozen):
-    """Which samples leave their whole way in the trace (`posttrain trace RUN --sample ID`)."""
+    """Which samples are traced completely (`posttrain trace RUN --sample ID`)."""
 
     groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
     bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # of samples that a stage records; others are counted
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the default number of bytes: equal stages have equal digests, also beside releases without it."""
+        """Leave out the default number of bytes: equal stages have equal digests, also across releases without it."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if name != "bytes" or value != TRACE_BYTES}
 
     def followed(self, prompts: int) -> int:
-        """Groups to follow of a step with so many prompts."""
+        """Return the number of groups to trace in a step with so many prompts."""
         return prompts if self.groups == "all" else min(self.groups, prompts)
 
 
@@ -133,7 +133,7 @@ class CriticConfig(Frozen):
 
 
 class SamplingConfig(TrainingConfig):
-    """How much a step samples, and who scores it."""
+    """The amount that a step samples, and its scoring."""
 
     per_step: ClassVar[str] = "prompts_per_step"
     prompts_per_step: Rows = 32
@@ -150,80 +150,78 @@ class SamplingConfig(TrainingConfig):
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is not asked for: equal requests have equal digests, also beside releases that knew less."""
+        """Leave out default values: equal requests have equal digests, also across releases with fewer fields."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if value or name not in ("stop", "stream_gradients")}
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Samples of a step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def documents(self) -> int:
-        """Of one optimiser step, at the most."""
+        """Maximum documents of one optimiser step."""
         return self.samples
 
     @property
     def rounds(self) -> int:
-        """How often a step may sample as much as it trains on, at the most."""
+        """How often a step may sample its training amount, at most."""
         return 1
 
     @property
     def passes(self) -> int:
-        """How often a response is trained on at the most, by all roles together."""
+        """How often a response is trained on, at most, by all roles together."""
         return 1
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
+        """Return slot → (asset kind, the ref written in run.yaml)."""
         return super().inputs() | reward_slots("reward", self.reward)
 
     @property
     def response_tokens(self) -> int:
-        """Of a sample, its prompt apart, at the most: every turn, and what is observed between them."""
+        """Maximum tokens of a sample without its prompt: every turn, and the observations between them."""
         return self.turns_most * self.max_new_tokens + (self.turns_most - 1) * self.observed_most
 
     @property
     def sampled_tokens(self) -> int:
-        """Of all responses of a sample, at the most: what is observed between them does not count."""
+        """Maximum tokens of all responses of a sample, without the observations between them."""
         return self.turns_most * self.max_new_tokens
 
     @property
     def turns_most(self) -> int:
-        """Responses of a sample, at the most."""
+        """Maximum responses of a sample."""
         return 1
 
     @property
     def observed_most(self) -> int:
-        """Tokens of what is observed between two responses, at the most."""
+        """Maximum tokens of an observation between two responses."""
         return 0
 
     @property
     def read_again(self) -> int:
-        """Tokens besides the prompt that a sample's further turns read, at the most: what came before each."""
+        """Maximum tokens in addition to the prompt that a sample's further turns read: everything before each turn."""
         return sum(turn * (self.max_new_tokens + self.observed_most) for turn in range(1, self.turns_most))
 
     def roles(self) -> tuple[str, ...]:
-        """The policy, who samples from it, and the reward where there is one."""
+        """Return the policy, the rollout, and the reward if there is one."""
         return ("policy", "rollout", *(["reward"] if self.reward else []))
 
 
 class OnPolicyConfig(SamplingConfig):
-    """A policy gradient over what was sampled, scored by a reward function, or by a model that a `reward_model` stage
-    trained.
-    """
+    """A policy gradient over samples that a reward function scores, or a model that a `reward_model` stage trained."""
 
     # why gradients cannot be summed group by group; empty: every term of the loss shares one denominator, and a group's
-    # credit is its own affair
+    # credit depends on that group alone
     not_streamable: ClassVar[str] = (
         "credit that is given to each group by itself; this kind does not say that it does; drop stream_gradients"
     )
 
-    reward_model: Word | None = None  # that scores in the place of `reward`
+    reward_model: Word | None = None  # scores instead of `reward`
     mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
-    lag: LagConfig | None = None  # None: a step samples what it trains
+    lag: LagConfig | None = None  # None: a step trains on its own samples
     stream_gradients: bool = False  # summed while other groups of the step are still sampled
     trace: TraceConfig = TraceConfig()
 
@@ -287,15 +285,15 @@ class OnPolicyConfig(SamplingConfig):
 
     @property
     def documents(self) -> int:
-        """Of one optimiser step, at the most."""
+        """Maximum documents of one optimiser step."""
         return -(-self.samples // self.mini_batches)
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
+        """Return slot → (asset kind, the ref written in run.yaml)."""
         return super().inputs() | ({"reward_model": ("model", self.reward_model)} if self.reward_model else {})
 
     def roles(self) -> tuple[str, ...]:
-        """The policy, the reference of a KL penalty, who samples, and the judge."""
+        """Return the policy, the reference of a KL penalty, the rollout, and the judge."""
         reference = ("reference",) if getattr(self, "kl", None) else ()
         return ("policy", *reference, "rollout", "reward" if self.reward else "reward_model")
 
@@ -306,7 +304,7 @@ class OnPolicyConfig(SamplingConfig):
 
 
 class GroupConfig(OnPolicyConfig):
-    """A baseline from the other samples of the same prompt, and a KL penalty in the reward where one is asked for."""
+    """A baseline from the other samples of the same prompt, and an optional KL penalty in the reward."""
 
     not_streamable: ClassVar[str] = ""
 
@@ -323,32 +321,32 @@ class GRPOConfig(OnPolicyConfig):
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    # what the loss is divided by: all that a step sampled (GRPO's paper, TRL), or only the groups with a signal, whose
+    # the denominator of the loss: all samples of a step (GRPO's paper, TRL), or only the groups with a signal, whose
     # gradient then does not shrink as the others are solved
     denominator: Literal["sampled", "signal"] = "sampled"
     kl: KLConfig | None = None
 
 
 class OverlongConfig(Frozen):
-    """A response that comes near the limit is worth less (DAPO, arXiv 2503.14476, eq. 13)."""
+    """A penalty on responses near the token limit (DAPO, arXiv 2503.14476, eq. 13)."""
 
     buffer: Tokens  # tokens before the limit, over which the penalty grows
     penalty: float = Field(default=1.0, gt=0, le=1e6)  # at the limit
 
 
 class DAPOConfig(OnPolicyConfig):
-    """DAPO: clip-higher, token mean, groups without reward spread replaced by others, overlong responses dearer."""
+    """DAPO: clip-higher, token mean, replacement of groups without reward spread, a penalty on overlong responses."""
 
     not_streamable: ClassVar[str] = ""
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
-    refills: NonNegative = 3  # how often the place of a dropped group is filled again, at the most
-    overlong: OverlongConfig | None = None  # None: a response is worth its reward, however long
+    refills: NonNegative = 3  # maximum refills of the place of a dropped group
+    overlong: OverlongConfig | None = None  # None: length does not change a response's reward
 
     @property
     def rounds(self) -> int:
-        """Once, and again for what is dropped."""
+        """Once, and once for each refill."""
         return 1 + self.refills
 
     @model_validator(mode="after")
@@ -389,7 +387,7 @@ class PPOConfig(OnPolicyConfig):
     )
 
     more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
-    group_size: Rows = 4  # samples per prompt; no baseline comes from them, so one is enough
+    group_size: Rows = 4  # samples per prompt; PPO takes no baseline from them, so one is enough
     ppo_epochs: Few = 1  # passes over a rollout batch
     gae: AdvantageConfig = AdvantageConfig()
     kl: PPOKLConfig | None = PPOKLConfig()
@@ -405,24 +403,24 @@ class PPOConfig(OnPolicyConfig):
 
     @property
     def passes(self) -> int:
-        """By the policy and the critic."""
+        """Passes of the policy and the critic."""
         return 2 * self.ppo_epochs
 
     def roles(self) -> tuple[str, ...]:
-        """And a critic."""
+        """Return the roles, with a critic."""
         policy, *others = super().roles()
         return (policy, "critic", *others)
 
 
 class TurnsConfig(SamplingConfig):
-    """Several responses of one sample, between which the algorithm's `observe(row, responses)` speaks.
+    """Several responses of one sample, with observations by the algorithm's `observe(row, responses)` between them.
 
-    An algorithm of a package that has turns puts it before the parameters that it begins with:
+    An algorithm of a package that has turns puts it before its base parameters:
     `class TalkConfig(TurnsConfig, PPOConfig)`.
     """
 
-    turns: Annotated[int, Field(ge=1, le=64)] = 1  # responses of a sample, at the most; `observe` speaks between two
-    observation_tokens: NonNegative = 0  # of what is observed between two responses, at the most
+    turns: Annotated[int, Field(ge=1, le=64)] = 1  # maximum responses of a sample; `observe` is called between two
+    observation_tokens: NonNegative = 0  # maximum tokens of an observation between two responses
 
     @model_validator(mode="after")
     def _turns_observe(self) -> Self:
@@ -435,38 +433,38 @@ class TurnsConfig(SamplingConfig):
 
     @property
     def turns_most(self) -> int:
-        """As the stage says."""
+        """Maximum responses of a sample, as configured."""
         return self.turns
 
     @property
     def observed_most(self) -> int:
-        """As the stage says."""
+        """Maximum tokens of an observation, as configured."""
         return self.observation_tokens
 
 
 class DataflowConfig(TurnsConfig):
-    """An algorithm of the user's own: a class (`recipes.dataflow.Dataflow`)."""
+    """The user's own algorithm: a class (`recipes.dataflow.Dataflow`)."""
 
-    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, beside run.yaml
+    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, next to run.yaml
     settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
     trace: TraceConfig = TraceConfig()
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
-        None  # what a step may spend; None: each response trained on once, at the most
+        None  # tokens that a step may spend; None: each response trained on at most once
     )
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
+        """Return slot → (asset kind, the ref written in run.yaml)."""
         return super().inputs() | {"recipe": ("recipe", self.recipe)}
 
 
 class DistillConfig(SamplingConfig):
-    """Distillation on the student's own responses (arXiv 2306.13649). No reward is needed; one that is given is told,
-    and trains nothing.
+    """Distillation on the student's own responses (arXiv 2306.13649). No reward is needed; if one is given it is
+    reported, and trains nothing.
     """
 
     group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; nothing compares them
-    teacher: Word  # the model that is learnt from; frozen, with the student's tokenizer
-    # of the teacher's likeliest tokens at every place; the others are one outcome together. 64 hold nearly all of the
+    teacher: Word  # the frozen model to learn from, with the student's tokenizer
+    # number of the teacher's likeliest tokens at every position; all others are one outcome. 64 hold nearly all of the
     # probability, at 512 bytes for a token
     top_k: Annotated[int, Field(ge=1, le=10**6)] = 64
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
@@ -482,19 +480,19 @@ class DistillConfig(SamplingConfig):
 
     @property
     def documents(self) -> int:
-        """Of one optimiser step, at the most."""
+        """Maximum documents of one optimiser step."""
         return -(-self.samples // self.mini_batches)
 
     @property
     def wide(self) -> int:
-        """Bytes of the teacher's tokens for each token of a response: ids and log-probabilities of four each."""
+        """Bytes of the teacher's tokens for each token of a response: ids and log-probabilities of four bytes each."""
         return 8 * self.top_k
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
+        """Return slot → (asset kind, the ref written in run.yaml)."""
         return super().inputs() | {"teacher": ("model", self.teacher)}
 
     def roles(self) -> tuple[str, ...]:
-        """And a teacher."""
+        """Return the roles, with a teacher."""
         policy, *others = super().roles()
         return (policy, "teacher", *others)

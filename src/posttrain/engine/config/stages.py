@@ -1,7 +1,7 @@
-"""Configuration of every kind of stage that the engine carries out, by the kind's name.
+"""Configuration of every kind of stage that the engine runs, by the kind's name.
 
-It holds what an evaluation measures of a model, the parameters of a model from nothing, and what a stage's
-configuration makes of memory and devices. Torch-free: a plan and the stage's job both read it.
+It contains the measurements of an evaluation, the parameters of a randomly initialised model, and a stage's demands on
+memory and devices. Torch-free: a plan and the stage's job both read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain.engine.settings import (
     Worth,
 )
 
-DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # how sampled responses are, where nobody says
+DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # defaults of sampled responses
 DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
 T = TypeVar("T")
 
@@ -46,16 +46,16 @@ class SuiteConfig(Frozen):
 
     data: Word
     extract: Extract = r"(?s)(.*)"
-    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item beside the greedy one
-    temperature: Temperature = 1.0  # of the sampled responses, as the next three
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # drawn among the k most likely tokens; 0: all
+    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item in addition to the greedy one
+    temperature: Temperature = 1.0  # of the sampled responses, like the next three
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # draw among the k most likely tokens; 0: all
     top_p: float = Field(default=1.0, gt=0, le=1)  # among the most likely ones that together have this probability
     min_p: float = Field(default=0.0, ge=0, lt=1)  # among those at least this times as likely as the most likely one
     pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
     max_new_tokens: Tokens = 64
     stop: Stop = ()  # a response, greedy or sampled, ends with the token that completes one of these in its text
-    reward: Reward | None = None  # scores every response; then rows may be without an answer
-    reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the least and the most that a response may be worth
+    reward: Reward | None = None  # scores every response; then rows need no answer
+    reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the minimum and the maximum score of a response
     # seconds for one batch of responses; auto: 10, or 20 µs for each token that they may have
     reward_timeout: Seconds | Literal["auto"] = "auto"
 
@@ -78,7 +78,7 @@ class SuiteConfig(Frozen):
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is not asked for: equal requests have equal digests, also beside releases that knew less."""
+        """Leave out default values: equal requests have equal digests, also across releases with fewer fields."""
         said: dict[str, Any] = handler(self)
         unsaid = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) == DRAWN[name]]
         unsaid += [] if self.stop else ["stop"]
@@ -86,11 +86,11 @@ class SuiteConfig(Frozen):
 
     @property
     def worth(self) -> ItemRange:
-        """What a response may be worth."""
+        """The range of a response's score."""
         return ItemRange(*self.reward_range)
 
     def metrics(self, suite: str) -> dict[str, ItemRange]:
-        """Metric name → what one item can be. A response has at least its end, so one token."""
+        """Return metric name → the range of one item. A response has at least its end, so one token."""
         ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
         if self.samples:
             ranges["sampled_accuracy"] = SHARE
@@ -108,7 +108,7 @@ class EvaluateConfig(Frozen):
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
+        """Return slot → (asset kind, the ref written in run.yaml)."""
         slots = {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
         for name, suite in self.suites.items():
             slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
@@ -140,7 +140,7 @@ class InitModelConfig(Frozen):
         return self
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """A model from nothing has no inputs."""
+        """Return no inputs: the model is randomly initialised."""
         return {}
 
 
@@ -148,20 +148,20 @@ StageConfig = TrainingConfig | EvaluateConfig | InitModelConfig
 
 
 def named(path: str) -> Any:
-    """What a `module:Name` names; its module is imported.
+    """Return the object that `module:Name` names; import its module.
 
     Raises:
-        ImportError, AttributeError: there is no such thing.
+        ImportError, AttributeError: it does not exist.
     """
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def algorithm_config(spec: AlgorithmSpec) -> type[TrainingConfig]:
-    """The parameters of a kind that trains.
+    """Return the parameters of a kind that trains.
 
     Raises:
-        InputError: the spec names something else.
+        InputError: the spec names another object.
     """
     found = named(spec.config)
     if not (isinstance(found, type) and issubclass(found, RowsConfig | SamplingConfig)):
@@ -184,10 +184,10 @@ STAGE_CONFIGS: dict[str, type[StageConfig]] = {
 
 
 def config_class(kind: str) -> type[StageConfig] | None:
-    """What a stage's parameters are; None: the engine has no such kind.
+    """Return the class of a stage's parameters; None: the engine has no such kind.
 
     Raises:
-        InputError: the package that it comes from is broken.
+        InputError: the package that it is from is broken.
     """
     own = STAGE_CONFIGS.get(kind)
     found = None if own else installed_kind(kind)
@@ -212,7 +212,7 @@ def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
 
 
 def load_of(kind: str, config: object) -> Load | None:
-    """What memory and devices see of a stage that trains or answers; None: of any other.
+    """Return the demands of a stage that trains or answers on memory and devices; None: another kind of stage.
 
     Raises:
         InputError: a role is placed that the stage does not have.
@@ -253,7 +253,7 @@ def load_of(kind: str, config: object) -> Load | None:
 
 
 def _answering(kind: str, config: EvaluateConfig) -> Load:
-    """An evaluation is a rollout alone."""
+    """Return the load of an evaluation, which is a rollout alone."""
     runtime, suites = config.runtime, config.suites.values()
     return Load(
         kind=kind,

@@ -1,6 +1,6 @@
-"""Configuration of every kind of training, and of stages that train on rows as they are.
+"""Configuration of every kind of training, and of stages that train on given rows.
 
-Every kind of training has a length, measurements meanwhile, and settings of where and how it computes.
+Every kind of training has a length, measurements during training, and settings of where and how it computes.
 """
 
 from typing import ClassVar, Literal, Self
@@ -25,19 +25,19 @@ from posttrain.engine.settings import (
 class TrainingConfig(Frozen):
     """A training stage. `epochs` needs the rows, so a plan turns it into `steps`, which jobs read.
 
-    Batches go on over the end of a pass, so N passes are the least number of steps that take N × rows documents.
+    Batches continue across the end of a pass, so N passes are the least number of steps that take N × rows documents.
     """
 
-    per_step: ClassVar[str]  # the field that says how many documents a step takes
-    more_passes: ClassVar[str] = ""  # what an error adds where `epochs` was another word before
+    per_step: ClassVar[str]  # the field for the number of documents per step
+    more_passes: ClassVar[str] = ""  # appended to an error where `epochs` had another meaning before
     selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric
     lower_is_better: ClassVar[bool] = False
 
-    steps: Positive = 0  # optimiser steps, or rollout batches; 0: not known before `epochs` is held against the rows
+    steps: Positive = 0  # optimiser steps, or rollout batches; 0: unknown until a plan combines `epochs` with the rows
     epochs: Passes | None = None  # passes over the data
     model: Word = "base"
     data: Word
-    probe: LossProbeConfig | None = None  # a held-out measurement while it trains; None: none
+    probe: LossProbeConfig | None = None  # a held-out measurement during training; None: no probe
     early_stopping: EarlyStoppingConfig | None = None  # ends the stage when its probe stops improving; None: never
     keep_best: bool = False  # the best model by the probe, as a second output of the stage
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -55,19 +55,19 @@ class TrainingConfig(Frozen):
         return self
 
     def probes(self) -> dict[str, tuple[str, str]]:
-        """The probe's data as an input."""
+        """Return the probe's data as an input."""
         return {"probe": ("dataset", self.probe.data)} if self.probe else {}
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
+        """Return slot → (asset kind, the ref written in run.yaml)."""
         return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
     def roles(self) -> tuple[str, ...]:
-        """Those that the stage has; the first is the model that it leaves."""
+        """Return the stage's roles; the first is the model that it outputs."""
         return ("policy",)
 
     def described(self, kind: str) -> str:
-        """The stage in an error about its roles: what its configuration leaves out decides which it has."""
+        """Return the name of the stage in an error about its roles: omitted settings decide which roles it has."""
         return kind
 
 
@@ -76,13 +76,13 @@ class RowsConfig(TrainingConfig):
 
     per_step: ClassVar[str] = "batch_size"
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "demonstrations"
-    dropout: ClassVar[bool] = True  # while learning, as the model's own configuration has it
+    dropout: ClassVar[bool] = True  # while training, as the model's own configuration sets it
     batch_size: Rows = 64  # rows per optimiser step
-    max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context. Never cut
+    max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context. Never truncated
 
     @property
     def documents(self) -> int:
-        """Of one optimiser step."""
+        """The number of documents of one optimiser step."""
         return self.batch_size * (2 if self.reads == "pairs" else 1)
 
 
@@ -99,7 +99,7 @@ class RewardModelConfig(RowsConfig):
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
 
     def roles(self) -> tuple[str, ...]:
-        """The model of one label."""
+        """Return the model of one label."""
         return ("reward_model",)
 
 
@@ -107,10 +107,10 @@ class DPOConfig(RowsConfig):
     """Direct preference optimisation on pairs, against the frozen starting policy."""
 
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
-    dropout: ClassVar[bool] = False  # a ratio against a reference that has none
-    beta: float = Field(default=0.1, gt=0, le=1e4)  # how dear it is to leave the reference
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of the pairs that are labelled the wrong way
+    dropout: ClassVar[bool] = False  # a ratio against a reference without dropout
+    beta: float = Field(default=0.1, gt=0, le=1e4)  # cost of leaving the reference
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of the pairs with inverted labels
 
     def roles(self) -> tuple[str, ...]:
-        """The policy, and what it began as."""
+        """Return the policy, and its starting state as the reference."""
         return ("policy", "reference")

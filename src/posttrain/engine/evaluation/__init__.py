@@ -1,1 +1,1 @@
-"""What a model can: suites of an evaluation, and probes during training."""
+"""Measurements of a model: suites of an evaluation, and probes during training."""

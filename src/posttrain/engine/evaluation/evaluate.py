@@ -1,15 +1,15 @@
-"""Evaluation of a model on its suites, probes during training, and how answers are read.
+"""Evaluation of a model on its suites, probes during training, and the extraction of answers.
 
-A suite is answered with greedy and sampled responses, item by item. An item is a prompt with a reference answer; its
-identity is a digest of both, so that two models (or two versions of a suite) can be compared pair by pair. Items of a
-suite are distinct: asked twice, a model gives the same answer, which would pass for evidence that nobody has. What is
-drawn for an item depends on the seed, the suite and the item, never on the others.
+A model answers a suite with greedy and sampled responses, item by item. An item is a prompt with a reference answer;
+its identity is a digest of both, so that two models (or two versions of a suite) can be compared pair by pair. Items of
+a suite are distinct: asked twice, a model gives the same answer, which would count as additional evidence. The draws
+for an item depend on the seed, the suite and the item, never on the others.
 
-The answer is read out of a response exactly and cheaply, so that a gate's numbers need no judge. A reward function can
-be the judge instead: every response gets a number of the declared range. pass@k of one item is a pure function.
+The answer is extracted from a response exactly and cheaply, so a gate's numbers need no judge. A reward function can
+judge instead: every response gets a number in the declared range. pass@k of one item is a pure function.
 
-A probe is a measurement of a few held-out items during training: for the learning curve, and for what a stage selects
-by it. No gate reads probes.
+A probe is a measurement of a few held-out items during training: for the learning curve, and for selection within the
+stage. No gate reads probes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from posttrain.engine.settings import LossProbeConfig
 from posttrain.engine.tracing import StepReport, Trace
 from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
 
-_SECONDS = 5.0  # that finding the answer in one response may take: a hundred thousand times what it takes
-ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
+_SECONDS = 5.0  # maximum time to find the answer in one response: a hundred thousand times the usual time
+ROWS_PER_CALL = 512  # responses between two checks of budget and stop orders
 W_contra = TypeVar("W_contra", contravariant=True)
 W = TypeVar("W")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that at least one of `k` samples is correct, from `samples` drawn of which `correct` are.
+    """Return the probability that at least one of `k` samples is correct, given `samples` draws with `correct` hits.
 
     Unbiased: 1 - C(n - c, k) / C(n, k), as a product that stays in floating-point range (Chen et al. 2021,
     arXiv 2107.03374, equation 1).
@@ -72,13 +72,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
-    """What a response to this row is compared with.
+    """Return the reference answer that responses to this row are compared with.
 
     Args:
-        name, number: how errors call the data set and the row (from 1).
+        name, number: the names of the data set and the row (from 1) in errors.
 
     Raises:
-        InputError: the row's `answer` is missing, or something that no text equals.
+        InputError: the row's `answer` is missing, or not text.
     """
     answer = row.get("answer")
     if isinstance(answer, str):
@@ -88,18 +88,18 @@ def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
 
 
 def is_correct(extracted: str | None, answer: str) -> bool:
-    """Exactly the answer; a response from which nothing could be extracted is wrong whatever the answer."""
+    """Whether it equals the answer; a response from which nothing could be extracted is wrong whatever the answer."""
     return extracted is not None and extracted == answer
 
 
 class Extractor:
-    """Reads an answer out of a response by a regular expression with a group.
+    """Extracts an answer from a response by a regular expression with a group.
 
     Args:
-        extract: as Python's `re` has it.
+        extract: in the syntax of Python's `re`.
 
     Raises:
-        InputError: it is no regular expression.
+        InputError: it is not a regular expression.
     """
 
     def __init__(self, extract: str) -> None:
@@ -109,12 +109,12 @@ class Extractor:
             raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; mend it") from error
 
     def __call__(self, response: str) -> str | None:
-        """Group 1 of the last match that is not empty; None without one.
+        """Return group 1 of the last non-empty match; None without one.
 
-        Empty matches are passed over because an expression such as `(.*)` matches once more at the very end.
+        Empty matches are skipped because an expression such as `(.*)` matches once more at the very end.
 
         Raises:
-            InputError: it took longer than any expression should.
+            InputError: it took too long.
         """
         last: str | None = None
         try:
@@ -136,13 +136,13 @@ class Item:
     id: str
     text: str
     prompt: tuple[int, ...]
-    answer: str | None  # None: nothing to compare with, so a reward scores it
-    row: Mapping[str, Any] = field(default_factory=dict)  # what a reward reads
+    answer: str | None  # None: no reference answer, so a reward scores it
+    row: Mapping[str, Any] = field(default_factory=dict)  # the input of a reward
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One answer to an item."""
+    """One response to an item."""
 
     item: Item
     kind: str  # greedy | sample
@@ -152,7 +152,7 @@ class Response:
     correct: bool | None  # None: of an item without an answer
     tokens: int
     truncated: bool  # the limit came before the end of sequence
-    logprob: float  # of the whole response, under the sampling temperature
+    logprob: float  # of the whole response, at the sampling temperature
     reward: float | None = None  # None: the suite has none
     components: Mapping[str, float] = field(default_factory=dict)  # of the reward
 
@@ -163,14 +163,14 @@ Judge = Callable[[Sequence[Item], Sequence[str], Sequence[Trajectory]], Sequence
 
 @dataclass(slots=True)
 class Meter:
-    """Tokens spent, by the rule of `jobs.Progress`, against what may be spent.
+    """Tokens spent, by the rule of `jobs.Progress`, against the limits.
 
     Args:
         limit: tokens; None for no limit.
-        deadline: seconds since the epoch; None for none.
-        say: told what was spent, and before each call what that may cost at the most.
-        declared: tokens, by the run, of which `limit` is what was left.
-        late: what is said when the deadline is past.
+        deadline: seconds since the epoch; None for no deadline.
+        say: called with the tokens spent, and before each call with its maximum cost.
+        declared: the run's token budget, of which `limit` was left.
+        late: the error's text when the deadline is past.
     """
 
     limit: int | None = None
@@ -181,7 +181,7 @@ class Meter:
     tokens: int = 0
 
     def admit(self, worst: int) -> None:
-        """Refuse what could go past a limit.
+        """Raise if a call could exceed a limit.
 
         Raises:
             BudgetExceededError: `worst` more tokens would exceed the limit, or the deadline is past.
@@ -194,14 +194,14 @@ class Meter:
         self.say(self.tokens, worst)
 
     def add(self, tokens: int) -> None:
-        """Count what the call that was admitted last has cost."""
+        """Count the cost of the last admitted call."""
         self.tokens += tokens
         self.say(self.tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """All answers to a suite, greedy ones first."""
+    """All responses to a suite, greedy ones first."""
 
     suite: str
     config: SuiteConfig
@@ -209,12 +209,12 @@ class SuiteResult:
     responses: Sequence[Response] = field(repr=False)
 
     def items_of(self, metric: str) -> Sequence[Item]:
-        """Those that have a value of a metric: what compares with an answer has none where there is none."""
+        """Return the items with a value of a metric: one that compares with an answer needs items that have one."""
         return [item for item in self.items if item.answer is not None] if compares(metric) else self.items
 
     def metrics(self) -> dict[str, list[float]]:
-        """Metric name → one value for each of `items_of(name)`; the names of `SuiteConfig.metrics`, but for those that
-        no item has.
+        """Return metric name → one value for each of `items_of(name)`; the names of `SuiteConfig.metrics` that some
+        item has.
         """
         greedy = [r for r in self.responses if r.kind == "greedy"]
         values = {
@@ -245,12 +245,12 @@ def suite_items(
     name: str,
     context: int,
 ) -> list[Item]:
-    """The items of a suite, one per row.
+    """Return the items of a suite, one per row.
 
     Args:
         rows: canonical rows.
-        texts: what stands for each row's prompt in reports and in its identity.
-        name: how errors call the data set.
+        texts: represent the rows' prompts in reports and in their identities.
+        name: the data set's name in errors.
         context: the model's context length, tokens.
 
     Raises:
@@ -288,15 +288,15 @@ def evaluate_suite(
 
     Args:
         seed: the stage's seed.
-        meter: refuses what could exceed the budget, and counts what is spent.
-        between: called after every batch with the number of responses it gave; False stops.
+        meter: refuses calls that could exceed the budget, and counts spent tokens.
+        between: called after every batch with its number of responses; False stops.
         judge: scores every response, batch by batch.
 
     Returns:
         None when it was stopped.
 
     Raises:
-        BudgetExceededError: before a batch that could go past a limit.
+        BudgetExceededError: before a batch that could exceed a limit.
     """
     limit = config.max_new_tokens
     greedy = SamplingParams(max_new_tokens=limit, greedy=True, stop=config.stop)
@@ -333,12 +333,12 @@ def _judged(responses: Sequence[Response], trajectories: Sequence[Trajectory], j
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean, which rounding must not take beyond the least and the greatest value: a range is declared for it."""
+    """Return the mean, clamped against rounding to the values' range: a range is declared for it."""
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 def _read_back(item: Item, kind: str, sample: int, trajectory: Trajectory, text: str, extract: Extractor) -> Response:
-    """From a trajectory to what is compared and kept."""
+    """Return the response of a trajectory, with its extracted answer."""
     extracted = extract(text)
     return Response(
         item=item,
@@ -357,20 +357,20 @@ def _read_back(item: Item, kind: str, sample: int, trajectory: Trajectory, text:
 class RewardJudge:
     """Scores responses of one suite.
 
-    A gate judges on the range that the suite declares (ADR 0011), so a value outside of it is an error and is never
-    clipped, and an item without a value is one too: what is left out would be chosen by the model.
+    A gate judges on the range that the suite declares (ADR 0011), so a value outside it is an error and is never
+    clipped, and an item without a value is one too: otherwise the model would choose which items to leave out.
 
     Args:
         reward: the function.
         suite: its name, for errors.
-        possible: what a response may be worth.
+        possible: the range of a response's score.
     """
 
     def __init__(self, reward: RewardFunction, suite: str, possible: ItemRange) -> None:
         self._reward, self._suite, self._possible = reward, suite, possible
 
     def smoke_test(self, items: Sequence[Item]) -> None:
-        """One call on the first items, before anything is generated.
+        """Call the reward once on the first items, before anything is generated.
 
         Raises:
             RewardError: it fails on all of them.
@@ -380,11 +380,11 @@ class RewardJudge:
     def __call__(
         self, items: Sequence[Item], texts: Sequence[str], trajectories: Sequence[Trajectory]
     ) -> Sequence[Score]:
-        """One score per response; the arguments are parallel.
+        """Return one score per response; the arguments are parallel.
 
         Raises:
-            RewardError: a response could not be scored, was declined, or is worth what the range does not have; names
-                item and value.
+            RewardError: a response could not be scored, was declined, or has a score outside the range; names item and
+                value.
         """
         call = RewardCall(
             prompts=[item.text for item in items],
@@ -393,7 +393,7 @@ class RewardJudge:
             prompt_ids=[t.prompt.tolist() for t in trajectories],
             completion_ids=[t.response.tolist() for t in trajectories],
         )
-        scores = self._reward.score(call, len(call), range(len(call)))  # which of them failed is said here
+        scores = self._reward.score(call, len(call), range(len(call)))  # `_refuse` reports failures
         for item, text, score in zip(items, texts, scores, strict=True):
             self._refuse(item, text, score)
         return scores
@@ -417,7 +417,7 @@ class RewardJudge:
 class Measurement(Protocol[W_contra]):
     """A held-out measurement during training, through the workers that can make it."""
 
-    max_tokens: int  # tokens it may spend at the most
+    max_tokens: int  # maximum tokens of one measurement
 
     def __call__(self, workers: W_contra, /) -> StepReport:
         """Measure; spends at most `max_tokens` tokens."""
@@ -443,15 +443,15 @@ class ProbeSchedule(Generic[W]):
 
     @classmethod
     def of(cls, probe: Measurement[W] | None, config: LossProbeConfig | None, last: int) -> ProbeSchedule[W]:
-        """As the stage's configuration says."""
+        """Return the schedule of the stage's configuration."""
         return cls(probe, config.every, last) if config else cls(None, 1, last)
 
     def max_tokens(self, step: int) -> int:
-        """Tokens it may spend after `step` steps; 0 where none is due."""
+        """Return the maximum tokens of the probe after `step` steps; 0 where none is due."""
         return self.probe.max_tokens if self.probe and self._due(step) else 0
 
     def measure(self, step: int, trace: Trace, workers: W) -> StepReport | None:
-        """What the model can after `step` steps, if that is due."""
+        """Measure the model after `step` steps, if that is due."""
         if self.probe is None or not self._due(step):
             return None
         with trace.span("probe"):
@@ -463,14 +463,14 @@ class ProbeSchedule(Generic[W]):
 
 @final
 class AccuracyProbe:
-    """That of what samples: greedy answers to fixed items.
+    """The probe of an algorithm that samples: greedy answers to fixed items.
 
     Args:
         items: prompts whose rows have an `answer`.
-        extract: a regular expression with a group; what to compare with it.
+        extract: a regular expression with a group around the answer.
         max_new_tokens: per answer.
         stop: strings that an answer ends at.
-        name: how errors call the data set.
+        name: the data set's name in errors.
 
     Raises:
         InputError: a row has no usable answer.
@@ -492,7 +492,7 @@ class AccuracyProbe:
         self.max_tokens = sum(len(item.tokens) + max_new_tokens for item in items)
 
     def __call__(self, rollout: WorkerGroup[RolloutWorker], /) -> StepReport:
-        """Greedy accuracy of the weights as they are."""
+        """Return the greedy accuracy of the current weights."""
         prompts = PromptBatch(tuple(tuple(item.tokens) for item in self._items), tuple(range(len(self._items))))
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True, stop=self._stop)
         found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories

@@ -1,1 +1,1 @@
-"""What runs an algorithm: the loop of a stage, and a step from samples to weights."""
+"""The loop of a stage, and a step from samples to weights."""

@@ -1,18 +1,18 @@
 """The transformer under every model of the engine, run over packed documents, with its attention and its costs.
 
-The backbone is the same whatever head stands on it. Packing is a capability. It is tried on small inputs, compared with
-the documents one by one, and used only where both agree; a module that fails keeps the attention it came with and is
-padded right in front of it, nowhere else.
+The backbone is the same for every head. Packing is a capability. It is tried on small inputs, compared with the
+documents one by one, and used only where both agree; a module that fails keeps its original attention and is padded
+directly before it, nowhere else.
 
-The cost model gives what a document costs a model to compute and to keep, for whoever splits batches by cost or by
-memory.
+The cost model estimates what a document costs a model to compute and to keep, for code that splits batches by cost or
+by memory.
 
 Attention over packed documents is registered with transformers under the name `posttrain_packed`. The dense layers of a
-packed model see one row of T tokens. Only attention depends on where documents end: it gathers documents of similar
-length into right-padded blocks [n, L], attends causally (so padding on the right is never seen), and puts the result
-back. One block per document would be exact too, but many short documents then cost too many calls.
+packed model see one row of T tokens. Only attention depends on document boundaries: it gathers documents of similar
+length into right-padded blocks [n, L], attends causally (so padding on the right is never seen), and scatters the
+result back. One block per document would be exact too, but many short documents then cost too many calls.
 
-The plan of a batch travels as the keyword argument `packing_plan` of the model's forward: no state outlives the call,
+The plan of a batch is passed as the keyword argument `packing_plan` of the model's forward: no state outlives the call,
 and a recomputation in backward sees the same plan. Without one the function is the padded attention of transformers.
 """
 
@@ -35,7 +35,7 @@ from posttrain.pacing.balancing import TOKENS, CostModel
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"
-# When to pad rather than to make another call. Measured on models of 0.1 M and 1 M parameters, forward and backward, on
+# Trade-off between padding and another call. Measured on models of 0.1 M and 1 M parameters, forward and backward, on
 # one core: 200 documents of 15-30 tokens take 1.6-2.4 times as long with a call per document; 128 documents of 16-384
 # tokens take 1.3 times as long with a call per document, twice as long in one block. The optimum is flat.
 _CALL_COST_TOKENS = 32
@@ -50,7 +50,7 @@ _COARSE_TOLERANCE = 5e-2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Documents attended to together: `index` [n * length] points at packed tokens, row by row."""
+    """Documents that attend together: `index` [n * length] points at packed tokens, row by row."""
 
     index: Tensor
     rows: int
@@ -62,9 +62,9 @@ class PackingPlan:
     """How the T tokens of one batch are regrouped for attention."""
 
     blocks: tuple[Block, ...]
-    inverse: Tensor | None  # [T] int64: where each token lies in the concatenated blocks; None: already in place
+    inverse: Tensor | None  # [T] int64: index of each token in the concatenated blocks; None: already in place
     total: int = 0  # T
-    windows: list[int | None] | None = None  # a capability check collects here what each layer asked for
+    windows: list[int | None] | None = None  # a capability check collects the window of each layer here
     sequence: SequenceGroup | None = None  # ranks that each compute a stretch of the tokens
 
 
@@ -77,12 +77,12 @@ def plan_packing(
 ) -> PackingPlan:
     """Group documents into blocks.
 
-    Documents are taken from long to short. A block is closed when the padding that the next document would bring
-    costs more than a call of its own.
+    Documents are taken from long to short. A block is closed when the padding of the next document would cost more than
+    a separate call.
 
     Args:
         lengths: [documents] tokens per document, in packing order.
-        record: keep the attention window that every layer asks for (see `windows`).
+        record: keep the attention window that every layer requests (see `windows`).
         sequence: the ranks that share the tokens.
     """
     windows: list[int | None] | None = [] if record else None
@@ -100,7 +100,7 @@ def plan_packing(
         length = lengths[members[0]]
         chosen = torch.tensor(members)
         column = torch.arange(length)
-        # Padding repeats the last token of its document: any finite value will do, nobody attends to it.
+        # Padding repeats the last token of its document: any finite value works, because no token attends to it.
         index = starts[chosen, None] + torch.minimum(column, sizes[chosen, None] - 1)
         valid = column < sizes[chosen, None]
         inverse[index[valid]] = torch.arange(offset, offset + index.numel()).view_as(index)[valid]
@@ -110,7 +110,7 @@ def plan_packing(
 
 
 def _close_blocks(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Cut documents sorted from long to short into blocks."""
+    """Split documents sorted from long to short into blocks."""
     blocks: list[list[int]] = []
     real = padding = 0
     for index in order:
@@ -137,12 +137,12 @@ def packed_attention(
     softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in the form transformers calls it.
+    """Compute attention with the signature that transformers calls.
 
     Args:
         query: [1, heads, T, head_dim]; with no plan [batch, heads, queries, head_dim].
         key, value: the same with key-value heads (grouped-query attention).
-        attention_mask: ignored with a plan; otherwise what `sdpa_mask` made.
+        attention_mask: ignored with a plan; otherwise the result of `sdpa_mask`.
         scaling: factor on the scores; 1/sqrt(head_dim) when None.
         sliding_window: a query sees this many tokens, itself included.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
@@ -186,7 +186,7 @@ def attend_packed(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention inside each document: [T, heads, head_dim] and key-value heads → [T, heads, head_dim]."""
+    """Attend causally inside each document: [T, heads, head_dim] and key-value heads → [T, heads, head_dim]."""
     parts: list[Tensor] = []
     for block in plan.blocks:
         states = [s if plan.inverse is None else s.index_select(0, block.index) for s in (query, key, value)]
@@ -205,7 +205,7 @@ def _causal_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[n, heads, L, head_dim]: every row attends to its own past."""
+    """Attend each row to its own past: [n, heads, L, head_dim]."""
     length = query.shape[2]
     windowed = window is not None and window < length
     if not windowed and softcap is None:
@@ -233,7 +233,7 @@ def _masked_attention(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention under an explicit mask (bool, or additive), soft-capped when asked."""
+    """Attend under an explicit mask (bool, or additive), optionally soft-capped."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -242,7 +242,7 @@ def _masked_attention(
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
     if mask is not None:
-        # Finite, so that a padding row that may attend to nothing gets a meaningless value and not NaN.
+        # Finite, so that a padding row that may attend to no token gets a meaningless value and not NaN.
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     return F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), p=dropout) @ value
@@ -259,7 +259,7 @@ def _padded_attention(
     softcap: float | None,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers computes for a padded batch, and soft-capping, which its SDPA path refuses."""
+    """Compute transformers' attention of a padded batch, and soft-capping, which its SDPA path refuses."""
     if softcap is None:
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **arguments
@@ -273,15 +273,15 @@ def _padded_attention(
 
 
 def register() -> None:
-    """Make the function known to transformers; doing it again changes nothing."""
+    """Register the function with transformers; doing it again changes nothing."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
 
 
 def planned_arguments(plan: PackingPlan, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments for a model's forward over a packed row.
+    """Return keyword arguments for a model's forward over a packed row.
 
-    The 4-D mask is a placeholder: transformers takes one as final and builds no [T, T] mask that nobody would read.
+    The 4-D mask is a placeholder: transformers takes one as final and builds no unused [T, T] mask.
     """
     return {PLAN_ARGUMENT: plan, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
 
@@ -291,9 +291,9 @@ register()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backbone:
-    """A module with what was found out about it; its base model gives the hidden states.
+    """A module with its detected capabilities; its base model returns the hidden states.
 
-    The module stays the caller's to train; nothing here copies a weight.
+    The caller may train the module; nothing here copies a weight.
     """
 
     module: PreTrainedModel
@@ -307,7 +307,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         device: torch.device = next(self.module.parameters()).device
         return device
 
@@ -319,18 +319,18 @@ class Backbone:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and response together that the model was made for."""
+        """Maximum tokens of prompt and response together."""
         length = getattr(self.config, "max_position_embeddings", None)
         return int(length) if length else 2**31
 
     def fallbacks(self) -> dict[str, str]:
-        """Slower ways that this model must go, by name (`planner.sizes`), each with the reason."""
+        """Return the slower paths that this model uses, by name (`planner.sizes`), each with the reason."""
         if self.packing == "packed":
             return {}
         return {"padding": f"{type(self.module).__name__} does not pack: every batch is padded to its longest document"}
 
     def check_length(self, tokens: int) -> None:
-        """Refuse what does not fit the context.
+        """Raise for a document that does not fit the context.
 
         Raises:
             InputError: more tokens than `context_length`.
@@ -341,11 +341,11 @@ class Backbone:
             )
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T] packed → [T, hidden]: the last hidden state of every token."""
+        """Return the last hidden state of every token: [T] packed → [T, hidden]."""
         return self.run(last_hidden_states(self.module), tokens, positions, lengths)
 
     def run(self, forward: Forward, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T] packed → [T, features]: what `forward`, a pass through the module or a part of it, gives per token.
+        """Run `forward`, a pass through the module or a part of it, over packed tokens: [T] → [T, features].
 
         Under sequence parallelism only this rank's stretch is computed; the rest is zeros.
         """
@@ -376,7 +376,7 @@ class Backbone:
 
 
 def last_hidden_states(module: PreTrainedModel) -> Forward:
-    """The pass through the base model only."""
+    """Return the pass through the base model only."""
     base = module.base_model
 
     def forward(**inputs: Any) -> Tensor:
@@ -387,13 +387,13 @@ def last_hidden_states(module: PreTrainedModel) -> Forward:
 
 
 def choose_packing(module: PreTrainedModel, forward: Forward) -> Packing:
-    """Switch a module to packed attention if it can be trusted with it.
+    """Switch a module to packed attention if it computes correctly with it.
 
-    It can when a packed row gives what the separate documents give, the first document does not change the second, and
-    every sliding-window layer asks for its window.
+    It does when a packed row has the same results as the separate documents, the first document does not change the
+    second, and every sliding-window layer requests its window.
 
     Args:
-        module: in evaluation mode; its attention is switched where it packs, and left alone where not.
+        module: in evaluation mode; its attention is switched where it packs, and unchanged otherwise.
         forward: the pass that is compared.
     """
     own = module.config._attn_implementation
@@ -405,7 +405,7 @@ def choose_packing(module: PreTrainedModel, forward: Forward) -> Packing:
 
 
 def probe_documents(module: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-    """Two documents of 9 and 6 tokens, and one of 9 that differs from the first everywhere."""
+    """Return two documents of 9 and 6 tokens, and one of 9 that differs from the first everywhere."""
     size = int(module.config.get_text_config().vocab_size)
     device = next(module.parameters()).device
     step = max(1, math.isqrt(size))
@@ -414,7 +414,7 @@ def probe_documents(module: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def agree(left: Tensor, right: Tensor) -> bool:
-    """Equal within what rounding of their type explains."""
+    """Whether two tensors are equal up to the rounding of their type."""
     tolerance = _TOLERANCE.get(left.dtype, _COARSE_TOLERANCE)
     scale = float(right.abs().max())
     return bool(((left - right).abs().max() <= tolerance * max(scale, 1e-12)).item())
@@ -458,7 +458,7 @@ def _packed_row(forward: Forward, documents: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 def _windows_honoured(config: Any, asked: list[int | None]) -> bool:
-    """Whether as many layers asked for the window as the configuration has sliding layers."""
+    """Whether as many layers requested the window as the configuration has sliding layers."""
     window = getattr(config, "sliding_window", None)
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else "full_attention"] * layers)
@@ -466,11 +466,11 @@ def _windows_honoured(config: Any, asked: list[int | None]) -> bool:
 
 
 def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
-    """Dense layers by tokens, attention by Σ length²; tokens alone where the configuration does not tell its sizes.
+    """Return the cost of dense layers by tokens, attention by Σ length²; by tokens alone without known sizes.
 
     Args:
         module: a transformer of transformers.
-        parameters: in all; counted when None. Ask before it is sharded.
+        parameters: total number; counted when None. Call it before sharding.
     """
     layers, heads, width = _attention(_text_config(module))
     if not (layers and heads and width):
@@ -480,7 +480,7 @@ def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
 
 
 def key_value_bytes(module: nn.Module) -> int | None:
-    """Bytes of one token's keys and values in all layers, in the module's type; None where its sizes are not told."""
+    """Return the bytes of one token's keys and values in all layers, in the module's type; None for unknown sizes."""
     text = _text_config(module)
     layers, heads, width = _attention(text)
     if not (layers and heads and width):
@@ -495,7 +495,7 @@ def _text_config(module: nn.Module) -> Any:
 
 
 def _attention(text: Any) -> tuple[int, int, int]:
-    """Layers, heads and the width of a head; zeros where they are not told."""
+    """Return layers, heads and the width of a head; zeros where they are unknown."""
     layers, heads = (int(getattr(text, name, None) or 0) for name in ("num_hidden_layers", "num_attention_heads"))
     width = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", 0) // heads if heads else 0)
     return layers, heads, int(width)

@@ -1,10 +1,10 @@
-"""Language models and scalar models of transformers, with the capabilities that are found when they are adopted.
+"""Language models and scalar models of transformers, with capabilities that are detected when they are adopted.
 
 No architecture is trusted. Packing, and the form of the output head, are capabilities: tried on small inputs, compared
 with the plain forward, and used only where they agree.
 
-Scalar models give a number instead of a distribution: a critic's values, a reward model's scores. On disk they are what
-the field uses: a sequence classifier of transformers with one label (backbone + `score.weight`, no bias). Here they run
+Scalar models predict a number instead of a distribution: a critic's values, a reward model's scores. On disk they have
+the usual form: a sequence classifier of transformers with one label (backbone + `score.weight`, no bias). Here they run
 over packed documents like every other model, and the head computes in float32: a score is one dot product over the
 hidden size, and the model learns from differences of scores.
 """
@@ -41,7 +41,7 @@ class OutputHead:
     softcap: float | None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] → [N, vocabulary], see `float32_logits`."""
+        """Return logits, [N, hidden] → [N, vocabulary]; see `float32_logits`."""
         logits = float32_logits(hidden, self.layer.weight, self.layer.bias)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
@@ -67,27 +67,27 @@ class LanguageModel(Backbone):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a response; empty when the model names none."""
+        """Every token that ends a response; empty when the model defines none."""
         ids = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
     def logits(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
-        """[T] packed → [N, vocabulary]: the logits after the N tokens at the packed indices `keep`."""
+        """Return the logits after the N tokens at the packed indices `keep`: [T] packed → [N, vocabulary]."""
         if self.head is not None:
             return self.head.logits(self.hidden_states(tokens, positions, lengths)[keep])
         return self.run(_logits(self.module), tokens, positions, lengths)[keep]
 
 
 def float32_logits(hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Logits in float32 from weights in half precision, without a float32 copy of the head.
+    """Return logits in float32 from weights in half precision, without a float32 copy of the head.
 
-    Rounded to bfloat16, logits of 16 and more lie 0.125 apart, and log-probabilities with them. The products of
-    bfloat16 numbers are exact in float32, so what is left is the rounding of float32 sums. Rollout and training both
-    compute their logits here.
+    Rounded to bfloat16, logits of 16 and more are 0.125 apart, and so are log-probabilities. Products of bfloat16
+    numbers are exact in float32, so only the rounding of float32 sums is left. Rollout and training both compute their
+    logits here.
 
     Returns:
-        [N, vocabulary] of [N, hidden] and [vocabulary, hidden]; in float64 of float64.
+        [N, vocabulary] from [N, hidden] and [vocabulary, hidden]; in float64 for float64.
     """
     if hidden.dtype not in HALF:
         return F.linear(hidden, head, bias)
@@ -102,16 +102,16 @@ def float32_logits(hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> 
 
 
 def adopt_module(module: PreTrainedModel) -> LanguageModel:
-    """Find out what a module can do and wrap it. The module is put into evaluation mode.
+    """Detect a module's capabilities and wrap it. The module is put into evaluation mode.
 
-    Whether it packs is tried on its logits, as `backbone.choose_packing` says.
+    Packing is tried on its logits, see `backbone.choose_packing`.
     """
     module.eval()
     return LanguageModel(module, choose_packing(module, _logits(module)), _find_head(module))
 
 
 def _logits(module: PreTrainedModel) -> Forward:
-    """The pass through the whole module."""
+    """Return the pass through the whole module."""
 
     def forward(**inputs: Any) -> Tensor:
         logits: Tensor = module(**inputs).logits
@@ -121,7 +121,7 @@ def _logits(module: PreTrainedModel) -> Forward:
 
 
 def _find_head(module: PreTrainedModel) -> OutputHead | None:
-    """The output head, when W h + b (soft-capped or not) reproduces the module's logits."""
+    """Return the output head, if W h + b (soft-capped or not) reproduces the module's logits; else None."""
     layer = module.get_output_embeddings()
     if type(layer) is not nn.Linear:
         return None
@@ -143,20 +143,20 @@ class ScalarModel(Backbone):
 
     @property
     def head(self) -> nn.Linear:
-        """[1, hidden], without bias."""
+        """The head's layer, [1, hidden], without bias."""
         head: nn.Linear = self.module.score
         return head
 
     def scalars(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
-        """[T] packed → [N] float32: the head on the hidden states of the N tokens at the packed indices `keep`."""
+        """Apply the head to the hidden states of N tokens at the packed indices `keep`: [T] packed → [N] float32."""
         return F.linear(self.hidden_states(tokens, positions, lengths)[keep].float(), self.head.weight.float())[:, 0]
 
 
 def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
-    """V before each response token is emitted: the head on the hidden state of the token before it, differentiable.
+    """Return V before each response token, differentiable: the head on the hidden state of the token before it.
 
-    The first response token's value is V(prompt). A batch without response tokens runs through the model all the same,
-    because on several ranks everybody must take part.
+    The first response token's value is V(prompt). A batch without response tokens runs through the model too, because
+    on several ranks every rank must take part.
 
     Returns:
         [T] float32, 0 outside the response.
@@ -176,7 +176,7 @@ def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
 
 
 def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
-    """The head on the hidden state of each document's last token, differentiable.
+    """Return the head on the hidden state of each document's last token, differentiable.
 
     Returns:
         [documents] float32.
@@ -197,12 +197,12 @@ def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
 
 
 def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
-    """A sequence classifier of one label on the backbone of `module`, its head all zeros.
+    """Return a sequence classifier of one label on the backbone of `module`, its head all zeros.
 
-    Zeros, because then nothing is drawn: a critic begins by expecting nothing, a reward model by preferring nothing.
+    Zeros need no random draw: a critic begins with value 0, a reward model without a preference.
 
     Args:
-        module: a causal language model; taken over, weights and configuration.
+        module: a causal language model; its weights and configuration are reused.
 
     Raises:
         InputError: transformers has no sequence classifier with this backbone.
@@ -225,7 +225,7 @@ def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
-    """Find out what a sequence classifier can do and wrap it. The module is put into evaluation mode.
+    """Detect a sequence classifier's capabilities and wrap it. The module is put into evaluation mode.
 
     Raises:
         InputError: another head than one linear layer to one label without bias, read at the last token.
@@ -240,9 +240,9 @@ def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
 
 
 def _readable_to_the_end(config: PreTrainedConfig) -> PreTrainedConfig:
-    """transformers scores the last token that is not padding: where padding also ends sequences, that is one too early.
+    """Remove a padding token that also ends sequences: transformers scores the last non-padding token, one too early.
 
-    Without a padding token it takes single sequences only, instead of silently giving other scores.
+    Without a padding token it accepts single sequences only, instead of silently returning other scores.
     """
     text = config.get_text_config()
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]

@@ -1,15 +1,15 @@
-"""Reading, writing and creation of models and tokenizers, and the way from rows to token ids and back.
+"""Reading, writing and creation of models and tokenizers, and conversion between rows and token ids.
 
 Models are Hugging Face folders with safetensors only.
 
-A model from nothing has random weights and a character tokenizer with a chat template. It serves demos and tests
-without a download.
+An initial model has random weights and a character tokenizer with a chat template. Demos and tests use it without a
+download.
 
-A worker finds its model in a local folder that every rank can read, and opens it in its own process.
+A worker reads its model from a local folder that every rank can read, and opens it in its own process.
 
 Chat templates, prompts and demonstrations become token ids. Rows are canonical (`posttrain.data.rows`): `prompt` [+
-`completion`], `messages`, or `text`. What the model produced is never decoded and encoded again. What a row becomes is
-decided by `domain.rendering`, which the plan asks too.
+`completion`], `messages`, or `text`. Model output is never decoded and encoded again. `domain.rendering`, which the
+plan uses too, decides what a row becomes.
 """
 
 import json
@@ -65,7 +65,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 ROLES = ("system", "user", "assistant")
 _ROLE_TOKENS = [f"<|{role}|>" for role in ROLES]
-# A turn is <|im_start|><|role|>content<|im_end|>. The generation marks let Hugging Face's own assistant mask work too.
+# A turn is <|im_start|><|role|>content<|im_end|>. The generation marks make Hugging Face's own assistant mask work.
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] not in ['system', 'user', 'assistant'] %}"
@@ -81,7 +81,7 @@ _ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
-_RENDER_SECONDS = 10.0  # that one rendering may take: a hundred thousand times what one takes
+_RENDER_SECONDS = 10.0  # maximum time of one rendering: a hundred thousand times the usual time
 Row = Mapping[str, Any]
 
 
@@ -93,7 +93,7 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
 
     Raises:
         NotFoundError: no such folder, or no `config.json` in it.
-        InputError: weights that are not safetensors or not all there, an unknown dtype, a device that is not there, or
+        InputError: weights that are not safetensors or incomplete, an unknown dtype, a device that does not exist, or
             an architecture that is not a causal language model of transformers.
     """
     _check_folder(folder)
@@ -103,7 +103,7 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
 
 
 def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> ScalarModel:
-    """Load a value or reward model: a sequence classifier of one label as saved, a causal language model's backbone
+    """Load a value or reward model: a sequence classifier of one label as saved, or a causal language model's backbone
     under a head of zeros.
 
     Raises:
@@ -117,7 +117,7 @@ def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float3
 
 
 def is_sequence_classifier(folder: Path) -> bool:
-    """Whether the folder says that it holds one (`architectures` in `config.json`)."""
+    """Whether the folder holds a sequence classifier (`architectures` in `config.json`)."""
     try:
         return is_classifier(json.loads((folder / CONFIG).read_bytes()))
     except (ValueError, OSError, AttributeError) as error:
@@ -148,7 +148,7 @@ def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreT
         raise InputError(
             f"model in {folder} cannot be loaded: {_first_line(error)}; check its config.json and weights"
         ) from error
-    if info["missing_keys"]:  # transformers would go on with random numbers
+    if info["missing_keys"]:  # transformers would continue with random numbers
         raise InputError(f"weights in {folder} must be complete, got none for {min(info['missing_keys'])}; copy again")
     loaded: PreTrainedModel = module.to(device)
     return loaded
@@ -171,7 +171,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise InputError(
             f"tokenizer in {folder} cannot be loaded: {_first_line(error)}; check tokenizer.json"
         ) from error
-    # How it was loaded would otherwise be saved with it, and change the bytes.
+    # The load arguments would otherwise be saved with it, and change the bytes.
     for argument in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(argument, None)
     return tokenizer
@@ -185,15 +185,15 @@ def save_model(
     *,
     write: bool = True,
 ) -> None:
-    """Write weights, configuration and tokenizer. The same weights give the same bytes.
+    """Write weights, configuration and tokenizer. Equal weights are written as equal bytes.
 
-    The configuration names the type that the weights are written in.
+    The configuration names the type of the written weights.
 
     Args:
         folder: created when missing.
         gathered: whole weights to write instead of the module's own (which may be sharded, or of another type), tied
             ones once.
-        write: false on the ranks that only took part in the gathering.
+        write: false on ranks that only took part in the gathering.
     """
     if not write:
         return
@@ -207,23 +207,23 @@ def save_model(
 
 
 def _name_dtype(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """transformers writes the module's own type, which sharding may have widened for the optimiser."""
+    """Write the given type: transformers writes the module's own, which sharding may have widened for the optimiser."""
     for part in (config, config.get_text_config()):
         part.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
 
 
 def copy_weights(model: Backbone) -> dict[str, Tensor]:
-    """A copy of every weight by name, tied weights once, each tensor with memory of its own (fit for safetensors)."""
+    """Return a copy of every weight by name, tied weights once, each in separate memory (fit for safetensors)."""
     state = model.module.state_dict()
     return {n: state[n].detach().clone(memory_format=torch.contiguous_format) for n in copy_names(model)}
 
 
 def restore_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
-    """Write weights into the model in place, so that optimisers and zero-copy decoders keep looking at them.
+    """Write weights into the model in place, so that optimisers and zero-copy decoders stay valid.
 
     Raises:
-        InputError: names or shapes other than `copy_weights` gives for this model.
+        InputError: names or shapes differ from those of `copy_weights` for this model.
     """
     own = {name: tensor for name, tensor in model.module.state_dict().items() if name in weights}
     missing = set(copy_names(model)) ^ set(weights)
@@ -237,7 +237,7 @@ def restore_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
 
 
 def copy_names(model: Backbone) -> list[str]:
-    """The names `copy_weights` gives, without copying."""
+    """Return the names of `copy_weights`, without copying."""
     places: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.module.state_dict().items():
         places.setdefault((tensor.data_ptr(), tensor.shape), name)
@@ -245,7 +245,7 @@ def copy_names(model: Backbone) -> list[str]:
 
 
 def _detached_state(module: PreTrainedModel) -> dict[str, Any]:
-    """Clones that share memory only where weights are tied: a zero-copy decoder lays parameters in one buffer."""
+    """Return clones that share memory only where weights are tied: a zero-copy decoder fuses parameters in buffers."""
     clones: dict[tuple[int, torch.Size], Tensor] = {}
     state: dict[str, Any] = {}
     for name, tensor in module.state_dict().items():
@@ -266,7 +266,7 @@ def _first_line(error: Exception) -> str:
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per character of `characters`, after seven special ones; anything else is `<|unk|>`."""
+    """Return a tokenizer of one token per character of `characters`, after seven special ones; others are `<|unk|>`."""
     vocabulary = [PAD, START, END, UNKNOWN, *_ROLE_TOKENS, *characters]
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -285,9 +285,9 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def initial_model(config: InitModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """Random weights in float32 on the CPU.
+    """Return a model with random weights in float32 on the CPU.
 
-    The same (config, seed) gives the same bytes. The global generator is left alone.
+    The same (config, seed) gives the same bytes. The global generator stays unchanged.
     """
     config_class, model_class = _ARCHITECTURES[config.architecture]
     special = {
@@ -350,7 +350,7 @@ class ScalarSource:
 
 
 def settled_dtype(dtype: str, device: str) -> str:
-    """The precision that `auto` means on a device."""
+    """Return the precision that `auto` means on a device."""
     return dtype if dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
 
 
@@ -364,30 +364,30 @@ class Example:
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, ended: bool) -> str:
-    """A response as text, without its end of sequence.
+    """Return a response as text, without its end of sequence.
 
-    Other special tokens stay visible: a response that needs them dropped to look right is not right.
+    Other special tokens stay visible: a response that only looks right without them is not right.
 
     Args:
-        ended: the last token ends the sequence. The rollout knows it, the tokenizer does not: it names one such token
-            where a model may have several.
+        ended: the last token ends the sequence. The tokenizer cannot tell: it names one such token, but a model may
+            have several.
     """
-    said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # of a list transformers looks at every item
+    said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # transformers checks every item of a list
     return str(tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def decode_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """One of several responses as text; without special tokens, of which one may end it in the middle of a sample."""
+    """Return one of several responses as text, without special tokens: one may end it in the middle of a sample."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int, reserve: int = 0
 ) -> list[tuple[int, ...]]:
-    """Prompt ids of every row.
+    """Return the prompt ids of every row.
 
     Args:
-        name: how errors call the data set.
+        name: the data set's name in errors.
         limit: the model's context, tokens.
         reserve: tokens kept free for the response.
 
@@ -406,10 +406,11 @@ def encode_prompts(
 
 
 def encode_examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int) -> list[Example]:
-    """Every demonstration of every row; a conversation gives one example per assistant turn.
+    """Return every demonstration of every row; a conversation has one example per assistant turn.
 
     Raises:
-        InputError: a row that cannot be rendered, or is longer than `limit` tokens (never cut); names data set and row.
+        InputError: a row that cannot be rendered, or is longer than `limit` tokens (never truncated); names data set
+            and row.
     """
     found = []
     for number, turns in enumerate(examples(_Tokens(tokenizer), rows, name=name), start=1):
@@ -437,11 +438,11 @@ class PreferencePair:
 def encode_preferences(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int
 ) -> list[PreferencePair]:
-    """Every row's pair.
+    """Return every row's pair.
 
     Raises:
         InputError: a row without prompt, chosen and rejected, that cannot be rendered, whose responses are equal, or
-            that is longer than `limit` tokens (never cut); names data set and row.
+            that is longer than `limit` tokens (never truncated); names data set and row.
     """
     found = []
     for number, (prompt, chosen, rejected) in enumerate(pairs(_Tokens(tokenizer), rows, name=name), start=1):
@@ -459,13 +460,13 @@ def encode_preferences(
 
 
 class _Tokens:
-    """A tokenizer of transformers as `domain.rendering` asks for one."""
+    """A tokenizer of transformers with the interface of `domain.rendering`."""
 
     raised = (TemplateError,)
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self.end: int | None = tokenizer.eos_token_id  # once: transformers looks it up in its vocabulary
+        self.end: int | None = tokenizer.eos_token_id  # stored: transformers searches its vocabulary for it
         self.templated = bool(tokenizer.chat_template)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:

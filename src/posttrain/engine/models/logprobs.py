@@ -1,7 +1,7 @@
 """Log-probabilities of the tokens of a packed batch, and the predictions of any model on it.
 
-Log-probabilities are those under the policy at a sampling temperature. Predictions are asked for in the same way of
-language models, critics and reward models.
+Log-probabilities are those under the policy at a sampling temperature. Language models, critics and reward models share
+one interface for predictions.
 """
 
 from collections.abc import Set
@@ -25,10 +25,10 @@ from posttrain.engine.models.language_model import (
 from posttrain.engine.wide import TopK
 
 # Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
-# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster. A head in half precision always is
-# computed in chunks: a plain path to float32 logits would keep a float32 copy of it.
+# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster. A head in half precision always uses
+# chunks: a plain path to float32 logits would keep a float32 copy of it.
 CHUNKED_ABOVE = 2**25
-# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which is there anyway: every chunk
+# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which exists anyway: every chunk
 # reads and writes all of that gradient, so few chunks are fast. Within these bounds:
 CHUNK_BYTES = (2**27, 2**31)
 _BYTES_PER_LOGIT = 16  # logits, scaled logits, probabilities and their gradient in float32
@@ -40,10 +40,10 @@ _SCALAR: frozenset[Need] = frozenset({"values", "scores"})
 def token_logprobs(
     model: LanguageModel, batch: TokenBatch, *, temperature: float = 1.0, response_only: bool = False
 ) -> Tensor:
-    """log p(token t | the earlier tokens of its document), differentiable.
+    """Return log p(token t | the earlier tokens of its document), differentiable.
 
-    A batch with nothing to compute runs through the model all the same, because on several ranks everybody must take
-    part in gathering weights and reducing gradients.
+    An empty batch runs through the model too, because on several ranks every rank must take part in gathering weights
+    and reducing gradients.
 
     Args:
         temperature: logits are divided by it, as in sampling, where the batch has no column `temperature`.
@@ -61,7 +61,7 @@ def token_logprobs(
 def token_logprobs_and_entropy(
     model: LanguageModel, batch: TokenBatch, *, temperature: float = 1.0, response_only: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the entropy in nats of the distribution each token was drawn from; both differentiable.
+    """Return `token_logprobs`, and the entropy in nats of each token's distribution; both differentiable.
 
     Returns:
         ([T], [T]) float32, 0 at each document's first token.
@@ -75,14 +75,14 @@ def token_logprobs_and_entropy(
 def candidate_logprobs(
     model: LanguageModel, batch: TokenBatch, candidates: Tensor, temperature: float = 1.0, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of given tokens at every response token, and of the response tokens themselves; differentiable.
+    """Return log-probabilities of given tokens at every response token, and of the response tokens; differentiable.
 
     Args:
         candidates: [R, k], tokens at each of the R response tokens.
 
     Returns:
-        ([T], [T], [R, k]) float32: `token_logprobs` of the response; the entropies, 0 where they are not asked for;
-        the candidates'.
+        ([T], [T], [R, k]) float32: `token_logprobs` of the response; the entropies, 0 if not requested; the
+        candidates'.
 
     Raises:
         InputError: as `token_logprobs`.
@@ -94,13 +94,13 @@ def candidate_logprobs(
 def likeliest_tokens(
     model: LanguageModel, batch: TokenBatch, top: int, temperature: float = 1.0, vocabulary: int | None = None
 ) -> TopK:
-    """The `top` likeliest tokens at every response token, likeliest first, with their log-probabilities.
+    """Return the `top` likeliest tokens at every response token, likeliest first, with their log-probabilities.
 
-    Logits are computed in chunks, unless the model's output head is no plain matrix.
+    Logits are computed in chunks, unless the model's output head is not a plain matrix.
 
     Args:
-        vocabulary: tokens from this one on are left out, as a smaller model does not have them; what they have of the
-            probability is nobody's.
+        vocabulary: tokens from this one on are left out, as a smaller model does not have them; their probability is
+            assigned to no token.
 
     Returns:
         [R, top] of the R response tokens.
@@ -146,7 +146,7 @@ def _compute(
     entropy: bool,
     candidates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T] log-probabilities, [T] entropies, [R, k] log-probabilities of the candidates (k is 0 without any)."""
+    """Return [T] log-probabilities, [T] entropies, [R, k] log-probabilities of the candidates (k is 0 without any)."""
     _check(model, batch, temperature)
     index = (batch.response_mask if response_only else batch.positions > 0).nonzero()[:, 0]
     given = index[:, None][:, :0] if candidates is None else candidates.to(torch.int64)
@@ -176,7 +176,7 @@ def _compute(
 
 
 def _warmths(batch: TokenBatch, index: Tensor, temperature: float) -> float | Tensor:
-    """What the logits of the tokens at `index` are divided by: one number, or [N, 1] where documents differ.
+    """Return the divisor of the logits of the tokens at `index`: one number, or [N, 1] where documents differ.
 
     Raises:
         InputError: a document's temperature is not positive.
@@ -210,7 +210,7 @@ def logprobs_of(
 
 
 def _precise(logits: Tensor) -> Tensor:
-    """In float32, or in float64 where they are."""
+    """Return the logits in float32; float64 stays."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -233,10 +233,10 @@ def chunked_logprobs(
     entropy: bool,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_of` the head's logits, without ever holding all of them: [N, hidden], [N, K] tokens → [N, K], [N].
+    """Compute `logprobs_of` the head's logits in chunks of rows: [N, hidden], [N, K] tokens → [N, K], [N].
 
     Args:
-        chunk: rows at a time; by default what `chunk_rows` says.
+        chunk: rows at a time; by default `chunk_rows`.
 
     The weight's gradient is summed over chunks in float32 and rounded once, at the end.
     """
@@ -249,7 +249,7 @@ def chunked_logprobs(
 
 
 def chunk_rows(vocabulary: int, hidden: int) -> int:
-    """Rows of a chunk, by the bytes that it may take."""
+    """Return the rows of a chunk, by the bytes that it may take."""
     least, most = CHUNK_BYTES
     return max(1, min(max(4 * vocabulary * hidden, least), most) // (_BYTES_PER_LOGIT * vocabulary))
 
@@ -259,7 +259,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     d log p_y / dz = onehot(y) - p,   dH / dz = -p (log p + H).
 
-    Of a row there may be several y, [N, K]: their gradients add up.
+    A row may have several y, [N, K]: their gradients add up.
     """
 
     @staticmethod
@@ -315,7 +315,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ right in float32 (float64 of float64), whatever the factors are in."""
+    """Add leftᵀ right to total in float32 (float64 for float64), whatever the type of the factors."""
     if total.is_cuda and left.dtype.itemsize < 4 and hasattr(torch.ops.aten.mm, "dtype"):
         total += torch.mm(left.t(), right, out_dtype=torch.float32)  # on tensor cores
     else:
@@ -325,7 +325,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Soft-capped logits over the temperature, in float32, and their derivative by the raw logits."""
+    """Return soft-capped logits over the temperature, in float32, and their derivative by the raw logits."""
     logits = float32_logits(hidden, weight, bias)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype)
@@ -336,18 +336,18 @@ def _scaled_logits(
 
 
 def predictable(model: Model) -> frozenset[Need]:
-    """What `predict` says of a batch."""
+    """Return what `predict` supports for a model."""
     return _LANGUAGE if isinstance(model, LanguageModel) else _SCALAR
 
 
 def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: float = 1.0) -> Predictions:
-    """What is needed, differentiable, of the batch's response tokens or documents.
+    """Predict the needs for the batch's response tokens or documents, differentiable.
 
     Args:
-        temperature: of the distribution that log-probabilities and entropies are of.
+        temperature: of the distribution of log-probabilities and entropies.
 
     Raises:
-        InputError: the model predicts no such thing, a document is longer than its context, the temperature is not
+        InputError: the model does not predict a need, a document is longer than its context, the temperature is not
             positive, or `candidates` are needed and the batch has none.
     """
     can = predictable(model)
@@ -371,13 +371,13 @@ def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: f
 def predict_topk(
     model: Model, batch: TokenBatch, top: int, *, temperature: float = 1.0, vocabulary: int | None = None
 ) -> TopK:
-    """The `top` likeliest tokens at every response token: the need `topk`, which a wide column is filled with.
+    """Return the `top` likeliest tokens at every response token: the need `topk`, which fills a wide column.
 
     Args:
         temperature, vocabulary: see `likeliest_tokens`.
 
     Raises:
-        InputError: as `predict`, or `top` is not of this vocabulary.
+        InputError: as `predict`, or `top` is outside this vocabulary's size.
     """
     if isinstance(model, ScalarModel):
         raise InputError(f"{type(model.module).__name__} predicts values and scores, asked for topk; ask another role")

@@ -1,17 +1,17 @@
 """Distribution of a trainable module over ranks, sequence parallelism, exported weights, activation checkpointing.
 
-A trainable module lies whole on one rank of its pool, or sharded over all of them by FSDP2. Losses are weighted by
-totals of the whole step, so gradients are *summed* over ranks, never averaged.
+A trainable module is whole on one rank of its pool, or sharded over all of them by FSDP2. Losses are weighted by totals
+of the whole step, so gradients are *summed* over ranks, never averaged.
 
 Sequence parallelism follows Ulysses (arXiv 2309.14509), for packed batches. The ranks of a sequence group share the
-tokens of one batch. In the dense layers each computes a slice of the packed row; for attention tokens and heads change
-places (all-to-all), so that each has all tokens of its share of the heads, and documents may cross the slices' borders;
-then they change back. Losses are unaffected: log-probabilities and values of all tokens end up on every rank, while the
-gradient of each goes to the rank that computed it.
+tokens of one batch. In the dense layers each computes a slice of the packed row; for attention tokens and heads are
+swapped (all-to-all), so that each has all tokens of its share of the heads, and documents may cross the slices'
+borders; then they are swapped back. Losses are unaffected: log-probabilities and values of all tokens end up on every
+rank, while the gradient of each goes to the rank that computed it.
 
-Weights leave a training engine as canonical tensors by name, in pieces that ranks hold.
+A training engine exports weights as canonical tensors by name, in the pieces that ranks hold.
 
-Activation checkpointing keeps what enters a decoder layer, and computes the rest again in backward.
+Activation checkpointing keeps the input of a decoder layer, and computes the rest again in backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,39 +48,39 @@ Layout = tuple[Entry, ...]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A piece of a canonical tensor, seen as a matrix of its first axis by all others; a vector is one column."""
+    """A piece of a canonical tensor, viewed as a matrix of its first axis by all others; a vector is one column."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     tensor: Tensor  # the piece, [rows, …]; not a copy where nothing was converted
     row: int = 0  # of the whole, where the piece begins
-    column: int = 0  # likewise; of engines that split matrices by columns
+    column: int = 0  # likewise; for engines that split matrices by columns
     frozen: bool = False  # training never changes it
 
     def matrix(self) -> Tensor:
-        """[rows, columns] of the piece."""
+        """Return the piece as [rows, columns]."""
         return as_matrix(self.tensor)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """[first axis, all others], without a copy where the memory allows."""
+    """Return the tensor as [first axis, all others], without a copy where the memory layout allows."""
     return tensor.reshape(len(tensor), -1) if tensor.ndim else tensor.reshape(1, 1)
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """What a module is made of, tied tensors once."""
+    """Return the parameters of a module, tied tensors once."""
     return tuple(Entry(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
 def module_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a module's forward reads, tied tensors once for each of their places, all by the first of its names."""
+    """Yield the tensors that a module's forward reads, tied tensors once per place, all by the first of their names."""
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield names.setdefault(id(parameter), name), parameter.detach()
 
 
 def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]:
-    """The type that each tensor of a sender has at the reader.
+    """Return the type that each tensor of a sender has at the reader.
 
     Raises:
         IntegrityError: names or shapes are not the reader's.
@@ -97,7 +97,7 @@ def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]
 
 @torch.no_grad()
 def put(into: Mapping[str, Tensor], shard: Shard) -> None:
-    """Copy a piece to where it belongs, in the reader's own type."""
+    """Copy a piece into place, in the reader's own type."""
     target = as_matrix(into[shard.name])
     piece = shard.matrix()
     target[shard.row : shard.row + piece.shape[0], shard.column : shard.column + piece.shape[1]].copy_(piece)
@@ -105,7 +105,7 @@ def put(into: Mapping[str, Tensor], shard: Shard) -> None:
 
 @final
 class Unsharded:
-    """One rank. Parameters below float32 have a float32 master copy, which `parameters` are."""
+    """One rank. Parameters below float32 have a float32 master copy, which `parameters` returns."""
 
     rank, ranks = 0, 1
 
@@ -115,11 +115,11 @@ class Unsharded:
         self._trained = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self._live.items()}
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """What the optimiser updates, by name: whole, or this rank's rows."""
+        """Return the tensors that the optimiser updates, by name: whole, or this rank's rows."""
         return self._trained
 
     def rows(self) -> Mapping[str, tuple[int, int]]:
-        """Parameter → the rows [start, stop) this rank holds; empty where it holds everything."""
+        """Return parameter → the rows [start, stop) this rank holds; empty where it holds everything."""
         return {}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
@@ -127,15 +127,15 @@ class Unsharded:
         return forward(micro)
 
     def rounds(self, mine: int) -> int:
-        """The largest `mine` of all ranks: how often everybody must compute. Collective."""
+        """Return the largest `mine` of all ranks: how often every rank must compute. Collective."""
         return mine
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks. Collective."""
+        """Return the sum over ranks. Collective."""
         return values
 
     def collect_gradients(self) -> None:
-        """After a backward: add what it left to the gradients of `parameters`."""
+        """Add the module's gradients to those of `parameters`, after a backward."""
         for name, trained in self._trained.items():
             live = self._live[name]
             if trained is not live and live.grad is not None:
@@ -144,24 +144,24 @@ class Unsharded:
                 live.grad = None
 
     def clip_gradients(self, limit: float) -> float:
-        """Scale all gradients to a global norm of at most `limit`; returns the norm before. Collective."""
+        """Scale all gradients to a global norm of at most `limit`; return the norm before. Collective."""
         return float(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
 
     def write_back(self) -> None:
-        """After an optimiser step: bring the module up to date with `parameters`."""
+        """Copy `parameters` into the module, after an optimiser step."""
         for name, trained in self._trained.items():
             if trained is not self._live[name]:
                 self._live[name].copy_(trained)
 
     def export(self) -> Iterator[Shard]:
-        """The pieces of the module's parameters that this rank holds, as the optimiser keeps them. Not copies."""
+        """Yield this rank's pieces of the module's parameters, at the optimiser's precision. Not copies."""
         for name, parameter in self._module.named_parameters():
             held = self._trained.get(name, parameter).detach()
             yield Shard(name, tuple(parameter.shape), held, frozen=name not in self._trained)
 
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Whole parameters by name, in the precision the module computes in or another, to which those of the optimiser
-        are rounded once; empty but on rank 0. Collective. Not copies where nothing is rounded.
+        """Return whole parameters by name, in the module's precision or in `dtype`, to which the optimiser's are
+        rounded once; empty except on rank 0. Collective. Not copies where nothing is rounded.
         """
         if dtype is None:
             return {name: p.detach() for name, p in self._module.named_parameters()}
@@ -169,7 +169,7 @@ class Unsharded:
 
 
 class _Root(nn.Module):
-    """FSDP gathers parameters when a module is called; this one's call is whatever the learner computes."""
+    """FSDP gathers parameters when a module is called; this module's call runs the learner's function."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _Root(nn.Module):
 class FullySharded:
     """FSDP2 over the process group: every decoder layer is gathered when it computes, the rest with the root.
 
-    What is trained are float32 shards; what is frozen keeps its type. On CUDA, and over a frozen base, the layers
+    Trained parameters are float32 shards; frozen ones keep their type. On CUDA, and over a frozen base, the layers
     compute in the module's own type. A layer is widened when it is sharded, so no rank holds the whole in float32.
 
     Raises:
@@ -207,7 +207,7 @@ class FullySharded:
         self._sharded_root: FSDPModule = fully_shard(self._root, **options)
         _widen(module)
         self._module, self._device = module, torch.device(device)
-        # kept: after a forward without backward the module has whole ones in their place
+        # kept, because after a forward without backward the module has whole parameters in their place
         self._held = dict(module.named_parameters())
         self._parameters = {name: p for name, p in self._held.items() if p.requires_grad}
 
@@ -242,7 +242,7 @@ class FullySharded:
         return summed
 
     def collect_gradients(self) -> None:
-        """FSDP has reduced them already."""
+        """Do nothing: FSDP has reduced them already."""
 
     def clip_gradients(self, limit: float) -> float:
         """See `Unsharded`."""
@@ -250,11 +250,11 @@ class FullySharded:
         return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def write_back(self) -> None:
-        """The shards are the module's own; what a forward without backward left gathered of the old ones is dropped."""
+        """Drop old parameters that a forward without backward left gathered; the shards are the module's own."""
         self._sharded_root.reshard()
 
     def export(self) -> Iterator[Shard]:
-        """See `Unsharded`; a rank that has no row of a parameter gives none."""
+        """See `Unsharded`; a rank that has no row of a parameter yields no piece of it."""
         for name, parameter in self._held.items():
             start, stop = self._rows(parameter)
             if start < stop:
@@ -262,7 +262,7 @@ class FullySharded:
                 yield Shard(name, tuple(parameter.shape), local(parameter.detach()), start, frozen=frozen)
 
     def _rows(self, parameter: Tensor) -> tuple[int, int]:
-        """torch.chunk's arithmetic, which FSDP2 shards by."""
+        """Return the rows of this rank by torch.chunk's arithmetic, which FSDP2 uses."""
         chunk = -(-parameter.shape[0] // self.ranks)
         start = min(self.rank * chunk, parameter.shape[0])
         return start, min(start + chunk, parameter.shape[0])
@@ -278,21 +278,20 @@ class FullySharded:
         return whole
 
 
-# What a learner needs to know of where its parameters are. Either's `compute` makes whole parameters visible to the
-# forward; gradients of all ranks and all micro-batches add up in `parameters`; what is called "collective" every rank
-# calls, or none
+# The placement of a learner's parameters. `compute` makes whole parameters visible to the forward; gradients of all
+# ranks and all micro-batches add up in `parameters`; every rank calls a "collective" method, or none
 Sharding = Unsharded | FullySharded
 
 
 def _widen(module: nn.Module) -> None:
-    """Make what is trained float32, and buffers, of which rotary frequencies must not be rounded."""
+    """Make trained parameters float32, and buffers, because rotary frequencies must not be rounded."""
     buffers = {id(buffer) for buffer in module.buffers()}
     trained = lambda t: t.is_floating_point() and (t.requires_grad or id(t) in buffers)  # noqa: E731
     module._apply(lambda t: t.float() if trained(t) else t)  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor; any other tensor itself. Not a copy."""
+    """Return this rank's rows of a sharded tensor; any other tensor itself. Not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -306,47 +305,47 @@ class SequenceGroup:
     size: int
 
     def stretch(self, total: int) -> tuple[int, int]:
-        """The packed tokens [start, stop) of this rank; the row is thought to be padded to a multiple of `size`."""
+        """Return the packed tokens [start, stop) of this rank, as if the row were padded to a multiple of `size`."""
         chunk = -(-total // self.size)
         return self.rank * chunk, (self.rank + 1) * chunk
 
     def owns(self, index: Tensor, total: int) -> Tensor:
-        """[N] packed indices → [N] bool: which of them this rank computes."""
+        """Return which packed indices this rank computes: [N] → [N] bool."""
         start, stop = self.stretch(total)
         return (index >= start) & (index < stop)
 
     def slice(self, row: Tensor) -> Tensor:
-        """[T] → this rank's stretch of it, padded with zeros."""
+        """Return this rank's stretch of a row [T], padded with zeros."""
         start, stop = self.stretch(len(row))
         part = row[start:stop]
         return torch.cat([part, part.new_zeros(stop - start - len(part))])
 
     def spread(self, part: Tensor, total: int) -> Tensor:
-        """This rank's stretch [chunk, …] → [total, …] with zeros where other ranks have theirs."""
+        """Return this rank's stretch [chunk, …] as [total, …], with zeros in the other ranks' stretches."""
         start, stop = self.stretch(total)
         whole = part.new_zeros(self.size * len(part), *part.shape[1:])
         return whole.index_copy(0, torch.arange(start, stop, device=part.device), part)[:total]
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over ranks, of which each computes the same loss: backward hands each its own part's gradient."""
+        """Return the sum over ranks, each of which computes the same loss: backward gives each its part's gradient."""
         summed: Tensor = _SumOnce.apply(part, self.group)  # type: ignore[no-untyped-call]
         return summed
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """[chunk, heads, head_dim] of all heads → [size · chunk, heads / size, head_dim] of all tokens."""
+        """Swap [chunk, heads, head_dim] of all heads to [size · chunk, heads / size, head_dim] of all tokens."""
         swapped: Tensor = _Swapped.apply(states, self.group, self.size, _to_heads, _to_tokens)  # type: ignore[no-untyped-call]
         return swapped
 
     def to_tokens(self, states: Tensor) -> Tensor:
-        """The way back: [size · chunk, heads / size, head_dim] → [chunk, heads, head_dim]."""
+        """Swap back: [size · chunk, heads / size, head_dim] → [chunk, heads, head_dim]."""
         swapped: Tensor = _Swapped.apply(states, self.group, self.size, _to_tokens, _to_heads)  # type: ignore[no-untyped-call]
         return swapped
 
     def shared_heads(self, states: Tensor) -> Tensor:
-        """Key-value heads, repeated where there are fewer of them than ranks.
+        """Return key-value heads, repeated where they are fewer than ranks.
 
         Raises:
-            InputError: heads that cannot be dealt out evenly.
+            InputError: heads that cannot be divided evenly.
         """
         heads = states.shape[1]
         if heads % self.size == 0:
@@ -357,7 +356,7 @@ class SequenceGroup:
 
 
 def open_sequence_group(rank: int, ranks: int, size: int) -> SequenceGroup | None:
-    """The group of `size` consecutive ranks that this one belongs to; None without sequence parallelism. Collective.
+    """Return this rank's group of `size` consecutive ranks; None without sequence parallelism. Collective.
 
     Raises:
         InputError: ranks that cannot be divided.
@@ -367,7 +366,7 @@ def open_sequence_group(rank: int, ranks: int, size: int) -> SequenceGroup | Non
     if ranks % size:
         raise InputError(f"sequence_parallel must divide the pool's {ranks} ranks, got {size}")
     found: SequenceGroup | None = None
-    for start in range(0, ranks, size):  # every rank takes part in making every group
+    for start in range(0, ranks, size):  # every rank takes part in creating every group
         group = dist.new_group(list(range(start, start + size)))
         if start <= rank < start + size:
             found = SequenceGroup(group, rank - start, size)
@@ -390,7 +389,7 @@ _Way = Callable[[Tensor, Any, int], Tensor]
 
 
 class _Swapped(torch.autograd.Function):
-    """Tokens and heads change places one way; gradients go the other."""
+    """Swaps tokens and heads one way, and gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: Any, size: int, way: _Way, back: _Way) -> Tensor:

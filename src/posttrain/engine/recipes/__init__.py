@@ -1,1 +1,1 @@
-"""SFT and GRPO: one small file each that composes functions and roles."""
+"""Algorithms, e.g. SFT and GRPO: one small file each that composes functions and roles."""

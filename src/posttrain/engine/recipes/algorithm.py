@@ -1,4 +1,4 @@
-"""What an algorithm is: it says what it needs, what is worth training on and what is minimised, and nothing else.
+"""The interface of algorithms: what they require, which groups they train on, and what they minimise.
 
 ::
 
@@ -33,26 +33,26 @@ class PromptSource:
     prompts: int  # groups of one step
     samples: int  # of each prompt
     max_tokens: int  # of a response
-    temperature: float = 1.0  # it travels with each sample, and the learner divides its logits by it
-    refills: int = 0  # how often the place of a dropped group is filled again, at the most
-    turns: int = 1  # responses of one sample, at the most; between two of them an environment is observed
-    observed: int = 0  # tokens of one observation, at the most
+    temperature: float = 1.0  # travels with each sample, and the learner divides its logits by it
+    refills: int = 0  # how often the place of a dropped group may be refilled
+    turns: int = 1  # maximum responses of one sample; between two of them an environment is observed
+    observed: int = 0  # maximum tokens of one observation
     stop: tuple[str, ...] = ()  # strings that a response ends at
 
     def sampling(self, prompt: int) -> int:
-        """Tokens that the samples of a prompt of so many may cost, by the rule of `jobs.Progress`."""
+        """Return the maximum cost of the samples of a prompt of so many tokens, by the rule of `jobs.Progress`."""
         again = sum(prompt + turn * (self.max_tokens + self.observed) for turn in range(1, self.turns))
         return prompt + self.samples * (self.turns * self.max_tokens + again)
 
     def document(self, prompt: int) -> int:
-        """Tokens of a sample of such a prompt, with its prompt, at the most."""
+        """Return the maximum tokens of a sample, including its prompt of so many tokens."""
         return prompt + self.turns * self.max_tokens + (self.turns - 1) * self.observed
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Learns from rows as they are: `RowSource(rows=64)`."""
+    """Learns from given rows: `RowSource(rows=64)`."""
 
     rows: int  # of one step
 
@@ -65,7 +65,7 @@ class Column:
     name: str
     role: str
     need: Need
-    wide: int = 0  # numbers per token that stay on the workers, and travel as a handle; 0: one, in the batch
+    wide: int = 0  # numbers per token that stay on the workers, and travel as a handle; 0: one number, in the batch
 
 
 REFERENCE = Column("reference_logprobs", "reference", "logprobs")
@@ -81,35 +81,35 @@ class ScoredGroup:
     prompt: Prompt
     group: Group
     scores: tuple[Score, ...]  # one per sample
-    step: int = 0  # that it is to be trained in
+    step: int = 0  # that trains on it
 
     @property
     def answers(self) -> tuple[Trajectory, ...]:
-        """[samples]"""
+        """The last sequence of each sample, [samples]."""
         return tuple(sample.last for sample in self.group.samples)
 
     @property
     def ids(self) -> list[str]:
-        """[samples] `<step>.<prompt's position in the data stream>.<sample>`: what a trace finds them by."""
+        """`<step>.<prompt's position in the data stream>.<sample>`, [samples]: identify samples in traces."""
         return [self.id_of(sample) for sample in self.group.samples]
 
     def id_of(self, sample: Sample) -> str:
-        """Of one of the samples."""
+        """Return the id of one sample."""
         return f"{self.step}.{self.group.key}.{sample.index}"
 
     @property
     def tokens(self) -> int:
-        """Read once, and generated; what was said before is read again for every further response."""
+        """Tokens of the prompt, read once, and generated tokens; every further response reads its history again."""
         again = sum(sample.last.read_again for sample in self.group.samples)
         return len(self.prompt.tokens) + again + sum(sample.generated for sample in self.group.samples)
 
     def scored(self, scores: tuple[Score, ...]) -> ScoredGroup:
-        """The same samples with these scores."""
+        """Return the same samples with these scores."""
         return replace(self, scores=scores)
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
-        """[samples], NaN where there is no score."""
+        """Rewards, [samples], NaN where there is no score."""
         return np.array([np.nan if s.score is None else s.score for s in self.scores], dtype=np.float64)
 
 
@@ -122,14 +122,14 @@ class Drop:
 
 
 def every_item(batch: TokenBatch) -> Sequence[int]:
-    """All of them: what an update computes unless it says otherwise."""
+    """Return all items: the default of `Update.computes`."""
     return range(len(batch.item_lengths))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one role minimises on a step's batch.
+    """The objective of one role on a step's batch.
 
     Every mini-batch is divided by totals of all its items, whether they are computed or not; so items without a
     gradient may be left out of `computes` without changing anything.
@@ -139,85 +139,85 @@ class Update:
     objective: Callable[[Totals], Objective]  # of one mini-batch
     epochs: int = 1  # passes over the batch
     mini_batches: int = 1  # optimiser steps per pass
-    # what every term of its loss is divided by, of `Totals`, where credit is given to each group by itself: then
-    # gradients may be summed as groups come; None: they may not
+    # the field of `Totals` that divides every term of its loss, where credit is given to each group separately: then
+    # gradients may be summed as groups arrive; None: they may not
     streamable: Literal["tokens", "sequences"] | None = None
     computes: Callable[[TokenBatch], Sequence[int]] = every_item  # items that have a gradient
-    clip: tuple[float, float] | None = None  # how far its ratio may leave 1, for traces; None: it has no such clip
+    clip: tuple[float, float] | None = None  # how far its ratio may leave 1, for traces; None: no such clip
 
 
 R_contra = TypeVar("R_contra", contravariant=True)
 
 
 class Algorithm(Protocol):
-    """What every algorithm says."""
+    """The interface of every algorithm."""
 
     def requires(self, step: int) -> Sequence[Column]:
-        """What `credit` and the objectives read besides what was sampled; by default nothing."""
+        """Return the columns that `credit` and the objectives read in addition to the samples; by default none."""
         return ()
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """Advantages, returns, labels: whatever the objectives weigh by; by default none."""
+        """Add the columns that weigh the objectives: advantages, returns, labels; by default none."""
         return batch
 
     def updates(self, step: int) -> Sequence[Update]:
-        """Which roles learn in this step, and from what."""
+        """Return which roles learn in this step, and their objectives."""
 
 
 class RolloutAlgorithm(Algorithm, Protocol):
-    """One that learns from what its own policy samples. Unless it says otherwise, every sample is a document."""
+    """An algorithm that learns from its own policy's samples. By default, every sample is a document."""
 
-    # whether `form` makes the documents of each group by itself, one after the other; then columns of a step are filled
-    # while groups of it are sampled
+    # whether `form` makes the documents of each group separately, in order; then columns of a step are filled while its
+    # groups are sampled
     groupwise: bool = False
-    # whether it credits tokens with what was earned at them, where a reward says so; else the sum counts
+    # whether it credits tokens with the scores earned at them, if a reward reports them; else their sum counts
     reads_token_scores: bool = False
 
     @property
     def source(self) -> PromptSource:
-        """How much is sampled."""
+        """The amount of sampling."""
 
     def keep(self, group: ScoredGroup) -> Drop | None:
-        """Why a group is dropped and another one sampled in its place; None: it is trained on."""
+        """Return why a group is dropped and replaced by another; None: it is trained on."""
         return None
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """The documents of a step; None where nothing is worth training on."""
+        """Return the documents of a step; None where no group is worth training on."""
         return pack(groups)
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Metrics of its own, of everything that a step sampled."""
+        """Return the algorithm's own metrics, over everything that a step sampled."""
         return {}
 
     def unused(self, step: int) -> str:
-        """Why a scored sample may be in no update, for its trace."""
+        """Return why a scored sample may be in no update, for its trace."""
         return "not chosen"
 
 
 class RowAlgorithm(Algorithm, Protocol[R_contra]):
-    """One that learns from rows."""
+    """An algorithm that learns from rows."""
 
     @property
     def source(self) -> RowSource:
-        """How many rows a step takes."""
+        """The number of rows of a step."""
 
     def form(self, rows: Sequence[R_contra], seed: int) -> TokenBatch:
-        """The documents of a step."""
+        """Return the documents of a step."""
 
     def max_tokens(self, row: R_contra) -> int:
-        """Tokens of what is formed of a row."""
+        """Return the tokens of a row's documents."""
 
 
 def every_sample(group: ScoredGroup) -> Sequence[int]:
-    """All of a group, but for those whose environment failed."""
+    """Return all samples of a group whose environment did not fail."""
     return [i for i, answer in enumerate(group.answers) if answer.status != "error"]
 
 
 def pack(
     groups: Sequence[ScoredGroup], which: Callable[[ScoredGroup], Sequence[int]] = every_sample
 ) -> TokenBatch | None:
-    """Samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and `group`,
-    and the column `token_scores` where a reward says what was earned at which token.
+    """Return samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and
+    `group`, and the column `token_scores` if a reward reports what was earned at which token.
 
     Args:
         which: the samples of a group; by default all of them whose environment did not fail.
@@ -226,8 +226,8 @@ def pack(
         None where no sample is taken.
 
     Raises:
-        InputError: a sample has several sequences: which of them is trained, and what each is worth, only the author of
-            an algorithm knows.
+        InputError: a sample has several sequences: only the algorithm's author can decide which of them is trained, and
+            what each is worth.
     """
     taken = [(at, group, list(which(group))) for at, group in enumerate(groups)]
     samples = [(group, group.group.samples[i]) for _, group, chosen in taken for i in chosen]
@@ -247,10 +247,10 @@ def pack(
 
 
 def with_temperature(batch: TokenBatch | None, groups: Sequence[ScoredGroup]) -> TokenBatch | None:
-    """Documents that an algorithm formed without a temperature get the one that their groups were sampled at.
+    """Give documents that an algorithm formed without a temperature the one of their groups.
 
     Raises:
-        InputError: the groups were sampled at several.
+        InputError: the groups were sampled at several temperatures.
     """
     if batch is None or "temperature" in batch.document_columns:
         return batch
@@ -266,7 +266,7 @@ def with_temperature(batch: TokenBatch | None, groups: Sequence[ScoredGroup]) ->
 
 
 def _earned(batch: TokenBatch, prompts: Sequence[int], scores: Sequence[Score]) -> TokenBatch:
-    """With the column `token_scores`, where some score says at which tokens it was earned."""
+    """Add the column `token_scores`, if some score reports at which tokens it was earned."""
     if not any(score.at for score in scores):
         return batch
     column = torch.zeros(len(batch.tokens))

@@ -1,4 +1,4 @@
-"""DAPO: GRPO with a wider upper clip and a token mean; groups that say nothing are replaced, long responses dearer.
+"""DAPO: GRPO with a wider upper clip and a token mean; replaces groups without signal, and penalises long responses.
 
 Source: Yu et al., arXiv 2503.14476: clip-higher (3.1), dynamic sampling (3.2), token-level loss (3.3), soft overlong
 punishment (3.4, eq. 13).
@@ -30,11 +30,11 @@ class DAPO(GroupBaseline[DAPOConfig]):
         return replace(super().source, refills=self.config.refills)
 
     def keep(self, group: ScoredGroup) -> Drop | None:
-        """Dynamic sampling: a group whose rewards are equal has no gradient. Its length has no say in this."""
+        """Apply dynamic sampling: a group whose rewards are equal has no gradient. Response length does not matter."""
         return None if with_signal(group) else Drop("group without signal")
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """The mean punishment too."""
+        """Return the mean penalty too."""
         found, c = super().report(groups), self.config
         if c.overlong is None:
             return found
@@ -43,7 +43,7 @@ class DAPO(GroupBaseline[DAPOConfig]):
         return {**found, "reward/overlong": -c.overlong.penalty * float(grown.mean())}
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """Less the punishment of what comes near the token limit."""
+        """Return rewards minus the penalty of responses near the token limit."""
         rewards, c = super().rewards(batch), self.config
         if c.overlong is None:
             return rewards

@@ -1,11 +1,11 @@
-"""An algorithm of the user's own, run by the same loop.
+"""The user's own algorithm, run by the same loop.
 
 ::
 
-    # best_of_n.py, beside run.yaml; the stage says `kind: dataflow` and `recipe: best_of_n:BestOfN`
+    # best_of_n.py, next to run.yaml; the stage has `kind: dataflow` and `recipe: best_of_n:BestOfN`
     class BestOfN(Dataflow): ...
 
-It is a function of what it is given, as every algorithm; then it is resumed, budgeted, placed and traced like every
+It is a function of its arguments, like every algorithm; then it is resumed, budgeted, placed and traced like every
 other.
 """
 
@@ -24,19 +24,19 @@ Entry = Callable[[DataflowConfig], RolloutAlgorithm]
 
 
 class Dataflow(Sampling[DataflowConfig]):
-    """What a user's algorithm begins with: samples as its stage says, and everything else as the defaults have it.
+    """The base of a user's algorithm: samples as its stage is configured, with defaults for everything else.
 
-    With several turns `observe(row, responses)` says what the policy sees between two of them. What its author wants to
-    be told is in `config.settings`.
+    With several turns `observe(row, responses)` returns the observation between two of them. `config.settings` holds
+    its author's own settings.
     """
 
     reads_token_scores = True  # in the column `token_scores`; its author decides
 
     def updates(self, step: int) -> Sequence[Update]:
-        """What is minimised.
+        """Return the updates of a step.
 
         Raises:
-            InputError: the algorithm does not say.
+            InputError: the algorithm does not define them.
         """
         raise InputError(f"dataflow {type(self).__name__} must say what it minimises, got no updates(step); define it")
 
@@ -44,14 +44,14 @@ class Dataflow(Sampling[DataflowConfig]):
 def load_dataflow(file: Path, entry: str) -> Entry:
     """Import a user's module, which runs with the job's own rights, and find its algorithm.
 
-    The folder goes onto the module path, so that worker processes can import what the module defines.
+    The folder is added to the module path, so that worker processes can import what the module defines.
 
     Args:
         file: `my_module.py`.
-        entry: its name: a class, or a function that makes one of the stage's configuration.
+        entry: its name: a class, or a function that makes an algorithm of the stage's configuration.
 
     Raises:
-        InputError: the module cannot be imported, has no such name, or one that is not made of a configuration.
+        InputError: the module cannot be imported, has no such name, or one that does not take a configuration.
     """
     sys.path.insert(0, str(file.parent))
     try:

@@ -1,4 +1,4 @@
-"""Distillation on the student's own responses: at every token the student learns what a teacher would have said.
+"""Distillation on the student's own responses: at every token the student learns a teacher's prediction.
 
 No reward is needed: the teacher's likeliest tokens, a wide column, are the signal, at every token and not once for each
 response. Source: generalised knowledge distillation, arXiv 2306.13649, with all data sampled by the student.
@@ -16,19 +16,19 @@ from posttrain.engine.recipes.policy_gradient import Sampling
 
 @final
 class Distill(Sampling[DistillConfig]):
-    """From a frozen teacher, which reads what was sampled while more is."""
+    """Distillation from a frozen teacher, which reads samples while others are sampled."""
 
     groupwise = True
 
     def requires(self, step: int) -> Sequence[Column]:
-        """The teacher's likeliest tokens."""
+        """Return the column of the teacher's likeliest tokens."""
         return (Column(CANDIDATES, "teacher", "topk", wide=self.config.top_k),)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The policy, on everything that it sampled."""
+        """Return the policy's update, on everything that it sampled."""
         return (Update("policy", self.objective, mini_batches=self.config.mini_batches),)
 
     def objective(self, totals: Totals) -> DistillationObjective:
-        """Token mean."""
+        """Return the distillation objective, a token mean."""
         c = self.config
         return DistillationObjective(totals, c.divergence, 0.5 if c.beta is None else c.beta)

@@ -1,7 +1,7 @@
 """DPO: the policy is its own reward model; it learns to prefer the chosen response by more than its reference does.
 
-Source: Rafailov et al., arXiv 2305.18290, eq. 7; labels that may be wrong: its conservative form, where a share ε of
-them is taken for the other way.
+Source: Rafailov et al., arXiv 2305.18290, eq. 7; for noisy labels its conservative form, which assumes that a share ε
+of them is inverted.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from posttrain.engine.recipes.reward_model import OverPairs
 @final
 @dataclass(frozen=True, slots=True)
 class DPO(OverPairs):
-    """Over preference pairs."""
+    """DPO over preference pairs."""
 
     config: DPOConfig
 
     def requires(self, step: int) -> Sequence[Column]:
-        """What the starting policy says of the responses."""
+        """Return the column of the starting policy's log-probabilities of the responses."""
         return (REFERENCE,)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The policy."""
+        """Return the policy's update."""
         objective = partial(DPOObjective, beta=self.config.beta, smoothing=self.config.label_smoothing)
         return (Update("policy", objective),)
 

@@ -14,12 +14,12 @@ from posttrain.engine.recipes.policy_gradient import GroupBaseline
 
 @final
 class DrGRPO(GroupBaseline[GroupConfig]):
-    """Over groups of samples."""
+    """Dr. GRPO over groups of samples."""
 
     estimator: ClassVar[Estimator] = staticmethod(dr_grpo)
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """The mean over responses of token sums, divided by the token limit."""
+        """Return the mean over responses of token sums, divided by the token limit."""
         return replace(
             super().objective(totals), aggregation="seq-mean-token-sum-norm", norm=self.config.sampled_tokens
         )

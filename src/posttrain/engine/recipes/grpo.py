@@ -1,10 +1,10 @@
 """GRPO: push the policy towards responses that are better than their group.
 
 The policy that samples is the policy that is trained, so the recorded log-probabilities are the "old" ones of the PPO
-ratio, for every mini-batch of the step; no further importance weight exists. Responses without advantage (their group
-has no signal, or they have no score) have no policy gradient and are not computed; the loss is divided by all that was
-sampled all the same, so that leaving them out changes nothing. Source: DeepSeekMath, arXiv 2402.03300; clip-higher:
-DAPO, arXiv 2503.14476.
+ratio, for every mini-batch of the step; there is no further importance weight. Responses without advantage (their group
+has no signal, or they have no score) have no policy gradient and are not computed; the loss is still divided by
+everything sampled, so leaving them out changes nothing. Source: DeepSeekMath, arXiv 2402.03300; clip-higher: DAPO,
+arXiv 2503.14476.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ from posttrain.engine.recipes.policy_gradient import GroupBaseline, with_signal
 
 @final
 class GRPO(GroupBaseline[GRPOConfig]):
-    """Over groups of samples."""
+    """GRPO over groups of samples."""
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """Everything sampled, or what has a signal, as the loss is divided."""
+        """Return all samples, or those with a signal, matching the loss's denominator."""
         return pack(groups, with_signal) if self.config.denominator == "signal" else pack(groups)
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """As the stage estimates it."""
+        """Add advantages by the stage's estimator."""
         rewards, place = by_group(batch.column("reward"), batch.column("group"))
         return batch.with_columns(advantages=batch.spread(ESTIMATORS[self.config.advantage](rewards)[place]))
 
     def updates(self, step: int) -> Sequence[Update]:
-        """With a KL penalty in the loss every document has a gradient, since it reads no reward."""
+        """Return the policy's update; with a KL penalty in the loss every document has a gradient."""
         found = super().updates(step)
         return [replace(update, computes=every_item) for update in found] if self.config.kl else found
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """As the stage sums it."""
+        """Return the objective with the stage's aggregation."""
         c = self.config
         kl = KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl else None
         return replace(super().objective(totals), aggregation=c.aggregation, norm=c.sampled_tokens, kl=kl)

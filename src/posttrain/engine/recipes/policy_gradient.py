@@ -1,4 +1,4 @@
-"""What clipped policy gradients have in common, and those whose baseline is a response's own group."""
+"""The common base of clipped policy gradients, and of those whose baseline is a response's own group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=OnPolicyConfig)
 
 
 class Sampling(RolloutAlgorithm, Generic[S]):
-    """Samples as much as its stage says.
+    """Samples the amount that its stage configures.
 
     Args:
         config: the stage's.
@@ -46,90 +46,90 @@ class Sampling(RolloutAlgorithm, Generic[S]):
 
     @property
     def source(self) -> PromptSource:
-        """Prompts and samples of a step, of as many turns as it has."""
+        """Prompts, samples and turns of a step."""
         c = self.config
         shape = c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature
         return PromptSource(*shape, stop=c.stop, turns=c.turns_most, observed=c.observed_most)
 
 
 class PolicyGradient(Sampling[C]):
-    """Trains the policy on every scored response that has an advantage; `credit` is left to say.
+    """Trains the policy on every scored response that has an advantage; subclasses implement `credit`.
 
-    Others have no gradient and are not computed; the loss is divided by all of them all the same.
+    Other responses have no gradient and are not computed; the loss is still divided by all of them.
     """
 
     groupwise = True
 
     def requires(self, step: int) -> Sequence[Column]:
-        """The reference, with a KL penalty; the policy as the step began, where another one sampled."""
+        """Return the reference, with a KL penalty; the policy at the step's beginning, where another one sampled."""
         lag = self.config.lag
         proximal = (PROXIMAL,) if lag and lag.correction != "bypass" else ()
         return (*proximal, *((REFERENCE,) if "reference" in self.config.roles() else ()))
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """What has a score."""
+        """Return the samples that have a score."""
         return pack(groups, scored)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The policy."""
+        """Return the policy's update."""
         c = self.config
         clip = (c.clip_low, c.clip_high)
         return (Update("policy", self.objective, mini_batches=c.mini_batches, computes=with_advantage, clip=clip),)
 
     def unused(self, step: int) -> str:
-        """It has no gradient."""
+        """Return the reason: it has no gradient."""
         return "no advantage"
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """Token mean."""
+        """Return the clipped objective, a token mean."""
         c = self.config
         cap = c.lag.truncation if c.lag else None
         return PolicyObjective(totals, clip_low=c.clip_low, clip_high=c.clip_high, importance=cap)
 
 
 class GroupBaseline(PolicyGradient[C]):
-    """Advantages over the other samples of a prompt; a penalty in the reward comes first."""
+    """Advantages over the other samples of a prompt; a penalty in the reward is applied first."""
 
     estimator: ClassVar[Estimator]
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """One advantage for each response."""
+        """Add one advantage for each response."""
         rewards, place = by_group(self.rewards(batch), batch.column("group"))
         return batch.with_columns(advantages=batch.spread(type(self).estimator(rewards)[place]))
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """[D] float64: what each response is worth."""
+        """Return the reward of each response, [D] float64."""
         return penalised(batch, getattr(self.config, "kl", None))
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The policy; every term of its loss is divided by one number."""
+        """Return the policy's update; one number divides every term of its loss."""
         shared = DENOMINATORS[self.objective(Totals(1, 1, 1, 1)).aggregation]
         return [replace(update, streamable=shared) for update in super().updates(step)]
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """The share of groups without a signal."""
+        """Return the share of groups without a signal."""
         return {"groups/zero_std": sum(not with_signal(group) for group in groups) / len(groups)}
 
     def unused(self, step: int) -> str:
-        """Its group's rewards are equal."""
+        """Return the reason: its group's rewards are equal."""
         return "group without signal"
 
 
 def scored(group: ScoredGroup) -> list[int]:
-    """The samples of a group that have a score."""
+    """Return the samples of a group that have a score."""
     found: list[int] = np.flatnonzero(~np.isnan(group.rewards)).tolist()
     return found
 
 
 def with_signal(group: ScoredGroup) -> list[int]:
-    """They, where their rewards differ; none otherwise."""
+    """Return the scored samples, if their rewards differ; else none."""
     chosen = scored(group)
     rewards = group.rewards[chosen]
     return chosen if len(chosen) > 1 and rewards.max() > rewards.min() else []
 
 
 def with_advantage(batch: TokenBatch) -> list[int]:
-    """The items that have a policy gradient: some response token's advantage is not 0."""
+    """Return the items that have a policy gradient: some response token's advantage is not 0."""
     item = np.repeat(np.arange(len(batch.item_lengths)), batch.item_lengths)
     live = (batch.response_mask & (batch.column("advantages") != 0)).numpy()
     found: list[int] = np.flatnonzero(np.bincount(item[live])).tolist()
@@ -137,7 +137,7 @@ def with_advantage(batch: TokenBatch) -> list[int]:
 
 
 def penalised(batch: TokenBatch, kl: RewardKLConfig | None) -> Tensor:
-    """[D] float64: rewards less β times the sum over a response of how far it is from the reference."""
+    """Return rewards minus β times the sum of the KL estimates of a response, [D] float64."""
     rewards: Tensor = batch.column("reward").double()
     if kl is None:
         return rewards
@@ -147,7 +147,7 @@ def penalised(batch: TokenBatch, kl: RewardKLConfig | None) -> Tensor:
 
 
 def token_rewards(batch: TokenBatch, scores: Tensor, kl: RewardKLConfig | PPOKLConfig | None) -> Tensor:
-    """[T]: scores [D] at the tokens where they were earned, less a KL penalty where there is one."""
+    """Return scores [D] at the tokens where they were earned, minus any KL penalty, [T]."""
     mask, lengths, earned = batch.response_mask, batch.lengths, batch.token_columns.get("token_scores")
     if kl is None:
         return score_rewards(scores, mask, lengths, earned)

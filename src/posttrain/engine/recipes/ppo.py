@@ -1,8 +1,8 @@
 """PPO with four roles: a policy and a critic that learn, a frozen reference, and a judge (a reward model or function).
 
-The score stands at a response's last token, or where the reward says that it was earned; a KL penalty against the
+The score is at a response's last token, or at the tokens where the reward was earned; a KL penalty against the
 reference is in the reward of every token, or in the loss, never in both. Advantages are generalised (GAE) over the
-critic's values as the rollout found them. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward
+critic's values from before the updates. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward
 model: InstructGPT, arXiv 2203.02155.
 """
 
@@ -21,16 +21,16 @@ from posttrain.engine.recipes.policy_gradient import PolicyGradient, token_rewar
 
 @final
 class PPO(PolicyGradient[PPOConfig]):
-    """Over every response that has a score."""
+    """PPO over every response that has a score."""
 
     reads_token_scores = True
 
     def requires(self, step: int) -> Sequence[Column]:
-        """Values; the reference, with a KL penalty."""
+        """Return the columns of values and, with a KL penalty, of the reference."""
         return (VALUES, *super().requires(step))
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """Rewards per token, returns, advantages."""
+        """Add rewards per token, returns and advantages."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
         scores = batch.column("reward").to(precision(old_logprobs(batch)))
         rewards = token_rewards(batch, scores, c.kl if c.kl and c.kl.place == "reward" else None)
@@ -41,7 +41,7 @@ class PPO(PolicyGradient[PPOConfig]):
         return batch.with_columns(rewards=rewards, returns=returns, advantages=advantages)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The critic, and after its warm-up the policy beside it."""
+        """Return the updates of the critic and, after its warm-up, of the policy."""
         c = self.config
         over = partial(Update, epochs=c.ppo_epochs, mini_batches=c.mini_batches)
         critic = over("critic", partial(ValueObjective, clip=c.critic.clip))
@@ -50,11 +50,11 @@ class PPO(PolicyGradient[PPOConfig]):
         return (critic, over("policy", self.objective, clip=(c.clip_low, c.clip_high)))
 
     def unused(self, step: int) -> str:
-        """The policy does not learn yet."""
+        """Return the reason: the policy does not learn yet."""
         return "critic warm-up"
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """With the KL penalty where that is in the loss."""
+        """Return the policy's objective, with the KL penalty if that is in the loss."""
         c = self.config
         kl = KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl and c.kl.place == "loss" else None
         return replace(super().objective(totals), kl=kl)

@@ -1,7 +1,7 @@
 """REINFORCE++: no critic and no groups; the returns of penalised rewards, normalised over all tokens of a step.
 
 A_t = Σ_{i ≥ t} γ^(i−t) · r_i with r_i = −β·kl_i and the score at the last token, or where it was earned. With
-`baseline: group` the score is first taken relative to its group's mean. Source: Hu et al., arXiv 2501.03262.
+`baseline: group` the group's mean is first subtracted from the score. Source: Hu et al., arXiv 2501.03262.
 """
 
 from typing import final
@@ -17,12 +17,12 @@ from posttrain.engine.recipes.policy_gradient import PolicyGradient, token_rewar
 
 @final
 class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
-    """Over every response that has a score."""
+    """REINFORCE++ over every response that has a score."""
 
     reads_token_scores = True
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """Returns, to mean 0 and deviation 1 over the step."""
+        """Add returns, normalised to mean 0 and deviation 1 over the step."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
         scores = batch.column("reward").double()
         if c.baseline == "group":

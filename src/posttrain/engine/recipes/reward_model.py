@@ -16,21 +16,21 @@ from posttrain.engine.recipes.algorithm import RowAlgorithm, RowSource, Update
 
 @dataclass(frozen=True, slots=True)
 class OverPairs(RowAlgorithm[PreferencePair]):
-    """What learns from preference pairs: the chosen and the rejected response of each are one unit, in turn."""
+    """An algorithm over preference pairs: the chosen and the rejected response of each are one unit, in turn."""
 
     config: RowsConfig
 
     @property
     def source(self) -> RowSource:
-        """Pairs of a step."""
+        """The number of pairs of a step."""
         return RowSource(self.config.batch_size)
 
     def max_tokens(self, row: PreferencePair) -> int:
-        """The prompt is read with each response."""
+        """Return the tokens of both documents; each includes the prompt."""
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
 
     def form(self, rows: Sequence[PreferencePair], seed: int) -> TokenBatch:
-        """Pairs, packed."""
+        """Return the pairs, packed."""
         documents = [Document(pair.prompt, response) for pair in rows for response in (pair.chosen, pair.rejected)]
         return TokenBatch.pack(documents, unit=2)
 
@@ -38,10 +38,10 @@ class OverPairs(RowAlgorithm[PreferencePair]):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardModel(OverPairs):
-    """Over preference pairs."""
+    """A reward model over preference pairs."""
 
     config: RewardModelConfig
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The reward model."""
+        """Return the reward model's update."""
         return (Update("reward_model", PreferenceObjective),)

@@ -1,7 +1,7 @@
 """RLOO: REINFORCE over whole responses, with the mean of the other samples as the baseline.
 
-The penalty for leaving the reference is in a response's reward, before baselines are taken. Source: Ahmadian et al.,
-arXiv 2402.14740, section 3; the ratio's clip matters only where a step has several mini-batches.
+The KL penalty is in a response's reward, before baselines are subtracted. Source: Ahmadian et al., arXiv 2402.14740,
+section 3; the ratio's clip matters only where a step has several mini-batches.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from posttrain.engine.recipes.policy_gradient import GroupBaseline
 
 @final
 class RLOO(GroupBaseline[GroupConfig]):
-    """Over groups of samples."""
+    """RLOO over groups of samples."""
 
     estimator: ClassVar[Estimator] = staticmethod(rloo)
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """The mean over responses of A · Σ log π: a response is one action."""
+        """Return the mean over responses of A · Σ log π: a response is one action."""
         return replace(super().objective(totals), aggregation="seq-mean-token-sum-norm")

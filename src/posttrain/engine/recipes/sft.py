@@ -13,23 +13,23 @@ from posttrain.engine.recipes.algorithm import RowAlgorithm, RowSource, Update
 @final
 @dataclass(frozen=True, slots=True)
 class SFT(RowAlgorithm[Document]):
-    """Over demonstrations: prompt and completion tokens, end of sequence included."""
+    """SFT over demonstrations: prompt and completion tokens, end of sequence included."""
 
     config: SFTConfig
 
     @property
     def source(self) -> RowSource:
-        """Documents of a step."""
+        """The number of documents of a step."""
         return RowSource(self.config.batch_size)
 
     def max_tokens(self, row: Document) -> int:
-        """All its tokens."""
+        """Return the number of its tokens."""
         return len(row.prompt) + len(row.response)
 
     def form(self, rows: Sequence[Document], seed: int) -> TokenBatch:
-        """As they are."""
+        """Return the documents, packed unchanged."""
         return TokenBatch.pack(rows)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """The policy."""
+        """Return the policy's update."""
         return (Update("policy", SupervisedObjective),)

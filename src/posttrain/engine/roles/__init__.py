@@ -1,1 +1,1 @@
-"""What a model does in the dataflow: policy, reference."""
+"""The roles of a model in the dataflow: policy, reference."""

@@ -1,11 +1,11 @@
-"""What `TrainEngine` promises, as functions that hold an engine of anybody's against it.
+"""The guarantees of `TrainEngine`, as functions that test any engine against them.
 
-On one rank, and on every rank of a process group at once (there `context.collective` is true)::
+On one rank, or on every rank of a process group together (there `context.collective` is true)::
 
     bench = Bench(open_mine, RankContext(), folder)  # open_mine(context, seed) -> TrainEngine; a seed is its weights
     for held in HELD:
-        held(bench)  # AssertionError says which promise was broken
-    learned(bench)  # whole weights: what one rank learned, any number of ranks learns up to rounding
+        held(bench)  # AssertionError names the broken guarantee
+    learned(bench)  # whole weights: one rank and any number of ranks learn the same up to rounding
 
 The model is any language model over `VOCABULARY` tokens or more, without dropout, in float32.
 """
@@ -31,28 +31,28 @@ from posttrain.engine.weights.stream import Attestation, attest
 
 VOCABULARY = 61
 _SHAPES = ((5, 9), (3, 2), (11, 9), (1, 1), (2, 4))  # prompt and response tokens of each document
-_CLOSE = 1e-5  # by how much a weight or log-probability may differ between ways to cut a batch
+_CLOSE = 1e-5  # by how much a weight or log-probability may differ between ways to split a batch
 
 
 @dataclass(frozen=True)
 class Bench:
-    """An engine's surroundings on one rank."""
+    """The surroundings of an engine on one rank."""
 
     open: Callable[[RankContext, int], TrainEngine]
     context: RankContext
-    folder: Path  # that all ranks see
+    folder: Path  # visible to all ranks
 
     def engine(self, seed: int = 0) -> TrainEngine:
-        """A new engine."""
+        """Return a new engine."""
         return self.open(self.context, seed)
 
     def shard(self) -> TokenBatch:
-        """This rank's documents: every so many-th, so that ranks have different numbers of them."""
+        """Return this rank's documents: every n-th for n ranks, so that ranks have different numbers of them."""
         batch = whole_batch()
         return batch.select_items(range(self.context.rank, len(batch), self.context.size))
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each rank has. Collective."""
+        """Return the objects of all ranks. Collective."""
         if self.context.size == 1:
             return [mine]
         found: list[Any] = [None] * self.context.size
@@ -60,7 +60,7 @@ class Bench:
         return found
 
     def weights(self, engine: TrainEngine) -> dict[str, Tensor]:
-        """The whole weights, put together from what every rank exports. Collective."""
+        """Return the whole weights, assembled from every rank's export. Collective."""
         mine = [Shard(s.name, s.shape, s.tensor.detach().cpu().clone(), s.row, s.column) for s in engine.export()]
         shards = [shard for held in self.everyone(mine) for shard in held]
         found = {shard.name: torch.zeros(shard.shape, dtype=shard.tensor.dtype) for shard in shards}
@@ -69,7 +69,7 @@ class Bench:
         return found
 
     def train(self, engine: TrainEngine, steps: range, mine: TokenBatch | None = None) -> dict[str, float]:
-        """The metrics of the last step. Collective."""
+        """Train and return the metrics of the last step. Collective."""
         objective = SupervisedObjective(Totals.of(whole_batch()))
         metrics: dict[str, float] = {}
         for step in steps:
@@ -78,7 +78,7 @@ class Bench:
 
 
 def whole_batch() -> TokenBatch:
-    """Documents of different lengths."""
+    """Return documents of different lengths."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(count: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def whole_batch() -> TokenBatch:
 
 
 def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
-    """Whatever the micro-batches, each document gets what it gets alone; nothing changes."""
+    """For any micro-batches, each document gets the same predictions as alone; nothing changes."""
     engine, batch = bench.engine(), whole_batch()
     before = bench.weights(engine)
     found = engine.forward(batch, {"logprobs"}).of("logprobs")
@@ -107,15 +107,15 @@ def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
 
 
 def refuses_what_it_cannot_predict(bench: Bench) -> None:
-    """A language model has no scores."""
+    """A language model predicts no scores."""
     engine = bench.engine()
     _refused(InputError, lambda: engine.forward(whole_batch(), {"scores"}), "scores of a language model")
 
 
 def exports_every_element_once(bench: Bench) -> None:
-    """Hashes of the ranks' pieces add up to the whole's: what comes twice or not at all is noticed.
+    """Hashes of the ranks' pieces add up to the whole's: a duplicate or missing element changes the sum.
 
-    After a forward too, which may leave parameters gathered.
+    Also after a forward, which may leave parameters gathered.
     """
     engine = bench.engine()
     bench.train(engine, range(1))
@@ -136,7 +136,7 @@ def exports_every_element_once(bench: Bench) -> None:
 
 
 def lets_a_rank_be_idle(bench: Bench) -> None:
-    """All documents on rank 0, none elsewhere: the same update."""
+    """All documents on rank 0, none elsewhere: the update is the same."""
     spread, idle = bench.engine(), bench.engine()
     lopsided = whole_batch().select_items([] if bench.context.rank else range(len(_SHAPES)))
     one, two = bench.train(spread, range(2)), bench.train(idle, range(2), lopsided)
@@ -146,7 +146,7 @@ def lets_a_rank_be_idle(bench: Bench) -> None:
 
 
 def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
-    """A loss that is no number on one rank changes nothing on any: no weight, no moment, no gradient."""
+    """A loss of NaN on one rank changes nothing on any rank: no weight, no moment, no gradient."""
     engine, other = bench.engine(), bench.engine()
     for opened in (engine, other):
         bench.train(opened, range(1))
@@ -168,14 +168,14 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
 
 
 def sums_what_comes_in_parts(bench: Bench) -> None:
-    """A mini-batch in parts, one of them empty: the update and the metrics of the whole, and nothing before."""
+    """A mini-batch in parts, one of which is empty: the update and metrics of the whole, and no change before."""
     whole, parted = bench.engine(), bench.engine()
     one = bench.train(whole, range(1))
     mine, before = bench.shard(), bench.weights(parted)
     total = Totals.of(whole_batch())
     sums = SupervisedObjective(Totals(1, 1, 1, 1))
     half = len(mine) // 2
-    parted.step(mine, sums, step=0, part=0, more=True)  # given up: another one begins
+    parted.step(mine, sums, step=0, part=0, more=True)  # abandoned: another mini-batch begins
     for number, part in enumerate((range(half), range(0), range(half, len(mine)))):
         parted.step(mine.select_items(part), sums, step=0, part=number, more=True)
     _require(_equal(bench.weights(parted), before), "an update that has not come whole changes no weight")
@@ -190,7 +190,7 @@ def sums_what_comes_in_parts(bench: Bench) -> None:
 
 
 def goes_on_from_a_checkpoint(bench: Bench) -> None:
-    """Bit for bit; one without the role is refused."""
+    """A resumed engine is bit-identical; a checkpoint without the role is refused."""
     folder = bench.folder / f"checkpoint-{bench.context.size}"
     folder.mkdir(exist_ok=True)
     undisturbed, first = bench.engine(), bench.engine()
@@ -209,7 +209,7 @@ def goes_on_from_a_checkpoint(bench: Bench) -> None:
 
 
 def records_what_the_step_found(bench: Bench) -> None:
-    """With `record`, the batch comes back with the log-probabilities of before the update."""
+    """With `record`, the returned batch has the log-probabilities of before the update."""
     engine, mine = bench.engine(), bench.shard()
     found = engine.forward(mine, {"logprobs"}).of("logprobs")
     done = engine.step(mine, SupervisedObjective(Totals.of(whole_batch())), step=0, record=True)
@@ -231,7 +231,7 @@ HELD: tuple[Callable[[Bench], None], ...] = (
 
 
 def learned(bench: Bench) -> dict[str, Tensor]:
-    """Whole weights after three steps. Collective."""
+    """Return whole weights after three steps. Collective."""
     engine = bench.engine()
     bench.train(engine, range(3))
     return bench.weights(engine)

@@ -1,10 +1,10 @@
 """The optimiser of every trainable role, and the learning rate as a pure function of the step.
 
-Every trainable role runs AdamW with a schedule, over micro-batches, whole or sharded over ranks. How a mini-batch is
-cut into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted sums over global
-denominators (see `algorithms.objectives`), so gradients simply add up. With dropout it also changes which masks are
-drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and rank count, and
-another is another sample of the same noise.
+Every trainable role runs AdamW with a schedule, over micro-batches, whole or sharded over ranks. The split of a
+mini-batch into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted sums over
+global denominators (see `algorithms.objectives`), so gradients add up. With dropout it also changes the masks, because
+every micro-batch draws its own; so a run is reproducible for one micro-batch budget and rank count, and another split
+is another sample of the same noise.
 """
 
 import math
@@ -38,7 +38,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: str, final_ratio: float) -> float:
-    """Linear warm-up to the peak, then decay over the steps that remain.
+    """Return the learning rate: linear warm-up to the peak, then decay over the remaining steps.
 
     ::
 
@@ -47,7 +47,7 @@ def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: 
         linear    1 − (1 − final)·x          x = (step − warmup) / (total − warmup)
         cosine    final + (1 − final)·(1 + cos(π·x))/2
 
-    A warm-up as long as the stage leaves nothing to decay over.
+    A warm-up as long as the stage leaves no steps to decay over.
 
     Args:
         step: 0-based optimiser step.
@@ -73,13 +73,13 @@ def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: 
 
 
 class DivergedError(JobFailedError):
-    """Training produced NaN or infinity; weights and moments of the role are those from before that mini-batch."""
+    """Training produced NaN or infinity; the role's weights and moments are those from before that mini-batch."""
 
     failure_class: ClassVar[FailureClass] = FailureClass.DIVERGED
 
 
 def micro_batch_tokens(runtime: RuntimeConfig, device: str) -> int:
-    """The micro-batch budget on a device."""
+    """Return the micro-batch budget on a device."""
     tokens = runtime.micro_batch_tokens
     return _MICRO_BATCH_TOKENS.get(torch.device(device).type, 4096) if tokens == "auto" else tokens
 
@@ -88,12 +88,12 @@ def micro_batch_tokens(runtime: RuntimeConfig, device: str) -> int:
 class Learner:
     """A module's optimiser.
 
-    Parameters below float32 get a float32 master copy which the optimiser updates: at a post-training learning rate a
+    Parameters below float32 get a float32 master copy, which the optimiser updates: at a post-training learning rate a
     bfloat16 weight would round most updates away.
 
     Args:
-        context: where it stands; on several ranks the parameters are sharded over them.
-        module: updated in place, so every zero-copy reader sees the new weights at once.
+        context: its rank context; on several ranks the parameters are sharded over them.
+        module: updated in place, so every zero-copy reader sees the new weights immediately.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget, sequence parallelism, activation checkpointing.
         steps: of the whole stage, for the schedule.
@@ -118,8 +118,8 @@ class Learner:
         context.need_collectives(type(module).__name__)
         if torch.device(context.device).type == "cpu":
             keep_freed_memory()
-        self._costs = cost_model(module)  # counted before it is sharded
-        if runtime.activation_checkpointing is True:  # a job has settled what `auto` is (`planner.sizes`)
+        self._costs = cost_model(module)  # counted before sharding
+        if runtime.activation_checkpointing is True:  # a job has resolved `auto` (`planner.sizes`)
             checkpoint_activations(module)
         self.sharding = Unsharded(module) if context.size == 1 else FullySharded(module, context.device)
         self.token_budget = micro_batch_tokens(runtime, context.device)
@@ -135,22 +135,22 @@ class Learner:
             fused=context.size == 1,
         )
         self._module = module
-        self._kept: dict[str, Tensor] = {}  # sums of the parts of an update that has not come whole
+        self._kept: dict[str, Tensor] = {}  # sums of the parts of an incomplete update
         module.train(dropout)
 
     def split(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
-        """The units of each of this rank's micro-batches, balanced by the model's cost within the token budget; and the
-        micro-batches on its device.
+        """Return the units of each of this rank's micro-batches, balanced by the model's cost within the token budget;
+        and the micro-batches on its device.
         """
         placed = batch if batch.device == self._device else batch.to(self._device)
         lengths = placed.item_lengths
-        if lengths and sum(lengths) <= self.token_budget:  # nothing to balance, which takes longer than to see that
+        if lengths and sum(lengths) <= self.token_budget:  # no balancing needed; this check is faster than balancing
             return (tuple(range(len(lengths))),), [placed]
         shards = micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
         return shards, [placed] if len(shards) == 1 else [placed.select_items(shard) for shard in shards]
 
     def dummy(self, batch: TokenBatch) -> TokenBatch:
-        """See `TokenBatch.dummy`, on this rank's device."""
+        """Return `TokenBatch.dummy` on this rank's device."""
         return batch.dummy().to(self._device)
 
     def step(
@@ -164,26 +164,26 @@ class Learner:
         more: bool = False,
         divide: Division | None = None,
     ) -> dict[str, float]:
-        """One optimiser step, or a part of one.
+        """Do one optimiser step, or a part of one.
 
         Args:
-            micros: this rank's micro-batches; may be none.
+            micros: this rank's micro-batches; may be empty.
             dummy: computed instead, without effect, while other ranks still have some.
             forward: called once per micro-batch.
             step: 0-based stage step, for the schedule and the dropout key.
-            part: which mini-batch of the step, or which part of one.
+            part: number of the mini-batch in the step, or of the part in a mini-batch.
             more: gradients and sums are kept for the next call, and nothing is updated.
-            divide: what they are divided by, those that were kept included.
+            divide: the divisor of gradients and sums, including the kept ones.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank;
-            nothing where there is more.
+            empty with `more`.
 
         Raises:
-            DivergedError: loss or gradient is NaN or infinite on any rank; nothing was updated on any, and no gradient
-                is left.
+            DivergedError: loss or gradient is NaN or infinite on any rank; no rank updated anything, and no gradient is
+                left.
         """
-        if divide is None and not (more and part):  # a mini-batch begins: what is left of another is not trained on
+        if divide is None and not (more and part):  # a mini-batch begins: an incomplete earlier one is not trained on
             self._kept = {}
             self._optimizer.zero_grad(set_to_none=True)
         sums, self._kept = self._kept, {}
@@ -193,7 +193,7 @@ class Learner:
                 parts = self.sharding.compute(forward, dummy if idle else micros[index])
             (parts.loss * 0.0 if idle else parts.loss).backward()  # type: ignore[no-untyped-call]
             self.sharding.collect_gradients()
-            # a sharding that scales the loss says what it was before
+            # a sharding that scales the loss returns the unscaled one in the sums
             for name, value in {"loss": parts.loss.detach(), **parts.sums}.items():
                 value = torch.zeros_like(value) if idle else value
                 sums[name] = sums[name] + value if name in sums else value
@@ -216,8 +216,8 @@ class Learner:
     def evaluate(
         self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Mapping[str, Tensor]]
     ) -> list[Mapping[str, Tensor]]:
-        """What `forward` gives for each of this rank's micro-batches, by name, without gradients and dropout; every
-        rank calls it as often.
+        """Return `forward`'s results for each of this rank's micro-batches, by name, without gradients and dropout;
+        every rank calls it equally often.
         """
         self._module.eval()
         try:
@@ -230,29 +230,29 @@ class Learner:
             self._module.train(self._dropout)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Trained parameters by name at the optimiser's precision: whole, or this rank's rows (not copies)."""
+        """Return trained parameters by name at the optimiser's precision: whole, or this rank's rows (not copies)."""
         return {name: local(p.detach()) for name, p in self.sharding.parameters().items()}
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW state by `<parameter>/exp_avg`, `/exp_avg_sq`, `/step` (not copies); empty before the first update."""
+        """Return AdamW state by `<parameter>/exp_avg`, `/exp_avg_sq`, `/step` (not copies); empty before any update."""
         state, trained = self._optimizer.state, self.sharding.parameters()
         return {f"{name}/{key}": local(state[p][key]) for name, p in trained.items() if p in state for key in _MOMENTS}
 
     def save(self, path: Path, role: str) -> dict[str, str]:
-        """Write this rank's part of a checkpoint; returns file name → digest."""
+        """Write this rank's part of a checkpoint; return file name → digest."""
         sharding = self.sharding
         return write_role(path, role, sharding.rank, sharding.ranks, self.parameters(), self.moments(), sharding.rows())
 
     def exported(self) -> dict[str, Tensor] | None:
-        """What a saved model holds, on rank 0; None: the module's weights as they are. Collective."""
+        """Return the weights of a saved model, on rank 0; None: the module's current weights. Collective."""
         whole = self.sharding.ranks == 1 and self._saved_as is None
         return None if whole else self.sharding.gathered(self._saved_as)
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Take over parameters and moments bit for bit. They are copied in place, so zero-copy readers stay valid.
+        """Restore parameters and moments bit for bit. They are copied in place, so zero-copy readers stay valid.
 
-        A parameter that never had a gradient has no moments, here as there.
+        A parameter that never had a gradient has no moments, before and after.
 
         Raises:
             IntegrityError: names or shapes differ from this model's, or moments are incomplete.
@@ -285,12 +285,12 @@ class Learner:
         return {name: value / (divide.loss if name == "loss" else divide.metrics) for name, value in sums.items()}
 
     def _totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Sums over micro-batches → sums over ranks. Equal names on all of them, dummies included."""
+        """Return sums over micro-batches as sums over ranks. Names are equal on all ranks, dummies included."""
         if not sums:
             return {"loss": 0.0}
         names = sorted(sums)
         stacked = torch.stack([sums[name].detach().double() for name in names])
-        summed = self.sharding.total(stacked) / self._sequence_parallel  # its ranks each computed the whole loss
+        summed = self.sharding.total(stacked) / self._sequence_parallel  # each of its ranks computed the whole loss
         return dict(zip(names, summed.tolist(), strict=True))
 
     @torch.no_grad()
@@ -313,10 +313,10 @@ class Learner:
 
     @contextmanager
     def _dropout_key(self, step: int, part: int, micro: int) -> Iterator[None]:
-        """Dropout masks are a function of (seed, step, mini-batch, micro-batch, rank).
+        """Set the generator, so that dropout masks are a function of (seed, step, mini-batch, micro-batch, rank).
 
         Ranks that share the tokens of one batch have other tokens, and in attention other heads, so their masks differ
-        as well. The global generators are left as they were.
+        as well. The global generators stay unchanged.
         """
         if not self._dropout:
             yield
@@ -329,9 +329,9 @@ class Learner:
 
 
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: weight decay on matrices only.
+    """Return AdamW's parameter groups: weight decay on matrices only.
 
-    Norms and biases, the vectors, have no size that a penalty should hold down.
+    Norms and biases, the vectors, have no size that a penalty should reduce.
     """
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim <= 1]
@@ -340,7 +340,7 @@ def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[
 
 
 def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
-    """A moment laid out as its parameter is."""
+    """Return a moment laid out like its parameter."""
     copy = value.to(parameter.device).clone()
     if whole or not isinstance(parameter, DTensor):
         return copy

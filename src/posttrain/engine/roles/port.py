@@ -1,6 +1,6 @@
 """Port of a role that learns: the engine that holds its weights, and the report of one optimiser step.
 
-`TrainEngine` is what the role asks of the engine. `Update` is what a trainable role reports of a step.
+`TrainEngine` is the interface that the role requires of the engine. `Update` is a trainable role's report of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.engine.models.sharding import Shard
 @final
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What the sums of an update that came in parts are divided by, when its last part is there."""
+    """The divisors of the sums of an update in parts, applied after its last part."""
 
     loss: float  # and the gradient
     metrics: float
@@ -34,11 +34,11 @@ class Update:
     """
 
     metrics: Mapping[str, float]
-    batch: TokenBatch | None = None  # where it was asked for: with the log-probabilities that the step found
+    batch: TokenBatch | None = None  # on request: with the log-probabilities before the step
 
     @classmethod
     def gather(cls, parts: Sequence[Update], shards: Sequence[Sequence[int]], /) -> Update:
-        """The metrics of any rank, the batches of all."""
+        """Return the metrics of any rank, with the batches of all."""
         batches = [part.batch for part in parts if part.batch is not None]
         if len(batches) != len(parts):
             return parts[0]
@@ -51,22 +51,22 @@ class TrainEngine(Protocol):
     Every implementation:
 
     * is called by all ranks in the same order (`forward`, `step` and `write_model` are collective, whatever a rank's
-      shard; one may be empty), and predicts and updates what one rank with all shards would, up to rounding;
+      shard; one may be empty), and predicts and updates as one rank with all shards would, up to rounding;
     * sums gradients over ranks and micro-batches: the objective has divided them by the totals of the whole;
-    * sums the gradients of a mini-batch that comes in parts (`more`), and divides them once;
+    * sums the gradients of a mini-batch that arrives in parts (`more`), and divides them once;
     * changes nothing, weights, moments and gradients, where a step diverges;
     * exports each element of each tensor from exactly one rank, under the names and in the layout of the Hugging Face
-      module, tied tensors once: what is fused, transposed or split inside comes out as it was read;
-    * goes on from a checkpoint bit for bit, and from another number of ranks' up to rounding.
+      module, tied tensors once: tensors that are fused, transposed or split inside are exported in their original form;
+    * continues from a checkpoint bit for bit, and from another number of ranks' up to rounding.
 
-    `contract` is this list as functions, for an engine of your own.
+    `contract` tests this list, also on your own engine.
     """
 
     def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
-        """What the model predicts as it is, without gradients and dropout, in the order of the batch.
+        """Return the model's current predictions, without gradients and dropout, in the order of the batch.
 
         Raises:
-            InputError: it predicts no such thing.
+            InputError: the model does not predict a need.
         """
 
     def step(
@@ -80,40 +80,40 @@ class TrainEngine(Protocol):
         more: bool = False,
         divide: Division | None = None,
     ) -> Update:
-        """One optimiser step of all ranks on a mini-batch, of which this rank has a shard.
+        """Do one optimiser step of all ranks on a mini-batch, of which this rank has a shard.
 
         Args:
             batch: the shard.
-            objective: knows the totals of the whole mini-batch.
+            objective: has the totals of the whole mini-batch.
             step: 0-based stage step, for the schedule and the dropout key.
-            part: which mini-batch of the step.
-            record: also return the batch, with the log-probabilities that the step found as `current_logprobs` where
-                the objective needs any.
-            more: the mini-batch has not come whole: gradients and sums are kept, and added to those of the next call.
-                Part 0 begins one; what is left of another then goes.
-            divide: what gradients, loss and metrics of all its parts are divided by, before gradients are clipped.
+            part: number of the mini-batch in the step.
+            record: also return the batch, with the log-probabilities before the step as `current_logprobs` if the
+                objective needs any.
+            more: the mini-batch is incomplete: gradients and sums are kept, and added to those of the next call. Part 0
+                begins one, and drops the rest of another.
+            divide: the divisors of gradients, loss and metrics of all its parts, applied before gradients are clipped.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite on any rank.
-            InputError: the model predicts nothing of what the objective needs.
+            InputError: the model does not predict a need of the objective.
         """
 
     def export(self) -> Iterator[Shard]:
-        """The pieces that this rank holds, as the optimiser keeps them. Not copies, and not collective."""
+        """Yield the pieces that this rank holds, at the optimiser's precision. Not copies, and not collective."""
 
     def save(self, path: Path, role: str) -> dict[str, str]:
-        """Write this rank's part of a checkpoint, on the disk when it returns; file name → digest."""
+        """Write this rank's part of a checkpoint, durably; return file name → digest."""
 
     def restore(self, path: Path, role: str) -> None:
-        """Go on from a verified checkpoint, whatever number of ranks wrote it.
+        """Continue from a verified checkpoint, written by any number of ranks.
 
         Raises:
             IntegrityError: it does not fit the model.
         """
 
     def write_model(self, folder: Path) -> None:
-        """Write weights and configuration in the Hugging Face format, in the type that the stage asks for."""
+        """Write weights and configuration in the Hugging Face format, in the stage's type."""
 
     @property
     def model(self) -> Model:
-        """What it found out about the model; whole weights, to be read in place, where this is the only rank."""
+        """The model with its detected capabilities; its weights are whole and readable in place on a single rank."""

@@ -1,11 +1,10 @@
-"""Workers of roles that learn and of roles that never do, and the columns of their predictions.
+"""Workers of trainable and of frozen roles, and the columns of their predictions.
 
 A role that learns is the policy, a critic or a reward model; its worker does not depend on its engine. The
-`TrainEngine` of torch lies whole on one rank, or is FSDP2 on several; which of them is a `Sharding` that its learner
-has. Roles that never learn, such as reference and teacher, lie whole on every rank, and are asleep between their
-phases.
+`TrainEngine` of torch is whole on one rank, or uses FSDP2 on several, according to its learner's `Sharding`. Frozen
+roles, such as reference and teacher, are whole on every rank, and sleep between their phases.
 
-A prediction goes to its column of the batch.
+A prediction is written to its column of the batch.
 """
 
 import copy
@@ -35,19 +34,19 @@ from posttrain.pacing.balancing import micro_batches
 
 
 def with_prediction(batch: TokenBatch, column: str, need: Need, found: Tensor) -> TokenBatch:
-    """The batch with a prediction as a column: scores are a document's, everything else is a token's."""
+    """Return the batch with a prediction as a column: scores are per document, everything else is per token."""
     return batch.with_document_columns(**{column: found}) if need == "scores" else batch.with_columns(**{column: found})
 
 
 @final
 class TorchEngine:
-    """See `TrainEngine`.
+    """`TrainEngine` in torch.
 
     Args:
-        context: where it stands; on several ranks the parameters are sharded over them.
+        context: its rank context; on several ranks the parameters are sharded over them.
         model: trained in place.
         optimizer, runtime, steps, seed, dropout, first: see `Learner`.
-        temperature: log-probabilities are taken at this sampling temperature.
+        temperature: log-probabilities are computed at this sampling temperature.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class TorchEngine:
         def forward(micro: TokenBatch) -> LossParts:
             predicted = self.predict(micro, objective.needs)
             if record and len(seen) < len(micros):
-                bare = replace(micro, wide_columns={})  # what goes back to the controller holds none
+                bare = replace(micro, wide_columns={})  # the controller receives no wide columns
                 known = "logprobs" in objective.needs
                 seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")) if known else bare)
             return objective(micro, predicted)
@@ -123,7 +122,7 @@ class TorchEngine:
         return Update(metrics, found.to("cpu"))
 
     def predict(self, micro: TokenBatch, needs: Set[Need]) -> Predictions:
-        """Of one micro-batch, with gradients where they are on."""
+        """Return the predictions on one micro-batch, with gradients if enabled."""
         return predict(self.model, micro, needs, temperature=self._temperature)
 
     def export(self) -> Iterator[Shard]:
@@ -140,7 +139,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def write_model(self, folder: Path) -> None:
-        """See `TrainEngine`; rank 0 does."""
+        """See `TrainEngine`; rank 0 writes."""
         save_model(self.model, None, folder, self.learner.exported(), write=self._rank == 0)
 
 
@@ -149,15 +148,15 @@ class TrainWorker:
     """One rank of a role that learns.
 
     Args:
-        context: where it stands; on one rank it lends its model to a rollout engine beside it.
-        model: a folder; or, in the controller's process, a model that is there already.
+        context: its rank context; a single rank lends its model to a rollout engine on the same rank.
+        model: a folder; or, in the controller's process, a loaded model.
         optimizer: AdamW and schedule.
-        runtime: micro-batch budget and the like.
-        name: its role, which its files in a checkpoint are called by: policy, critic, reward_model.
+        runtime: micro-batch budget and other settings.
+        name: its role, which names its files in a checkpoint: policy, critic, reward_model.
         steps: of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
         dropout: whether the model's dropout is on while training (`Learner`).
-        temperature: log-probabilities are taken at this sampling temperature.
+        temperature: log-probabilities are computed at this sampling temperature.
         first: the stage step of its first update; the schedule begins there.
     """
 
@@ -205,23 +204,23 @@ class TrainWorker:
         more: bool = False,
         divide: Division | None = None,
     ) -> Update:
-        """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; see
+        """Do one optimiser step of the whole group on a mini-batch, of which this rank has a shard; see
         `TrainEngine.step`. The shard's rows of wide columns are fetched first.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
-            InputError: the model predicts nothing of what the objective needs.
+            InputError: the model does not predict a need of the objective.
         """
         whole = replace(batch, wide_columns=fetched(batch.wide_columns))
         return self.engine.step(whole, objective, step=step, part=part, record=record, more=more, divide=divide)
 
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
-        """The batch with a column of what the model predicts as it is, without gradients and dropout."""
+        """Return the batch with a column of the model's current predictions, without gradients and dropout."""
         found = self.engine.forward(batch, {need}).of(need)
         return with_prediction(batch, column, need, found).seen_by(self._role, self._rank)
 
     def attest(self, layout: Layout) -> tuple[Attestation, int]:
-        """What readers of this layout must find of this rank's weights, and how many buckets carry them.
+        """Attest this rank's weights in the readers' layout; return the attestation, and the number of buckets.
 
         Raises:
             IntegrityError: names or shapes are not the reader's.
@@ -229,15 +228,15 @@ class TrainWorker:
         return self._source.attest(layout)
 
     def bucket(self) -> Bucket:
-        """The next bucket of what was attested last; empty ones when there is none left."""
+        """Return the next bucket of the weights attested last; an empty one when there are no more."""
         return self._source.bucket()
 
     def save(self, path: Path) -> dict[str, str]:
-        """Write this rank's part of a checkpoint; returns file name → digest."""
+        """Write this rank's part of a checkpoint; return file name → digest."""
         return self.engine.save(path, self._role)
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint (verified by the caller), whatever number of ranks wrote it.
+        """Continue from a checkpoint (verified by the caller), written by any number of ranks.
 
         Raises:
             IntegrityError: it does not fit the model.
@@ -245,11 +244,11 @@ class TrainWorker:
         self.engine.restore(path, self._role)
 
     def save_model(self, folder: Path) -> None:
-        """Write weights and configuration in the Hugging Face format; rank 0 does. Collective."""
+        """Write weights and configuration in the Hugging Face format; rank 0 writes. Collective."""
         self.engine.write_model(folder)
 
     def predicts(self) -> frozenset[Need]:
-        """What its model may be asked for."""
+        """Return what its model can predict."""
         return predictable(self.engine.model)
 
     def fallbacks(self) -> dict[str, str]:
@@ -257,32 +256,32 @@ class TrainWorker:
         return self.engine.model.fallbacks()
 
     def epsilon(self) -> float:
-        """The rounding of the type that it computes in; a float32 master of half-precision weights does not count."""
+        """Return the epsilon of its compute type; a float32 master of half-precision weights does not count."""
         return self._epsilon
 
     def vocabulary(self) -> int:
-        """Tokens that the model has."""
+        """Return the size of the model's vocabulary."""
         return int(self.engine.model.config.vocab_size)
 
     def context_length(self) -> int:
-        """Tokens of prompt and response together that the model was made for."""
+        """Return the maximum tokens of prompt and response together."""
         return self.engine.model.context_length
 
 
 @final
 class FrozenWorker:
-    """One rank of a role that never learns: a whole frozen model with storage of its own, which sleeps between phases.
+    """One rank of a frozen role: a whole model with separate storage, which sleeps between phases.
 
-    Asleep, a model on a GPU waits in the host's memory. One on the CPU whose source is a folder is dropped, and read
-    again when it is needed (its pages are in the file cache); one that cannot be read again stays.
+    A sleeping model on a GPU moves to the host's memory. One on the CPU whose source is a folder is dropped, and read
+    again when needed (its pages are in the file cache); one that cannot be read again stays.
 
     Args:
-        context: where it stands.
+        context: its rank context.
         model: a folder; or, in the controller's process, a model, which is copied before it changes.
-        name: its role, in the provenance of what it fills: reference, reward_model, teacher.
-        temperature: log-probabilities are taken at this sampling temperature.
+        name: its role, in the provenance of the columns that it fills: reference, reward_model, teacher.
+        temperature: log-probabilities are computed at this sampling temperature.
         micro_batch_tokens: per forward.
-        vocabulary: of whoever learns from it; likeliest tokens are among these. None: of its own.
+        vocabulary: the learner's, which bounds the likeliest tokens. None: the model's own.
     """
 
     def __init__(
@@ -299,11 +298,11 @@ class FrozenWorker:
         self._source, self._device, self._rank = model, torch.device(context.device), context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
         self._model: Model | None = self._open()
-        self._predicts = predictable(self._model)  # known while it sleeps
+        self._predicts = predictable(self._model)  # available while it sleeps
 
     @torch.no_grad()
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
-        """The batch with a column of what the model predicts. An empty one computes nothing."""
+        """Return the batch with a column of the model's predictions. An empty batch computes nothing."""
         model = self._awake()
 
         def score(micro: TokenBatch) -> TokenBatch:
@@ -317,11 +316,11 @@ class FrozenWorker:
 
     @torch.no_grad()
     def hold(self, batch: TokenBatch, width: int) -> WideRows:
-        """The `width` likeliest tokens at every response token, with their log-probabilities: to be kept here and
-        fetched by whoever needs them (`WorkerGroup.map_stored`).
+        """Return the `width` likeliest tokens at every response token, with their log-probabilities: kept here and
+        fetched by the processes that need them (`WorkerGroup.map_stored`).
 
         Raises:
-            InputError: the model makes no text, or its vocabulary has fewer tokens.
+            InputError: the model is not a language model, or its vocabulary has fewer tokens.
         """
         model = self._awake()
         counts = batch.response_lengths.tolist()
@@ -336,12 +335,12 @@ class FrozenWorker:
         return WideRows(held, tuple(counts))
 
     def predicts(self) -> frozenset[Need]:
-        """What its model may be asked for; a language model for its likeliest tokens too (`hold`)."""
+        """Return what its model can predict; a language model also predicts its likeliest tokens (`hold`)."""
         likeliest = frozenset[Need]({"topk"})
         return self._predicts | likeliest if "logprobs" in self._predicts else self._predicts
 
     def context_length(self) -> int:
-        """Tokens of prompt and response together that the model was made for."""
+        """Return the maximum tokens of prompt and response together."""
         return self._awake().context_length
 
     def fallbacks(self) -> dict[str, str]:
@@ -349,7 +348,7 @@ class FrozenWorker:
         return self._awake().fallbacks()
 
     def sleep(self) -> int:
-        """Give the device's memory back until the next call; returns the bytes that stay resident."""
+        """Free the device's memory until the next call; return the bytes that stay resident."""
         if self._model is not None and self._device.type == "cuda":
             self._model.module.to("cpu")
             torch.cuda.empty_cache()
@@ -358,12 +357,12 @@ class FrozenWorker:
         return self.resident_bytes()
 
     def resident_bytes(self) -> int:
-        """Bytes of weights on this rank's device (on the CPU: in its memory)."""
+        """Return the bytes of weights on this rank's device (on the CPU: in its memory)."""
         parameters = self._model.module.parameters() if self._model else ()
         return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
 
     def _awake(self) -> Model:
-        """The model on its device."""
+        """Return the model on its device."""
         if self._model is None:
             self._model = self._open()
         elif next(self._model.module.parameters()).device.type != self._device.type:

@@ -1,6 +1,6 @@
 """Checkpoints, the best model of a stage, and the streamed writing of safetensors files.
 
-A checkpoint holds what a resumed job needs to go on bit for bit, behind one commit point:
+A checkpoint holds everything that a resumed job needs to continue bit for bit, behind one commit point:
 
 ::
 
@@ -9,15 +9,15 @@ A checkpoint holds what a resumed job needs to go on bit for bit, behind one com
         policy-optimizer-00001-of-00002.safetensors  AdamW: <parameter>/exp_avg, /exp_avg_sq, /step
         critic-…                one such pair per rank of every role that learns
         best/                   the best model before this step, where the stage keeps it
-        state.json              TrainState: step, data cursor, tokens spent, what it belongs to
+        state.json              TrainState: step, data cursor, tokens spent, the fingerprint of its stage
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
-COMMIT is written once, after every shard and the folder are on the disk; a folder without it does not exist for
-anybody. Which rows of a parameter a file holds is in its safetensors metadata, so any number of ranks can read what any
-other number wrote. No random state is stored because there is none: every random number is a function of (seed, step,
-…).
+COMMIT is written once, after every shard and the folder are durable; readers ignore a folder without it. The
+safetensors metadata of a file records which rows of a parameter it holds, so any number of ranks can read files that
+any other number wrote. No random state is stored because there is none: every random number is a function of (seed,
+step, …).
 
-The best model of a stage so far is one folder in Hugging Face format, beside the checkpoints and inside each of them:
+The best model of a stage so far is one folder in Hugging Face format, next to the checkpoints and inside each of them:
 
 ::
 
@@ -25,13 +25,13 @@ The best model of a stage so far is one folder in Hugging Face format, beside th
     checkpoints/step-00000050/
         best/…                    the same files (hard links where the disk has them), named in COMMIT
 
-So a job that goes on from a checkpoint has the best model of the steps before it, in whatever folder or workspace it
-goes on, and there is one such model on the disk and, for a moment, the one that replaces it.
+So a job that continues from a checkpoint has the best model of the steps before it, in any folder or workspace. The
+disk holds one such model and, for a moment, the one that replaces it.
 
-Tensors are streamed to a safetensors file with constant extra memory; the digest is computed on the way, and the file
-is on the disk when the call returns. The library's own writer refuses tensors that share storage, which the zero-copy
-rollout makes of every q/k/v projection, and gives no place between the first byte and the last for a recovery test to
-die at. The format is a length, a JSON header, and raw little-endian bytes; reading is left to the library.
+Tensors are streamed to a safetensors file with constant extra memory; the digest is computed during the write, and the
+file is durable when the call returns. The library's own writer refuses tensors that share storage, which the zero-copy
+rollout makes of every q/k/v projection, and has no hook in mid-file for a recovery test to crash at. The format is a
+length, a JSON header, and raw little-endian bytes; the library reads it.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ KEEP = 2  # the newest may be half published when the next begins
 COMMIT = "COMMIT"
 _STATE = "state.json"
 _CHUNK = 1 << 20
-_INSIDE = "best"  # of a checkpoint
+_INSIDE = "best"  # subfolder of a checkpoint
 
 
 def write_tensors(
@@ -75,9 +75,9 @@ def write_tensors(
 
     Args:
         path: the file to create.
-        tensors: by name, on any device; equal values give equal bytes.
-        metadata: strings that go into the header.
-        halfway: called once when about half of the bytes have been handed to the kernel.
+        tensors: by name, on any device; equal values are written as equal bytes.
+        metadata: strings for the header.
+        halfway: called once when about half of the bytes have been passed to the kernel.
 
     Returns:
         `sha256:…` of the file.
@@ -111,19 +111,19 @@ def write_tensors(
 
 
 def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """Tensors that lie in pieces over several files, as `write_tensors` left them with `NAME: "start:stop"` metadata.
+    """Read tensors in pieces from several files, as `write_tensors` wrote them with `NAME: "start:stop"` metadata.
 
     Args:
-        rows: name → the rows [start, stop) wanted; `NAME/exp_avg` goes by NAME. What is not named is read whole.
+        rows: name → the rows [start, stop) to read; `NAME/exp_avg` uses NAME. Other tensors are read whole.
 
     Returns:
-        Name → rows; scalars as the first file has them.
+        Name → rows; scalars from the first file.
     """
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for file in files:
         with safe_open(file, framework="pt") as shard:
             held = shard.metadata() or {}
-            for name in shard.keys():  # noqa: SIM118  # it is no mapping
+            for name in shard.keys():  # not a mapping
                 base = name.partition("/")[0]
                 view = shard.get_slice(name)
                 if not view.get_shape():
@@ -141,7 +141,7 @@ def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dic
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    if not tensor.numel():  # of which torch makes no view
+    if not tensor.numel():  # torch cannot view empty tensors
         return memoryview(b"")
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
@@ -169,7 +169,7 @@ def _header(names: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """The part of a checkpoint that is no tensor."""
+    """The part of a checkpoint without tensors."""
 
     fingerprint: str  # digest of kind, parameters, seed and inputs: a checkpoint of another job is refused
     step: int  # steps completed
@@ -177,12 +177,12 @@ class TrainState:
     tokens: int  # spent so far in this lineage
     metrics: Mapping[str, float]  # of the last step
     incarnation: int = 0  # how often the lineage was resumed before it
-    probes: Mapping[str, Any] | None = None  # how they stand (`engine.loop.controller`); None: they decide nothing
-    updated: bool = True  # a step changed weights; of a release before it is not known
+    probes: Mapping[str, Any] | None = None  # their state (`engine.loop.controller`); None: they decide nothing
+    updated: bool = True  # whether a step changed weights; True for older releases, which did not record it
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path | None:
-    """A fresh folder for the checkpoint of `step`; None when there is a committed one already.
+    """Create the folder for the checkpoint of `step`; return None if there is a committed one already.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -205,11 +205,11 @@ def write_role(
     moments: Mapping[str, Tensor],
     rows: Mapping[str, tuple[int, int]],
 ) -> dict[str, str]:
-    """Write one rank's part of a role, on the disk when it returns.
+    """Write one rank's part of a role, durably.
 
     Args:
         parameters: whole tensors, or this rank's rows of them.
-        moments: laid out as their parameters are, by "<parameter>/exp_avg" …
+        moments: laid out like their parameters, by "<parameter>/exp_avg" …
         rows: parameter → the rows [start, stop) it holds; none: everything.
 
     Returns:
@@ -228,10 +228,10 @@ def write_role(
 
 
 def commit_checkpoint(path: Path, state: TrainState, shards: Mapping[str, str]) -> None:
-    """Make what was written a checkpoint, then drop all but the newest two.
+    """Commit the written files as a checkpoint, then drop all but the newest two.
 
     Args:
-        shards: what every `write_role` returned.
+        shards: the results of every `write_role`.
 
     Raises:
         OSError: the disk is full or read-only; nothing counts as written then.
@@ -272,11 +272,11 @@ def read_state(path: Path) -> TrainState:
 def read_role(
     path: Path, role: str, rows: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A role's parameters and moments, of which only the rows asked for are read.
+    """Return a role's parameters and moments; read only the requested rows.
 
     Args:
         path: a checkpoint that `read_state` verified.
-        rows: parameter → [start, stop); a parameter that is not named is read whole.
+        rows: parameter → [start, stop); a parameter without an entry is read whole.
 
     Raises:
         IntegrityError: the checkpoint has no such role.
@@ -291,7 +291,7 @@ def read_role(
 
 
 def digest_file(path: Path) -> str:
-    """`sha256:…` of a file, in constant memory."""
+    """Return `sha256:…` of a file, in constant memory."""
     with path.open("rb") as file:
         return digest_chunks(iter(lambda: file.read(_CHUNK), b""))
 
@@ -311,7 +311,7 @@ def _read_commit(path: Path) -> Mapping[str, str]:
 
 
 def prune_checkpoints(folder: Path, newest: int) -> None:
-    """Older ones lose their COMMIT first, so that a crash in here leaves no folder that only looks whole."""
+    """Delete older checkpoints, COMMIT first, so that a crash here leaves no folder that only looks complete."""
     older = sorted(p for p in folder.glob("step-*") if p.name < f"step-{newest:08d}")
     for path in older[: -(KEEP - 1)]:
         (path / COMMIT).unlink(missing_ok=True)
@@ -326,7 +326,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file's bytes, or a folder's names, on the disk."""
+    """Make a file's bytes, or a folder's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -338,20 +338,20 @@ class BestModel:
     """The best model of one attempt.
 
     Args:
-        folder: nothing else lies in it.
-        write: writes the model as it is now into a folder that exists.
+        folder: contains nothing else.
+        write: writes the current model into an existing folder.
     """
 
     def __init__(self, folder: Path, write: Callable[[Path], object]) -> None:
         self._folder, self._write = folder, write
-        self.path: Path | None = None  # where it is; None: there is none yet
-        self._files: dict[str, str] = {}  # below it → digest
+        self.path: Path | None = None  # its folder; None: there is no model yet
+        self._files: dict[str, str] = {}  # path below the folder → digest
 
     def keep(self, step: int) -> None:
-        """Write the model as it is now, and drop the one before.
+        """Write the current model, and drop the previous one.
 
         Raises:
-            OSError: the disk is full or read-only; the one before is still there.
+            OSError: the disk is full or read-only; the previous one still exists.
         """
         coming, place = self._folder / f".step-{step:08d}", self._folder / f"step-{step:08d}"
         for left in (coming, place):
@@ -370,7 +370,7 @@ class BestModel:
         self._hold(place)
 
     def put_into(self, checkpoint: Path) -> dict[str, str]:
-        """Add it to a checkpoint that is being written; path in the checkpoint → digest."""
+        """Add it to a checkpoint that is being written; return path in the checkpoint → digest."""
         if self.path is None:
             return {}
         for name in self._files:
@@ -386,10 +386,10 @@ class BestModel:
         return {f"{_INSIDE}/{name}": digest for name, digest in self._files.items()}
 
     def take_from(self, checkpoint: Path | None, step: int = 0) -> None:
-        """Hold what a verified checkpoint has, and nothing else: what a lost process left behind is done again.
+        """Hold the model of a verified checkpoint, and nothing else; drop files of a lost process.
 
         Args:
-            checkpoint: None: the stage begins at its beginning.
+            checkpoint: None: the stage starts from its beginning.
             step: after which it was written.
         """
         shutil.rmtree(self._folder, ignore_errors=True)

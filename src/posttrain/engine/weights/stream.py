@@ -1,29 +1,29 @@
 """Weights in buckets from sender to reader, and their attestation.
 
-A bucket holds what a sender has, in the reader's types, a bounded number of bytes at a time:
+A bucket holds a sender's weights, in the reader's types, a bounded number of bytes at a time:
 
 ::
 
-    engine's pieces ──▶ bucket 0 ──▶ carried ──▶ copied to their places
-                        bucket 1 …       no more than one of them exists at a sender, and one at a reader
+    engine's pieces ──▶ bucket 0 ──▶ carried ──▶ copied into place
+                        bucket 1 …       at most one of them exists at a sender, and one at a reader
 
-A bucket is one stretch of memory, so it travels as one message. A tensor that is larger lies in several, cut by rows.
+A bucket is one stretch of memory, so it travels as one message. A larger tensor spans several buckets, split by rows.
 
-`PolicyVersion` names a state of the policy; `Standing` records what was found of the state that a reader has.
+`PolicyVersion` names a state of the policy; `Standing` records the attested state of a reader.
 
-Attestation is a hash of weights that ranks compute of the pieces they hold, and that adds up to the hash of the whole.
-Of every tensor, seen as a matrix (`models.sharding.Shard`), with x[r, c] the bits of an element as an integer::
+Attestation is a hash of weights that ranks compute from their pieces, and that adds up to the hash of the whole. For
+every tensor, viewed as a matrix (`models.sharding.Shard`), with x[r, c] the bits of an element as an integer::
 
-    h = Σ_r R_r (T + Σ_c C_c x[r, c])   mod 2^64, in two lanes with keys of their own
+    h = Σ_r R_r (T + Σ_c C_c x[r, c])   mod 2^64, in two lanes with separate keys
 
 R_r is an odd pseudo-random number of (name, row), C_c of the column, T of name, shape and type, counted once a row. So
-a piece's hash needs nothing of the other pieces, and an element that is altered, moved to another place or left out
-changes the sum: one altered bit always (odd factors never make a difference vanish), any other alteration but with a
-probability of about 2^-32 in each lane (multilinear hashing, Carter and Wegman 1979). It guards against defects; it is
-no signature against somebody who chooses weights to deceive.
+a piece's hash needs no other piece, and an element that is altered, moved to another place or left out changes the sum:
+one altered bit always (odd factors never make a difference vanish), any other alteration except with a probability of
+about 2^-32 in each lane (multilinear hashing, Carter and Wegman 1979). It guards against defects; it is not a signature
+against an attacker who chooses weights to deceive.
 
 Elements are hashed *after* conversion to the type that the reader decodes with, so sender and reader hash the same
-bits. What that costs: `python -m benchmarks.weights`.
+bits. `python -m benchmarks.weights` measures the cost.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from posttrain.engine.models.sharding import Layout, Shard, dtypes_of
 _MASK = (1 << 64) - 1
 _CHUNK = {"cpu": 1 << 16}  # elements that are widened to 64 bits at a time; stays in the L2 cache
 _CHUNK_ELSEWHERE = 1 << 24
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # bytes of an element → how it is read
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # bytes of an element → the type it is read as
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64, Steele et al. 2014
 Lanes = tuple[int, int]
-BUCKET_BYTES = 64 << 20  # a host with 8 ranks holds 1 GB of them at the most: one sent and one taken by each
+BUCKET_BYTES = 64 << 20  # a host with 8 ranks holds at most 1 GB of them: one sent and one received by each
 _ALIGNED = 16  # bytes; any type can be read in place
 View = Literal["alias", "neighbour", "copy"]
 
@@ -55,12 +55,12 @@ View = Literal["alias", "neighbour", "copy"]
 @final
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """What weights hash to, tensor by tensor: equal weights have equal attestations, wherever and however they lie."""
+    """Hashes of weights, tensor by tensor: equal weights have equal attestations, independent of place and layout."""
 
     parts: Mapping[str, Lanes] = field(default_factory=dict)
 
     def __add__(self, other: Attestation) -> Attestation:
-        """Of the pieces of both."""
+        """Return the attestation of the pieces of both."""
         parts = dict(self.parts)
         for name, lanes in other.parts.items():
             held = parts.get(name, (0, 0))
@@ -68,21 +68,21 @@ class Attestation:
         return Attestation(parts)
 
     def __str__(self) -> str:
-        """32 hexadecimal digits: the sum over all tensors, whose names are in their keys."""
+        """Return 32 hexadecimal digits: the sum over all tensors, whose names are in their keys."""
         return "".join(f"{sum(lanes[i] for lanes in self.parts.values()) & _MASK:016x}" for i in (0, 1))
 
     def differing(self, other: Attestation) -> list[str]:
-        """Tensors that are not the same in both, or in one of them only."""
+        """Return the tensors that differ, or are in only one of the two."""
         names = self.parts.keys() | other.parts.keys()
         return sorted(name for name in names if self.parts.get(name) != other.parts.get(name))
 
 
 @torch.no_grad()
 def attest(shards: Iterable[Shard]) -> Attestation:
-    """Of these pieces, each of which is counted once.
+    """Attest these pieces, each of which is counted once.
 
-    A tensor that several views of an engine hold, such as a tied head, is given once for every view that has memory of
-    its own; `attest_views` does.
+    Pass a tensor that several views of an engine hold, such as a tied head, once for every view with separate memory,
+    as in `attest_views`.
     """
     sums: dict[str, Tensor] = {}
     for shard in shards:
@@ -93,9 +93,9 @@ def attest(shards: Iterable[Shard]) -> Attestation:
 
 @torch.no_grad()
 def attest_views(views: Iterable[tuple[str, Tensor]]) -> Attestation:
-    """Of the whole tensors that an engine decodes with, by canonical name.
+    """Attest the whole tensors that an engine decodes with, by canonical name.
 
-    A name may come several times (a tied head, a packed copy): views of the same memory are hashed once, and a copy
+    A name may occur several times (a tied head, a packed copy): views of the same memory are hashed once, and a copy
     that differs from the first changes the tensor's hash.
     """
     first: dict[str, tuple[Tensor, Tensor]] = {}
@@ -105,7 +105,7 @@ def attest_views(views: Iterable[tuple[str, Tensor]]) -> Attestation:
             continue
         found = _hashed(Shard(name, tuple(tensor.shape), tensor))
         if name in first:
-            sums[name] = sums[name] + (found - first[name][1]) * 3  # odd: what differs stays different
+            sums[name] = sums[name] + (found - first[name][1]) * 3  # odd: a difference never vanishes
         else:
             first[name], sums[name] = (tensor, found), found
     return _read(sums)
@@ -113,7 +113,7 @@ def attest_views(views: Iterable[tuple[str, Tensor]]) -> Attestation:
 
 @torch.no_grad()
 def differing_aliases(held: Iterable[Shard], views: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Tensors that a reader of the same memory does not read there, and whose bits are not the same either.
+    """Return the tensors that a reader of the same memory reads elsewhere, and whose bits differ too.
 
     Args:
         held: whole tensors of the sender.
@@ -151,7 +151,7 @@ def _read(sums: Mapping[str, Tensor]) -> Attestation:
 
 
 def _hashed(shard: Shard) -> Tensor:
-    """[2] int64."""
+    """Return the hash of a piece in both lanes, [2] int64."""
     matrix = shard.matrix()
     rows, device = matrix.shape[0], matrix.device
     total = torch.zeros(2, dtype=torch.int64, device=device)
@@ -185,7 +185,7 @@ def _column_keys(first: int, count: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _keys(seed: int, first: int, count: int, device: torch.device) -> Tensor:
-    """[count] odd pseudo-random numbers of (seed, first + i), by SplitMix64."""
+    """Return odd pseudo-random numbers of (seed, first + i), [count], by SplitMix64."""
     index = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     z = index * _signed(_GOLDEN) + _signed(seed)
     z = (z ^ _right(z, 30)) * _signed(_MIX_1)
@@ -194,7 +194,7 @@ def _keys(seed: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _right(value: Tensor, by: int) -> Tensor:
-    """The logical shift, which torch has none of for signed numbers."""
+    """Return the logical shift, which torch does not have for signed numbers."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -209,7 +209,7 @@ def _signed(value: int) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a stretch of a bucket belongs."""
+    """The place of a stretch of a bucket in its tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -222,20 +222,20 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the stretch."""
         return self.rows * self.columns * self.dtype.itemsize
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Pieces of tensors, side by side in one memory; a rank that has no more gives empty ones."""
+    """Pieces of tensors, adjacent in one memory; a rank without further pieces returns empty buckets."""
 
     pieces: tuple[Piece, ...] = ()
     data: Tensor | None = None  # [bytes] uint8
 
     def shards(self) -> Iterator[Shard]:
-        """The pieces, as views of the bucket's memory."""
+        """Yield the pieces, as views of the bucket's memory."""
         for piece in self.pieces:
             assert self.data is not None
             held = self.data[piece.start : piece.start + piece.size].view(piece.dtype).view(piece.rows, piece.columns)
@@ -243,15 +243,15 @@ class Bucket:
 
 
 def buckets(shards: Iterable[Shard], dtypes: Mapping[str, torch.dtype], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Pieces, converted, in buckets of at most `limit` bytes (more where a single row is longer).
+    """Yield pieces, converted, in buckets of at most `limit` bytes (more where a single row is longer).
 
-    Whoever reads them lets go of one before asking for the next; otherwise there are two.
+    The reader releases one before requesting the next; otherwise two exist.
     """
     for plan in _plans(shards, dtypes, limit):
         yield _filled(plan)
 
 
-_Plan = list[tuple[Piece, Tensor]]  # and where each is converted from
+_Plan = list[tuple[Piece, Tensor]]  # each with the source that it is converted from
 
 
 def _plans(shards: Iterable[Shard], dtypes: Mapping[str, torch.dtype], limit: int) -> Iterator[_Plan]:
@@ -281,18 +281,18 @@ def _filled(plan: _Plan) -> Bucket:
     data = torch.empty(last.start + last.size, dtype=torch.uint8, device=plan[0][1].device)
     bucket = Bucket(tuple(piece for piece, _ in plan), data)
     for shard, (_, source) in zip(bucket.shards(), plan, strict=True):
-        shard.tensor.copy_(source)  # which converts
+        shard.tensor.copy_(source)  # converts
     return bucket
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class AdapterOnly:
-    """What training changes travels; the base, which is frozen, is at the reader already. Both are attested.
+    """Only trained tensors are transferred; the reader already has the frozen base. Both are attested.
 
     Args:
-        trained: how many tensors training changes.
-        frozen: how many it never does.
+        trained: number of trained tensors.
+        frozen: number of frozen tensors.
 
     Raises:
         InputError: there is no adapter: nothing is frozen, or everything.
@@ -310,19 +310,19 @@ class AdapterOnly:
 
 
 def carried(module: nn.Module) -> AdapterOnly | None:
-    """What has to travel of a model: its adapter where its base is frozen; None: every tensor."""
+    """Return the part of a model to transfer: its adapter if its base is frozen; None: every tensor."""
     trained = [parameter.requires_grad for parameter in module.parameters()]
     return None if all(trained) else AdapterOnly(sum(trained), len(trained) - sum(trained))
 
 
 @final
 class WeightSource:
-    """One rank's weights for readers: attested, and in buckets. A rollout in the same pool borrows it from its place.
+    """One rank's weights for readers: attested, and in buckets. A rollout in the same pool borrows it from its context.
 
     Args:
-        export: gives the pieces that this rank holds; see `TrainEngine.export`.
-        carries: what of them travels; None: every tensor.
-        device: where the engine holds them.
+        export: yields the pieces that this rank holds; see `TrainEngine.export`.
+        carries: which of them to transfer; None: every tensor.
+        device: the device of the engine's weights.
         limit: bytes of a bucket; None: `BUCKET_BYTES`.
     """
 
@@ -339,7 +339,7 @@ class WeightSource:
         self._open: Iterator[Bucket] = iter(())
 
     def attest(self, layout: Layout) -> tuple[Attestation, int]:
-        """What the reader must find of this rank's pieces, in the reader's types; and how many buckets carry them.
+        """Attest this rank's pieces in the reader's types; return the attestation, and the number of buckets.
 
         Raises:
             IntegrityError: names or shapes are not the reader's.
@@ -350,14 +350,14 @@ class WeightSource:
         return found, sum(1 for _ in _plans(self._travelling(), self._dtypes, self._limit))
 
     def bucket(self) -> Bucket:
-        """The next bucket of what was attested last; an empty one when there is none left."""
+        """Return the next bucket of the weights attested last; an empty one when there are no more."""
         return next(self._open, Bucket())
 
     def _travelling(self) -> Iterator[Shard]:
         return (shard for shard in self.export() if self.carries is None or not shard.frozen)
 
     def _converted(self) -> Iterator[Shard]:
-        """Every piece in the reader's type, at most a bucket of them at a time."""
+        """Yield every piece in the reader's type, at most a bucket of them at a time."""
         for shard in self.export():
             if shard.tensor.dtype == self._dtypes[shard.name]:
                 yield shard
@@ -368,12 +368,12 @@ class WeightSource:
 
 
 def exchange(source: WeightSource, count: int, take: Callable[[Bucket], None]) -> None:
-    """Every rank's buckets to every rank of the process group, one rank's at a time. Collective.
+    """Send every rank's buckets to every rank of the process group, one rank's at a time. Collective.
 
     Args:
         source: this rank's, attested.
         count: buckets of the rank that has most.
-        take: told of every bucket, of which it keeps nothing.
+        take: called with every bucket, of which it must keep nothing.
     """
     for _ in range(count):
         mine = source.bucket()
@@ -405,7 +405,7 @@ def _arrived(mine: Tensor | None, pieces: tuple[Piece, ...], rank: int, device: 
 class PolicyVersion:
     """A state of the policy: `PolicyVersion(incarnation=0, step=12)`.
 
-    A restart from a checkpoint raises the incarnation: a version that was rolled back is not taken for its successor.
+    A restart from a checkpoint raises the incarnation: a version that was rolled back never equals its successor.
     """
 
     incarnation: int = 0
@@ -418,8 +418,8 @@ class PolicyVersion:
 @final
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What one rank of the rollout decodes with, as its engine found it."""
+    """The weights that one rank of the rollout decodes with, as its engine attested them."""
 
     found: Attestation
-    before: str | None  # the version that it served before; None: weights that nobody published
-    changed: bool  # since then
+    before: str | None  # the version that it served before; None: unpublished weights
+    changed: bool  # whether they changed since then

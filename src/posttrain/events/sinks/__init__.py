@@ -1,1 +1,1 @@
-"""Where events are delivered: a file each. They do not know each other."""
+"""Back-ends of sinks, one file each. They do not depend on each other."""

@@ -1,4 +1,4 @@
-"""Events as e-mails, by SMTP. The Message-ID is the event's: a mailbox that sees it twice can drop the second."""
+"""Events as e-mails, by SMTP. The Message-ID is the event's id: a mailbox that gets it twice can drop the second."""
 
 import re
 import smtplib
@@ -31,7 +31,7 @@ _HOST = re.compile(r"[A-Za-z0-9.:-]{1,253}")
 
 
 class _Session(smtplib.SMTP):
-    """One that is bounded as a whole, and reaches only what it may."""
+    """An SMTP session with a time limit, to admitted addresses only."""
 
     def __init__(self, host: str, port: int, where: str, admit: Admit, patience: Patience) -> None:
         self._where, self._admit, self._patience = where, admit, patience
@@ -45,8 +45,8 @@ class EmailSink(NetworkSink):
     """The `Sink` of one address.
 
     Args:
-        settings: `to`, `from`, `host`, `port`, `security` (starttls or none), and the names of variables that hold user
-            and password: `user_env`, `password_env`.
+        settings: `to`, `from`, `host`, `port`, `security` (starttls or none), and the names of variables that contain
+            user and password: `user_env`, `password_env`.
     """
 
     kind: ClassVar[str] = "email"
@@ -83,11 +83,11 @@ class EmailSink(NetworkSink):
                 user, password = (secret(name, None, self.where) for name in (self._user, self._password))
                 session.login(user, password)
             session.send_message(_message(notice, self._from, self._to))
-            with suppress(smtplib.SMTPException, OSError):  # the server has it: what it says of our going is no matter
+            with suppress(smtplib.SMTPException, OSError):  # the server has accepted it: errors of QUIT do not matter
                 session.quit()
 
     def _refusal(self, error: Exception) -> str:
-        """What an SMTP server refused, by its code: its words could repeat what it was told."""
+        """Return the refusal of an SMTP server by its code: its text could repeat the request."""
         if isinstance(error, smtplib.SMTPAuthenticationError):
             return f"the server refuses user and password ({error.smtp_code})"
         if isinstance(error, smtplib.SMTPRecipientsRefused):

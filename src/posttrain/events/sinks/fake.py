@@ -1,4 +1,4 @@
-"""A sink in memory, for tests: what arrived, kept by whoever made it."""
+"""A sink in memory, for tests: the caller keeps the list of received notices."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -10,7 +10,7 @@ class FakeSink:
     """The `Sink` of a list.
 
     Args:
-        trouble: called before every notice; raises `SinkError` to be a sink in trouble.
+        trouble: called before every notice; raises `SinkError` to simulate a failing sink.
     """
 
     kind: ClassVar[str] = "fake"

@@ -13,9 +13,9 @@ from posttrain.domain.sinks import Notice
 from posttrain.events.ports import absolute, encoded
 from posttrain.store.atomic import sync_folder
 
-_BEGINS = b'{"id":"'  # every line does
+_BEGINS = b'{"id":"'  # the beginning of every line
 SUFFIX = ".jsonl"
-_LONGEST = 1 << 24  # bytes of a line: a longer tail is nobody's half line
+_LONGEST = 1 << 24  # bytes of a line: a longer tail is not a half line
 
 
 class JsonLinesSink:
@@ -25,7 +25,7 @@ class JsonLinesSink:
         settings: `path`, absolute.
 
     Raises:
-        InputError: no such path.
+        InputError: an invalid path.
     """
 
     kind: ClassVar[str] = "jsonl"
@@ -35,7 +35,7 @@ class JsonLinesSink:
         if set(settings) != {"path"}:
             raise InputError(f"jsonl: must have the setting path alone, got {', '.join(sorted(settings)) or 'none'}")
         self._path = absolute(str(settings["path"]), "jsonl: path")
-        if self._path.suffix != SUFFIX:  # no program takes such a file for something that it carries out
+        if self._path.suffix != SUFFIX:  # no program executes a file with this suffix
             raise InputError(f"jsonl: path must end with {SUFFIX}, got {self._path.name!a}")
 
     @property
@@ -44,7 +44,7 @@ class JsonLinesSink:
         return str(self._path)
 
     def send(self, notices: Sequence[Notice]) -> None:
-        """See `Sink.send`. A half line that somebody who was killed left is taken away first: it comes again."""
+        """See `Sink.send`. A half line that a killed process left is removed first: it is sent again."""
         lines = b"".join(encoded(notice) + b"\n" for notice in notices)
         with self._writing(), ExitStack() as opened:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -68,10 +68,10 @@ class JsonLinesSink:
             raise
 
     def _mend(self, handle: int) -> int:
-        """The file's size once it ends with a whole line.
+        """Repair the end of the file; return its size, after a whole line.
 
         Raises:
-            SinkError: it ends with half a line that was never one of these.
+            SinkError: the file has other content than events.
         """
         size = os.fstat(handle).st_size
         if not _BEGINS.startswith(os.pread(handle, len(_BEGINS), 0)):

@@ -1,7 +1,8 @@
 """Events over HTTP, each signed: the headers of Standard Webhooks.
 
-What is signed is `ID.TIMESTAMP.BODY`, by HMAC-SHA256, so that neither can be changed, and an old message sent again is
-seen to be old. A receiver answers 2xx when it has the event; anything else, redirects too, is a failure.
+The signature is HMAC-SHA256 over `ID.TIMESTAMP.BODY`, so that none of them can be changed, and a receiver detects an
+old message that is sent again. A receiver answers 2xx when it has the event; any other answer, a redirect too, is a
+failure.
 """
 
 import base64
@@ -33,14 +34,14 @@ from posttrain.events.ports import (
     secret,
 )
 
-PREFIX = "whsec_"  # of secrets in the spelling of Standard Webhooks: base64 follows
+PREFIX = "whsec_"  # prefix of secrets in Standard Webhooks' format, followed by base64
 LEAST = 16  # bytes of a secret
 _READ = 4096  # bytes of an answer: more is ignored
 _PORTS = {"http": 80, "https": 443}
 
 
 def signature(secrets: str, ident: str, timestamp: int, body: bytes) -> str:
-    """`v1,BASE64` of each secret, with a space between: while one is rotated, receivers know the old or the new one.
+    """Return `v1,BASE64` for each secret, separated by spaces: during a rotation receivers have the old or the new one.
 
     Raises:
         ValueError: a secret that begins with `whsec_` and is not base64, or one that is too short.
@@ -66,7 +67,7 @@ class WebhookSink(NetworkSink):
     """The `Sink` of one URL.
 
     Args:
-        settings: `url`, or `url_env`, the name of a variable that holds it; `secret_env` or `secret_file`.
+        settings: `url`, or `url_env`, the name of a variable that contains it; `secret_env` or `secret_file`.
         now: seconds since the epoch.
     """
 
@@ -135,17 +136,17 @@ class WebhookSink(NetworkSink):
             raise SinkError(f"variable {self._url_env} must hold the URL where events are delivered, and is not set")
         try:
             return _parts(found)
-        except InputError:  # whose words would show what it holds
+        except InputError:  # its message would reveal the URL
             raise SinkError(
                 f"variable {self._url_env} must hold http://HOST[:PORT]/PATH or https://…, without user and password"
             ) from None
 
 
 def _parts(url: str) -> SplitResult:
-    """A URL's parts.
+    """Return a URL's parts.
 
     Raises:
-        InputError: one that cannot be posted to; what is said of it holds neither its query nor its user.
+        InputError: it cannot be posted to; the message contains neither its query nor its user.
     """
     try:
         parts = urlsplit(url)
@@ -171,7 +172,7 @@ def _open(parts: SplitResult, where: str, admit: Admit, patience: Patience) -> h
     made = http.client.HTTPConnection(host, port)
     plain = reach(host, port, where, admit, patience)
     if parts.scheme == "https":
-        made.default_port = _PORTS["https"]  # so that the Host header names no port where none is written
+        made.default_port = _PORTS["https"]  # so that the Host header contains no default port
         made.sock = _secured(plain, host)
     else:
         made.sock = plain

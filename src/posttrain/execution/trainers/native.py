@@ -45,7 +45,7 @@ from posttrain.engine.config import (
 from posttrain.engine.config.stages import load_of
 from posttrain.store.attempts import AttemptFolder
 
-# Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
+# Model and reward sources enter by digest; these other sources and libraries also decide results.
 _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
     *("domain/canonical.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py"),
@@ -57,7 +57,7 @@ _DECIDING_ROOMS = (
 _DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow", "regex")
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_CHOOSES = re.compile(r"\d|GPU-|MIG-")  # how a list begins that leaves at least one device visible
+_CHOOSES = re.compile(r"\d|GPU-|MIG-")  # the start of a list with at least one visible device
 
 
 class NativeTrainer:
@@ -66,14 +66,14 @@ class NativeTrainer:
     name: ClassVar[str] = "native"
 
     def code_digest(self) -> str:
-        """Digest of the engine's sources, the versions of the libraries under it, and the platform."""
+        """Return the digest of the engine's sources, its libraries' versions, and the platform."""
         return digest_json({**_sources(), "platform": _platform()})
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
-        """Validate and normalise; words that name inputs are replaced by their slot, so that naming decides nothing.
+        """Validate and normalise parameters; slots replace the names of inputs, so that names change no cache key.
 
         Raises:
-            InputError: an unknown kind or parameter, a value out of range, a role placed that the stage does not have.
+            InputError: an unknown kind or parameter, a value out of range, or a placed role that the stage lacks.
         """
         model = config_class(kind)
         if model is None:
@@ -96,7 +96,7 @@ class NativeTrainer:
         )
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
-        """The process to launch. OpenMP settings must be there before torch is imported (spin-waiting costs 9x)."""
+        """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting costs 9x)."""
         kind = kind_of(order.kind)
         if not kind.module:
             raise InputError(f"kind {order.kind!r} must be installed; install the package that it came from")
@@ -106,26 +106,26 @@ class NativeTrainer:
         return JobSpec(order.name, kind.module, str(attempt_dir), environment, self.devices(order.kind, order.params))
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """One for a process that computes alone, else those of its pools; none for a stage that names a cluster, or is
-        of an installed kind and has no `runtime.device` other than cpu.
+        """Return 1 for a single process, else the GPUs of its pools; 0 for a stage on a named cluster or on CPUs, or of
+        an installed kind without `runtime.device`.
         """
         runtime = params.get("runtime") or {}
-        unasked = kind not in OWN and "device" not in runtime  # of an installed kind nobody knows what it computes
+        unasked = kind not in OWN and "device" not in runtime  # the needs of an installed kind are unknown
         if unasked or kind_of(kind).from_nothing or runtime.get("device") == "cpu" or runtime.get("ray_address"):
             return 0
         placement = Placement.model_validate(params.get("placement", COLLOCATED))
         return 1 if placement.is_inline else sum(pool.resources.gpus for pool in placement.pools().values())
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
-        """The job's own word on how it ended; None while there is none."""
+        """Return the result that the job wrote; None: no result yet."""
         return attempt.read_result()
 
 
 def _installed_contract(kind: str, params: Mapping[str, Any]) -> StageContract:
-    """What a kind of an installed package says of a stage.
+    """Return the contract of a stage whose kind an installed package defines.
 
     Raises:
-        InputError: nobody has such a kind; what its package says, raises or gives is no good.
+        InputError: no package defines the kind, or its package raises or returns an invalid contract.
     """
     found = installed_kind(kind)
     if found is None:
@@ -155,12 +155,12 @@ def _sources() -> dict[str, Any]:
 
 
 def _platform() -> dict[str, Any]:
-    """What decides results besides and is written in no parameter.
+    """Return the facts of the platform that decide results in addition to the parameters.
 
-    `device: auto` and `dtype: auto` are settled in the job, by torch: bf16 on CUDA, fp32 on CPU. Torch is not imported
-    on this side, so a stage's cache key cannot hold what they will be settled to; it holds what settles them. A
-    workspace that moves to a machine with a GPU, or gets another build of torch, then computes anew instead of taking a
-    CPU result for a GPU's. The guess errs to the safe side: at worst an equal result is computed twice.
+    The job resolves `device: auto` and `dtype: auto` with torch: bf16 on CUDA, fp32 on CPU. Torch is not imported on
+    this side, so a stage's cache key contains not the resolved values but the facts that decide them. A workspace that
+    moves to a machine with a GPU, or gets another build of torch, computes again instead of reusing a CPU result for a
+    GPU. The guess is conservative: at worst an equal result is computed twice.
     """
     return {
         "machine": platform.machine(),
@@ -171,14 +171,14 @@ def _platform() -> dict[str, Any]:
 
 
 def gpu_visible() -> bool:
-    """Whether a job launched from here would find a GPU, as far as can be told without torch."""
+    """Return whether a job launched from here would find a GPU, as far as can be determined without torch."""
     return _accelerator() == ["there"]
 
 
 def _accelerator() -> list[str]:
-    """Empty without a device file (CUDA, WSL, ROCm); else `there`, and the variables that hide every device.
+    """Return empty without a device file (CUDA, WSL, ROCm); else `there`, and the variables that hide every device.
 
-    A job inherits these variables from whoever launches it.
+    A job inherits these variables from the process that launches it.
     """
     if not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
         return []
@@ -193,11 +193,11 @@ def _version(library: str) -> str:
 
 
 def _name_by_slot(config: StageConfig) -> dict[str, Any]:
-    params: dict[str, Any] = config.model_dump(mode="json", exclude={"epochs"})  # steps say it
+    params: dict[str, Any] = config.model_dump(mode="json", exclude={"epochs"})  # `steps` contains it
     for slot, (kind, _) in config.inputs().items():
         first, _, rest = slot.partition(".")
         if kind == "reward":
-            if ":" not in slot:  # of several with weights the names tell them apart, also in metrics
+            if ":" not in slot:  # names distinguish several weighted rewards, also in metrics
                 (params["suites"][rest] if slot.startswith(JUDGES) else params)["reward"] = slot
         elif rest:
             params[first][rest]["data"] = slot
@@ -247,20 +247,20 @@ def _length(config: StageConfig) -> Length | None:
 
 
 def _sure_steps(config: TrainingConfig) -> int:
-    """Steps that the stage takes in any case."""
+    """Return the number of steps that the stage always takes."""
     if config.early_stopping is None or config.probe is None:
         return config.steps
     return min(config.steps, config.early_stopping.patience * config.probe.every)
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """What the planner multiplies: documents read or answered, and what is trained on besides, at the most.
+    """Return the planner's factors: the maximum of documents read or answered, and of those trained on.
 
-    `least` is what the stage spends in any case, at one token for every document; before its last step there must be
-    room for that step's price (`recipes`), or the job does not begin it.
+    `least` is the stage's minimum of tokens, at one token for every document; before its last step the budget must
+    have room for that step's price (`recipes`), or the job does not start it.
     """
     if isinstance(config, TrainingConfig) and not config.steps:
-        return {}  # the plan asks again once it knows
+        return {}  # the plan calls again once the steps are known
     if isinstance(config, RowsConfig):
         size = config.documents
         return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
@@ -269,7 +269,7 @@ def _work(config: StageConfig) -> dict[str, float]:
         prompts, generated = config.prompts_per_step, samples * config.response_tokens
         last = prompts + generated + passes * (samples + generated)
         before = (_sure_steps(config) - 1) * (prompts + samples)
-        if isinstance(config, DataflowConfig):  # what its algorithm trains on is its own affair
+        if isinstance(config, DataflowConfig):  # its algorithm decides what it trains on
             last, before = config.tokens_per_step or last, 0
         return {
             "steps": config.steps,

@@ -1,10 +1,10 @@
 """Training by every kind of algorithm, the sizes and processes that a job chooses for it, and initial models.
 
-Training is resumed where a checkpoint is named. The controller runs in this process; the roles run where the stage's
-`placement` puts them. This module is the composition root that names the back-ends of worker groups.
+Training resumes from the checkpoint that the order names. The controller runs in this process; the roles run where the
+stage's `placement` puts them. This module is the composition root that names the back-ends of worker groups.
 
-The sizes that a stage leaves to the job are chosen once, before anything is opened, and reported. `planner.sizes` alone
-chooses them, from what this machine has: a plan made here chose the same.
+Sizes that a stage leaves to the job are chosen once, before any model is opened, and reported. Only `planner.sizes`
+chooses them, from this machine's resources, so a plan made here has the same sizes.
 
 An initial model is a randomly initialised model in Hugging Face format.
 """
@@ -86,7 +86,7 @@ _ALONE = frozenset({"rollout", "reference", "teacher"})  # roles whose ranks nev
 
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:
-    """The device that `auto` means in this process, which from now on uses as many threads as the stage says."""
+    """Return the device that `auto` means in this process; sets the process's threads to the stage's number."""
     torch.set_num_threads(runtime.threads)
     if runtime.device != "auto":
         return runtime.device
@@ -95,12 +95,12 @@ def settled_device(runtime: InferenceRuntimeConfig) -> str:
 
 @contextmanager
 def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TOKENS) -> Iterator[PoolOf]:
-    """The pools of a stage's placement: this process alone where one rank is enough, else Ray actors.
+    """Yield the pools of a stage's placement: this process where one rank is enough, else Ray actors.
 
     Args:
         config: the stage.
         recorder: of the groups' calls.
-        costs: of a document; batches are split over ranks by it.
+        costs: of a document; batches are balanced over ranks by it.
 
     Raises:
         InputError: the cluster cannot hold the placement.
@@ -120,7 +120,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
 def _open_cluster_pools(
     config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
 ) -> dict[str, ResourcePool]:
-    """Role → its pool of Ray processes. All pools are asked of the cluster before the first one is made."""
+    """Return role → its pool of Ray processes. All pools are checked with the cluster before the first is created."""
     roles, address = roles_of(config), config.runtime.ray_address
     pools = config.placement.pools(roles)
     ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
@@ -135,7 +135,7 @@ def _open_cluster_pools(
     deadlines = _deadlines(config)
     for name, pool in pools.items():
         wanted = pool.resources
-        # frozen roles and decoders take whole sequences, each rank its own
+        # each rank of frozen roles and decoders takes whole sequences
         shared = config.runtime.sequence_parallel if set(pool.roles) & _SEQUENCE_PARALLEL else 1
         backend = cluster.backend(
             name,
@@ -146,7 +146,7 @@ def _open_cluster_pools(
             threads=config.runtime.threads,
             sequence_parallel=shared,
             start_seconds=deadlines.start,
-            collective_seconds=deadlines.call / 2,  # so that it is told which collective, before the call ends
+            collective_seconds=deadlines.call / 2,  # so that the collective's error comes before the call's
             collective=not _ALONE.issuperset(pool.roles),
         )
         made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
@@ -155,7 +155,7 @@ def _open_cluster_pools(
 
 
 def _deadlines(config: TrainingConfig) -> Deadlines:
-    """As the stage says; what nobody settled is the pool's own."""
+    """Return the stage's deadlines; the pool's defaults for `auto`."""
     start, call = config.runtime.start_timeout, config.runtime.call_timeout
     return Deadlines(
         DEADLINES.start if start == "auto" else start,
@@ -164,12 +164,12 @@ def _deadlines(config: TrainingConfig) -> Deadlines:
 
 
 def roles_of(config: TrainingConfig) -> tuple[str, ...]:
-    """The roles of a stage that live in pools."""
+    """Return the roles of a stage that run in pools."""
     return tuple(role for role in config.roles() if role != "reward")
 
 
 def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str, float]]:
-    """The stage's configuration with every size settled, which the job's facts tell; and the metrics `sizes/NAME`."""
+    """Return the stage's configuration with every size settled and reported, and the metrics `sizes/NAME`."""
     found = choose(job, config)
     load, names = found.load, ("micro_batch_tokens", "kv_cache", "object_store", "start_timeout", "call_timeout")
     chosen = {name: value for name in names if (value := getattr(load, name)) is not None}
@@ -181,7 +181,7 @@ def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str,
 
 
 def tell_sizes(job: Job, found: Settled) -> dict[str, float]:
-    """Say what was settled, in the log with its arithmetic; the metrics."""
+    """Print the settled sizes with their arithmetic to the log, and return the metrics."""
     metrics = {f"sizes/{name}": value for name, value in found.values().items()}
     job.sink(Metric(0, metrics, time.time()))
     for size in found.sizes:
@@ -190,11 +190,11 @@ def tell_sizes(job: Job, found: Settled) -> dict[str, float]:
 
 
 def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
-    """What `planner.sizes` makes of this machine."""
+    """Return the sizes that `planner.sizes` chooses for this machine."""
     load = load_of(job.order.kind, config)
     assert load is not None
     room = Room() if load.ray_address is not None else room_of(this_machine())
-    if room.gpu_there and settled_device(config.runtime) != "cuda":  # torch does not see what the machine has
+    if room.gpu_there and settled_device(config.runtime) != "cuda":  # torch does not see the machine's GPUs
         room = Room(memory=room.memory)
     shapes = {role: shape for role in load.roles if (shape := _shape(job, role)) is not None}
     return settle(load, shapes, room)
@@ -211,7 +211,7 @@ def _shape(job: Job, role: str) -> Shape | None:
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """A model's configuration; None where there is none, of which whoever opens the model says what is wrong."""
+    """Return a model's configuration; None where it is missing or invalid, which opening the model reports."""
     try:
         written = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -221,20 +221,20 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A recipe, ready to run, and how its model is written."""
+    """A recipe, ready to run, and the function that writes its model."""
 
     recipe: Recipe
     save_model: Callable[[Path], object]
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, folder: Path) -> None:
-        """The model as it is now, in Hugging Face format."""
+        """Write the present model in Hugging Face format."""
         self.save_model(folder)
         self.tokenizer.save_pretrained(folder)
 
 
 def body(job: Job) -> JobResult:
-    """Train, save outputs/model, answer."""
+    """Train, save outputs/model, and return the result."""
     config = stage_config(job.order.kind, dict(job.order.params))
     if not isinstance(config, TrainingConfig):
         raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {job.order.kind}")
@@ -260,7 +260,7 @@ def body(job: Job) -> JobResult:
 
 
 def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, Controller, dict[str, float]]:
-    """Open what the stage works with; also the slower ways that its models must go."""
+    """Open models, data and rewards of the stage; also return the fall-backs of its models."""
     recorder = Recorder(job.sink)
     trained = _open(job, config, stack.enter_context(open_pools(config, recorder, _costs(job))), stack)
     slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
@@ -268,18 +268,18 @@ def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, 
 
 
 def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
-    """The best model by the probe, where the stage keeps it."""
+    """Move the best model by the probe to the outputs, where the stage keeps it."""
     kept = controller.best.path if controller.best else None
     if kept is None:
         return {}
     target = job.folder / "outputs" / "best"
-    shutil.rmtree(target, ignore_errors=True)  # of an attempt that died before its last word
+    shutil.rmtree(target, ignore_errors=True)  # of an attempt that died before its result
     kept.rename(target)
     return {"best": Output("outputs/best", "tree")}
 
 
 def _costs(job: Job) -> CostModel:
-    """What a document costs the model; by tokens alone where its configuration does not tell its sizes."""
+    """Return the cost model of documents; by tokens only where the configuration lacks the sizes."""
     written = _config(job.input("model"))
     shape = None if written is None else Shape.of_config(written)
     if shape is None:
@@ -299,7 +299,7 @@ def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -
 
 
 def _algorithm(job: Job, config: TrainingConfig) -> Any:
-    """What the stage trains by: a user's own, or that of its kind."""
+    """Return the stage's algorithm: a user's own, or that of its kind."""
     if isinstance(config, DataflowConfig):
         return _dataflow(job)(config)
     spec = kind_of(job.order.kind).algorithm
@@ -323,7 +323,7 @@ def _from_rows(
 def _rows(
     job: Job, config: RowsConfig, slot: str, tokenizer: PreTrainedTokenizerBase, limit: int, items: int | None
 ) -> list[Any]:
-    """What an algorithm that reads rows is given: documents, or pairs."""
+    """Return the input of an algorithm that reads rows: documents, or pairs."""
     name = job.label(slot)
     rows = read_rows(job.input(slot), name=name)[:items]
     if config.reads == "pairs":
@@ -401,7 +401,7 @@ def _reward_function(
 def _environment(
     config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Environment | None:
-    """What an algorithm observes between two responses."""
+    """Return the environment that observes between two responses; None without one."""
     if not isinstance(config, TurnsConfig):
         return None
     observe = getattr(algorithm, "observe", None)
@@ -413,7 +413,7 @@ def _environment(
 
 
 def _dataflow(job: Job) -> Entry:
-    """The user's algorithm; its source is put under its own name, for this process and the workers' to import."""
+    """Return the user's algorithm; its source is written under its own name, so that workers can import it too."""
     meta = job.order.inputs["recipe"].meta
     file = job.folder / "recipe" / str(meta["source"])
     file.parent.mkdir(exist_ok=True)
@@ -436,10 +436,10 @@ def _probe(job: Job, config: SamplingConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def _check_judge(policy: Path, judge: Path, name: str) -> None:
-    """A reward model scores what it reads, which are the policy's tokens, so it was trained on the same ones.
+    """Check that a reward model has the policy's vocabulary, since it reads the policy's tokens.
 
     Raises:
-        InputError: it makes text, or has another vocabulary.
+        InputError: it generates text, or has another vocabulary.
     """
     if load_tokenizer(policy).get_vocab() != load_tokenizer(judge).get_vocab():
         raise InputError(f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it anew")
@@ -451,7 +451,7 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
 
 
 def _check_teacher(policy: Path, teacher: Path, name: str) -> None:
-    """A teacher reads the policy's tokens and says which of them it would have taken, so both have the same ones.
+    """Check that a teacher has the policy's vocabulary, since it scores the policy's tokens.
 
     Raises:
         InputError: it scores, or has another vocabulary.
@@ -474,10 +474,10 @@ def _prompts(
 
 
 def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Recorder) -> Controller:
-    """The loop, already resumed where its order names a checkpoint.
+    """Return the loop, resumed where the order names a checkpoint.
 
-    Of this very attempt there is none: it begins once (`jobs.entry`), also where an executor starts its job anew, whose
-    next attempt then finds what was done.
+    A checkpoint of this same attempt does not exist: an attempt begins once (`jobs.entry`), also where an executor
+    restarts its job; the next attempt then resumes.
     """
     controller = Controller(
         recipe=trained.recipe,
@@ -505,12 +505,12 @@ def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Re
 
 
 def _orders(job: Job) -> Callable[[], Order]:
-    """Stop by an order or SIGTERM; one checkpoint for every time one is asked for."""
-    served = written = 0  # one that was asked for while this process was loading is owed
+    """Return the poll of orders: stop by an order or SIGTERM; one checkpoint for each request."""
+    served = written = 0  # a request during loading is served too
 
     def orders() -> Order:
         nonlocal served, written
-        if served > written:  # asked again, so the last one was carried out
+        if served > written:  # polled again, so the last checkpoint was written
             job.attempt.acknowledge(ControlKind.CHECKPOINT, served)
             written = served
         if job.stopping():

@@ -1,3 +1,3 @@
-"""The web console: pages that the server draws, for a browser that logged in by a token."""
+"""The web console: pages that the server renders for a browser that logged in by a token."""
 
-CONSOLE = "console"  # what a worker is asked for: no verb of `Control`, but a page of what it answers
+CONSOLE = "console"  # the request for a rendered page in a worker; not a verb of `Control`

@@ -1,4 +1,4 @@
-"""Parts of pages that a worker draws: they load numpy, read files of jobs, or judge."""
+"""Parts of pages that a worker renders: they load numpy, read files of jobs, or judge."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ from posttrain.domain.errors import NotFoundError
 from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
 
-_LINES = 400  # of a log that are shown
+_LINES = 400  # shown of a log
 
 
 def drawn(control: Control, sent: Mapping[str, Any]) -> str:
-    """A part of a page, as HTML.
+    """Return a part of a page, as HTML.
 
     Raises:
         NotFoundError: there is no such part.
@@ -26,7 +26,7 @@ def drawn(control: Control, sent: Mapping[str, Any]) -> str:
 
 
 def _card(control: Control, run_id: str) -> str:
-    """What an approver reads of a run: regressions, verdicts, scores."""
+    """Render the summary of a run for an approver: regressions, verdicts, scores."""
     found = control.why(run_id)
     gates = found.report.verdicts if found.report else ()
     shown = template("console/_card.html")
@@ -34,7 +34,7 @@ def _card(control: Control, run_id: str) -> str:
 
 
 def _log(control: Control, run_id: str) -> str:
-    """The last lines of each attempt that printed any."""
+    """Render the last lines of each attempt with output."""
     found: dict[tuple[str, int], deque[str]] = {}
     for log, text in control.logs(run_id, None):
         lines = found.setdefault((log.stage, log.attempt), deque(maxlen=_LINES))

@@ -1,4 +1,4 @@
-"""The pages of the console. Each asks `Control` as whoever is logged in: what they may not see is not there."""
+"""The pages of the console. Each calls `Control` as the logged-in principal, so it shows only what they may see."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from posttrain.server.console.visiting import Visit, redirect
 if TYPE_CHECKING:
     from posttrain.api.values import ChannelView, RunSummary
 
-COMPARED = 6  # runs side by side: more fit no window
-PAGE = 50  # runs, or moves of a channel, of a page
+COMPARED = 6  # runs side by side: more do not fit a window
+PAGE = 50  # runs, or moves of a channel, per page
 _QUEUE = 200  # unfinished runs of a kind that are shown
 
 
 def run_list(visit: Visit) -> Response:
-    """The queue, and the newest runs that have ended."""
+    """Show the queue, and the newest runs that have ended."""
     words = visit.request.query_params
     wanted = words.get("q", "").strip()[:200]
     note = ""
@@ -38,7 +38,7 @@ def run_list(visit: Visit) -> Response:
     return visit.page(
         "runs",
         tag=tag,
-        live="" if before or tag else "runs",  # what is older stays as it is
+        live="" if before or tag else "runs",  # older pages do not change
         groups=(("Waiting", _waiting(queue, True)), ("Running", _waiting(queue, False)), ("Ended", ended)),
         note=note,
         wanted=wanted,
@@ -48,37 +48,37 @@ def run_list(visit: Visit) -> Response:
 
 
 def _waiting(queue: Sequence[RunSummary], waits: bool) -> list[RunSummary]:
-    """Those of the queue of which no stage runs, or the others."""
+    """Return the runs in the queue without a running stage, or the others."""
     return [one for one in queue if waits != one.at_work and not is_final("run", one.state)]
 
 
 def run(visit: Visit) -> Response:
-    """How a run stands; what its jobs recorded is drawn by a worker, and asked for by the page itself."""
+    """Show a run's status; the page itself requests the report, which a worker renders."""
     status = visit.control.status(visit.named("run"))
     return visit.page("run", live=f"run/{status.run.id}", status_of=status, over=is_final("run", status.run.state))
 
 
 def report(visit: Visit) -> Response:
-    """Scores, gates, curves, samples, costs, lineage."""
-    run_id = visit.control.run(visit.named("run")).id  # what is not there keeps no worker busy
-    part = "part" in visit.request.query_params  # of the page of the run, which shows the stages itself
+    """Show scores, gates, curves, samples, costs, lineage."""
+    run_id = visit.control.run(visit.named("run")).id  # an unknown run keeps no worker busy
+    part = "part" in visit.request.query_params  # for the page of the run, which shows the stages itself
     drawn = visit.drawn("report", run_id=run_id, stages=not part)
     return visit.page("part" if part else "report", run_id=run_id, drawn=drawn)
 
 
 def card(visit: Visit) -> Response:
-    """What an approver reads of a run, for the page of a channel, which asks for it itself."""
+    """Show the summary of a run for an approver; the page of a channel requests it."""
     return visit.page("part", drawn=visit.drawn("card", run_id=visit.control.run(visit.named("run")).id))
 
 
 def log(visit: Visit) -> Response:
-    """The end of what its jobs printed."""
+    """Show the end of its jobs' output."""
     run_id = visit.control.run(visit.named("run")).id
     return visit.page("log", live=f"run/{run_id}", run_id=run_id, drawn=visit.drawn("log", run_id=run_id))
 
 
 def compare(visit: Visit) -> Response:
-    """Runs side by side."""
+    """Show runs side by side."""
     chosen = [one[:200] for one in visit.request.query_params.getlist("runs") if one][:COMPARED]
     if len(chosen) < 2:
         ended = [one for one in visit.control.ls(PAGE) if is_final("run", one.state)]
@@ -88,20 +88,20 @@ def compare(visit: Visit) -> Response:
 
 
 def channels(visit: Visit) -> Response:
-    """Every channel, and what it serves."""
+    """Show every channel, and its live release."""
     live = {entry.channel: entry for entry in visit.control.live()}
     return visit.page("channels", live="channels", records=visit.control.channels(), entries=live)
 
 
 def channel(visit: Visit) -> Response:
-    """What a channel serves, what it waits for, and how that came about."""
+    """Show a channel's live release, its pending approvals, and its history."""
     found = _channel(visit)
     name = found.record.name
     before = str(_number(visit.request.query_params.get("before", "")) or "") or None
     moves = visit.control.history(name, PAGE, before)
     return visit.page(
         "channel",
-        live="" if before else f"channel/{name}",  # what is older stays as it is
+        live="" if before else f"channel/{name}",  # older pages do not change
         found=found,
         name=name,
         pinned=visit.control.policy(name),
@@ -115,25 +115,25 @@ def channel(visit: Visit) -> Response:
 
 
 def confirm_rollback(visit: Visit) -> Response:
-    """What would serve afterwards."""
+    """Show the release that a rollback would make live."""
     found, to = _channel(visit), visit.request.query_params.get("to", "")
     return _confirmation(visit, found, to)
 
 
 def roll_back(visit: Visit) -> Response:
-    """Do it, with a reason."""
+    """Roll back, with a reason."""
     found, form = _channel(visit), visit.form
     to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
     if not reason:
         return _confirmation(visit, found, to, "a rollback needs a reason: who comes next will want to know")
     sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
-    sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed it, and asked why it ends
+    sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed it, and required a reason
     visit.worker("rollback", sent)
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
 
 
 def decide(visit: Visit) -> Response:
-    """Approve or reject what is asked for."""
+    """Approve or reject a request."""
     found, form = _channel(visit), visit.form
     verdict, request = form.get("verdict", ""), form.get("request", "")
     if verdict not in ("approve", "reject") or not any(
@@ -145,7 +145,7 @@ def decide(visit: Visit) -> Response:
 
 
 def note(visit: Visit) -> Response:
-    """Write down what the form says of a run."""
+    """Add a note to a run."""
     run_id, tag = visit.named("run"), visit.form.get("tag", "").strip()
     visit.control.note(run_id, visit.form.get("text", ""), [tag] if tag else [])
     return visit.goes_to(f"/runs/{run_id}")
@@ -157,12 +157,12 @@ def stop(visit: Visit) -> Response:
 
 
 def retry(visit: Visit) -> Response:
-    """Let a stopped or failed run go on."""
+    """Retry a stopped or failed run."""
     return visit.goes_to(f"/runs/{visit.control.retry(visit.named('run')).id}")
 
 
 def home(visit: Visit) -> Response:
-    """The list of runs."""
+    """Redirect to the list of runs."""
     return redirect(f"/projects/{visit.project}/runs")
 
 

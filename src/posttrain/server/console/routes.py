@@ -1,15 +1,15 @@
-"""Paths of the console, the way of a request through it, and streams that notify browsers of changed pages.
+"""Paths of the console, the handling of its requests, and streams that notify browsers of changed pages.
 
-A request passes checks of who sits there and what they send, and then gets its page:
+A request passes checks of its session and form, and then gets its page:
 
 ::
 
     GET  page  ──▶ cookie ─▶ session ─▶ token ─▶ role ─▶ page           (else: /login)
     POST form  ──▶ the same, and Origin, and the form's own token ─▶ verb ─▶ GET of the page
 
-Pages follow changes by a stream: it reports to a browser that the page it shows has changed, and the browser asks for
-the page. The stream reports that something changed, never what, so it holds nothing that a page would have to escape.
-Many who look at the same page cost what one of them does.
+Pages follow changes by a stream: it notifies a browser that its page has changed, and the browser requests the page
+again. A notification has no content, so the stream contains nothing that a page would have to escape. Many viewers of
+the same page cost what one does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from posttrain.server.underway import Server
 if TYPE_CHECKING:
     from posttrain.api.values import RunSummary
 
-MOST = 200  # browsers that follow at a time; the others ask again and again
-_EVERY = 1.0  # seconds between two looks
-_AGAIN = 5.0  # seconds between two looks whether whoever follows still may
+MOST = 200  # concurrent followers; other browsers poll
+_EVERY = 1.0  # seconds between two checks for changes
+_AGAIN = 5.0  # seconds between two checks of the follower's permission
 _SILENT = 15.0  # seconds after which a comment keeps the connection open
 _STREAM_SECONDS = 900.0  # seconds of one stream; the browser opens another one
 _KEPT = 256  # marks
@@ -54,7 +54,7 @@ _READ: dict[str, _Page] = {
     "/runs/{run}": pages.run,
     "/channels": pages.channels,
 }
-_HEAVY: dict[str, _Page] = {  # that a worker helps with
+_HEAVY: dict[str, _Page] = {  # pages that a worker helps with
     "/runs/{run}/report": pages.report,
     "/runs/{run}/card": pages.card,
     "/runs/{run}/log": pages.log,
@@ -74,7 +74,7 @@ _LONGEST = 1000  # characters of a name
 
 
 class Live:
-    """Marks of what pages show, shared by all who follow it."""
+    """Marks of the state of pages, shared by all followers."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
@@ -82,7 +82,7 @@ class Live:
         self.followers = 0
 
     def mark(self, visit: Visit, of: str) -> str:
-        """What stands for the present state of a page.
+        """Return a hash of the present state of a page.
 
         Raises:
             InputError: there is no such page.
@@ -104,7 +104,7 @@ class Live:
         return found
 
     async def follow(self, request: Request, enter: Callable[[Request], Visit]) -> Response:
-        """A stream of events `changed`."""
+        """Return a stream of events `changed`."""
         of = request.query_params.get("of", "")
         visit = await in_thread(READ, enter, request)
         if of.startswith(_RUN) and (found := await _elsewhere(visit, of.removeprefix(_RUN))):
@@ -138,7 +138,7 @@ class Live:
                 elif now - said >= _SILENT:
                     said = now
                     yield b": still here\n\n"
-        except PosttrainError:  # over: the browser asks for the page, and is told why
+        except PosttrainError:  # over: the browser requests the page, which shows why
             yield b"event: changed\ndata: {}\n\n"
         finally:
             self.followers -= 1
@@ -159,7 +159,7 @@ def _run(control: Control, run_id: str) -> Any:
     return status.run.generation, over, said, stages, status.signals, status.approvals, status.notes
 
 
-# each asks what whoever is logged in may look at, which is why nobody is asked again where a mark is known
+# each queries only what every member may see, so a known mark needs no further check
 _LOOKS: dict[str, Callable[[Control, str], Any]] = {
     "runs": lambda control, _: [_brief(one) for one in (*control.queue(pages.PAGE), *control.ls(pages.PAGE))],
     "run": _run,
@@ -169,7 +169,7 @@ _LOOKS: dict[str, Callable[[Control, str], Any]] = {
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """All of the console."""
+    """Add the routes of the console."""
     for name in ASSETS:
         app.add_route(f"/{name}", partial(_asset, name), methods=["GET"])
     for path, method, answer in (
@@ -189,10 +189,10 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 def _enter(server: Server, request: Request) -> Visit:
-    """Who asks, in the project of the path. It reads the ledger: call it in a thread.
+    """Return the visit of a request, in the project of the path. It reads the ledger: call it in a thread.
 
     Raises:
-        AuthenticationError: nobody who is logged in there. NotFoundError: the path is none.
+        AuthenticationError: no valid session for the project. NotFoundError: the path is not valid.
     """
     project = request.path_params["project"]
     secret = visiting.secret_of(request, project, secure=server.secure)
@@ -226,7 +226,7 @@ def _shown(server: Server, page: _Page, lane: str) -> Callable[[Request], Awaita
 
 
 async def _elsewhere(visit: Visit, run_id: str, *, computes: bool = False) -> Response | None:
-    """What the server of the host that has a run's jobs answers; None: this one has to."""
+    """Return the answer of the server of the host with a run's jobs; None: this server has to answer."""
     server, who = visit.server, visit.asker
     found = await server.peers.answer(
         visit.request, lambda: server.entrance.ledger(who), run_id, who.identity, computes=computes
@@ -256,7 +256,7 @@ def _to_login(request: Request) -> Response:
 
 
 async def _first(server: Server, request: Request) -> Response:
-    """The first project that this browser is logged in to."""
+    """Redirect to the first project that this browser is logged in to."""
     return redirect(await in_thread(READ, _home, server, request))
 
 
@@ -288,7 +288,7 @@ async def _log_in(server: Server, request: Request) -> Response:
         secret = visiting.secret_of(request, visiting.LOGIN, secure=server.secure)
         fields = await visiting.read_form(request, secret, secure=server.secure)
         where = f"address {request.client.host if request.client else ''}"
-        async with server.limits.taken(where, LOGIN):  # whoever guesses has a few threads, and no lock-out of others
+        async with server.limits.taken(where, LOGIN):  # guessing is limited to a few threads, and locks no one else out
             found = await in_thread(READ, visiting.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")

@@ -1,8 +1,8 @@
 """Visits of browsers to the console: one request, its cookie and form, and the frame, headers and errors of pages.
 
-A cookie of each project has the secret of a session (`access.authenticators.session`). The token of every form follows
-from that secret, so that only a page of this server can have made the form. The browser also sends the origin of the
-form, which must be this server.
+The cookie of each project contains the secret of a session (`access.authenticators.session`). The token of every form
+is derived from that secret, so that only a page of this server can have made the form. The browser also sends the
+origin of the form, which must be this server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "same-origin",  # with no-referrer browsers say `Origin: null` of our own forms
+    "referrer-policy": "same-origin",  # with no-referrer browsers send `Origin: null` with our own forms
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
@@ -58,7 +58,7 @@ _TITLES = {
 }
 FIELD = "form_token"  # of every form
 MOST_BYTES = 64 << 10  # of a form
-LOGIN = "_login"  # in the place of a project: the cookie of the form that logs in
+LOGIN = "_login"  # replaces a project: the cookie of the login form
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _PLACE = re.compile(r"/projects/[A-Za-z0-9/_.~%?=&:+-]*")
 _FORM = "application/x-www-form-urlencoded"
@@ -66,14 +66,14 @@ _FORM = "application/x-www-form-urlencoded"
 
 @functools.cache
 def asset(name: str) -> tuple[bytes, str]:
-    """The style or the script of all pages, and by which word a browser knows that it is another one."""
+    """Return the style or the script of all pages, and a tag that changes with it."""
     body = template(f"console/{name}").render().encode()
     return body, hashlib.sha256(body).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Somebody who is logged in asks for something of one project."""
+    """A request of a logged-in principal to one project."""
 
     server: Server
     request: Request
@@ -85,34 +85,34 @@ class Visit:
 
     @property
     def project(self) -> str:
-        """The project."""
+        """The name of the project."""
         return self.asker.project
 
     def named(self, word: str) -> str:
-        """A part of the path."""
+        """Return a part of the path."""
         return str(self.request.path_params[word])
 
     def sending(self, fields: Mapping[str, str]) -> Visit:
-        """With the fields of a form."""
+        """Return the visit with the fields of a form."""
         return replace(self, form=fields)
 
     def may(self, needed: Role) -> bool:
-        """Whether they have a role; `Control` asks again."""
+        """Return whether the principal has a role; `Control` checks again."""
         return self.role is not None and Role(self.role).covers(needed)
 
     def worker(self, verb: str, sent: Mapping[str, Any]) -> bytes:
-        """What a worker answers."""
+        """Return a worker's answer."""
         return self.server.workers.ask(self.asker.to_json(), verb, sent, self.request.state.id)
 
     def drawn(self, page: str, **words: Any) -> Markup:
-        """A part of a page that a worker draws, since it computes or reads files."""
-        return Markup(json.loads(self.worker(CONSOLE, {"page": page, **words})))  # drawn by a template, which escapes
+        """Return a part of a page that a worker renders, since it computes or reads files."""
+        return Markup(json.loads(self.worker(CONSOLE, {"page": page, **words})))  # the template escapes it
 
     def page(self, name: str, /, *, live: str = "", status: int = 200, **words: Any) -> Response:
-        """A page.
+        """Return a page.
 
         Args:
-            live: what to follow, so that the page is drawn anew when it changes.
+            live: the stream that the page follows; it is rendered again when that changes.
         """
         known = projects(self.request, secure=self.server.secure)
         return html(
@@ -123,12 +123,12 @@ class Visit:
         )  # fmt: skip
 
     def goes_to(self, place: str) -> Response:
-        """To a page of this project, by GET."""
+        """Redirect to a page of this project, by GET."""
         return redirect(f"/projects/{self.project}{place}")
 
 
 def html(name: str, status: int = 200, /, **words: Any) -> Response:
-    """A page of the console."""
+    """Return a page of the console."""
     known = {**_NOBODY, "version": __version__, "css": asset("console.css")[1], "js": asset("console.js")[1], **words}
     body = template(f"console/{name}.html").render(**known)
     return Response(body.encode("utf-8", "replace"), status, HEADERS, "text/html; charset=utf-8")
@@ -141,12 +141,12 @@ _NOBODY: dict[str, Any] = {
 
 
 def redirect(place: str) -> Response:
-    """By GET."""
+    """Redirect by GET."""
     return RedirectResponse(place, 303, HEADERS)
 
 
 def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
-    """The page of an error. One that nobody meant to raise tells its request's id and nothing else."""
+    """Return the page of an error. An unexpected error shows its request's id and nothing else."""
     status = 401 if isinstance(error, AuthenticationError) else None
     document = error.document if isinstance(error, Refused) else logged_problem(error, request.state.id, status=status)
     status = int(document["status"])
@@ -155,34 +155,34 @@ def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
         return html("error", status, **words)
     try:
         return visit.page("error", status=status, **words)
-    except PosttrainError:  # the ledger is away: the frame asks for nothing
+    except PosttrainError:  # the ledger is away: this frame needs no data
         return html("error", status, **words)
 
 
 def cookie(project: str, *, secure: bool) -> str:
-    """The name of a project's cookie. Browsers take one that begins with __Host- over TLS only, from this host alone,
-    for all paths.
+    """Return the name of a project's cookie. Browsers accept one that begins with __Host- over TLS only, from this host
+    alone, for all paths.
     """
     return f"{'__Host-' if secure else ''}posttrain-{project}"
 
 
 def projects(request: Request, *, secure: bool) -> list[str]:
-    """Projects that this browser has a session of, good or over."""
+    """Return the projects for which this browser has a session, valid or over."""
     prefix = cookie("", secure=secure)
     names = (name.removeprefix(prefix) for name in request.cookies if name.startswith(prefix))
     return sorted(name for name in names if name != LOGIN and _PROJECT.fullmatch(name))
 
 
 def secret_of(request: Request, project: str, *, secure: bool) -> str:
-    """What the cookie of a project says; empty: there is none."""
+    """Return the value of a project's cookie; empty: there is no cookie."""
     return request.cookies.get(cookie(project, secure=secure), "")
 
 
 def asker(server: Server, secret: str, project: str) -> Asker:
-    """Who sits there. It reads the ledger.
+    """Identify the principal of a session. It reads the ledger.
 
     Raises:
-        AuthenticationError: nobody who is logged in to this project.
+        AuthenticationError: the session is not valid for this project.
     """
     try:
         identity = session.SessionAuthenticator(server.workspace.ledger).authenticate(secret)
@@ -194,10 +194,10 @@ def asker(server: Server, secret: str, project: str) -> Asker:
 
 
 def log_in(server: Server, token: str) -> dict[str, str]:
-    """Project → secret of a new session, of each that a token is for.
+    """Begin a session for each project of a token; return project → secret.
 
     Raises:
-        AuthenticationError: the token is good for nothing.
+        AuthenticationError: the token is not valid.
     """
     ledger = server.workspace.ledger
     try:
@@ -213,15 +213,15 @@ def log_out(server: Server, secret: str) -> None:
 
 
 def form_token(secret: str) -> str:
-    """What forms of a session carry: it follows from the session's secret, and does not tell it."""
+    """Return the token in forms of a session: it is derived from the session's secret and does not reveal it."""
     return hmac.new(secret.encode(), b"posttrain form", hashlib.sha256).hexdigest()
 
 
 async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str, str]:
-    """The fields of a form of this server and of the session of a secret.
+    """Return the fields of a form of this server and of a session.
 
     Raises:
-        InputError: it is no form, or too large. SlowError: it did not come in time. AccessError: as `refuse_foreign`.
+        InputError: not a form, or too large. SlowError: it did not arrive in time. AccessError: as `refuse_foreign`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _FORM:
@@ -238,10 +238,10 @@ async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str,
 
 
 def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, secure: bool) -> None:
-    """Let nothing happen that another site's page asks for.
+    """Refuse a form of another site's page.
 
     Args:
-        secure: pages come over TLS alone, so one of this host that did not is not this server's.
+        secure: pages are served over TLS alone, so a page of this host without it is not this server's.
 
     Raises:
         AccessError: the form is not from a page of this server and this session.
@@ -255,7 +255,7 @@ def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, 
 
 
 def _origin(said: str) -> tuple[str, str]:
-    """Scheme and host."""
+    """Return scheme and host."""
     try:
         parts = urlsplit(said)
     except ValueError:
@@ -264,5 +264,5 @@ def _origin(said: str) -> tuple[str, str]:
 
 
 def place(word: str) -> str:
-    """Where to go after logging in: a page of the console; empty: what was asked for is none."""
+    """Return the page to show after the login; empty: the requested one is not a page of the console."""
     return word if _PLACE.fullmatch(word) and "//" not in word else ""

@@ -1,4 +1,4 @@
-"""One file per blob back-end, over the port that is here. They do not know each other."""
+"""The blob back-ends, one file each, and their port. They do not import each other."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -8,33 +8,33 @@ _CHUNK = 4 << 20  # bytes
 
 
 class Backend(ABC):
-    """A place for objects, by the obstore store that it opens; what most of them do alike is done here."""
+    """A place for objects, by the obstore store that it opens, with the methods that most back-ends share."""
 
-    url: str  # what another process opens it by
+    url: str  # by which another process opens it
 
     @abstractmethod
     def open(self) -> Any:
         """The obstore store."""
 
     def settle(self, key: str) -> None:  # noqa: B027
-        """Return when the object just written would survive a power cut."""
+        """Return when the object just written survives a power cut."""
 
     def touch(self, key: str, modified: float) -> bool:
-        """Make an object as young as one that is written now; whether that was done, or was not needed.
+        """Renew the age of an object; return whether that was done, or was not needed.
 
         Args:
-            modified: when it was written (seconds since the epoch).
+            modified: time of its last write (seconds since the epoch).
         """
         return False
 
     def pieces(self, store: Any, key: str) -> Iterator[bytes]:
         """The bytes of an object, a few megabytes at a time."""
-        import obstore  # a job that asks its server need not load it
+        import obstore  # a job that uses its server need not load it
 
         yield from (bytes(chunk) for chunk in obstore.get(store, key).stream(min_chunk_size=_CHUNK))
 
     def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
-        """Write an object of `size` bytes in constant memory; where `pieces` raises, nothing is there afterwards."""
+        """Write an object of `size` bytes in constant memory; if `pieces` raises, no object is made."""
         import obstore
 
         obstore.put(store, key, pieces)

@@ -1,4 +1,4 @@
-"""A folder as an object store. obstore's writes are atomic there, but not durable: the syncing is done here."""
+"""A folder as an object store. obstore's writes are atomic there, but not durable: this module syncs them."""
 
 import os
 from contextlib import suppress
@@ -10,15 +10,15 @@ from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
 from posttrain.store.backends import Backend
 
-_OTHERS = 0o077  # permissions of anybody but the owner
+_OTHERS = 0o077  # permissions of all but the owner
 
 
 class LocalFolder(Backend):
     """Durability for blobs below `folder`.
 
-    obstore writes under a temporary name and renames or links it, without fsync: after a power cut a name could stand
-    for a file whose bytes never arrived. So each blob is synced, and then the folders that name it, before its digest
-    is given out.
+    obstore writes under a temporary name and renames or links it, without fsync: after a power cut a name could refer
+    to a file without its bytes. So each blob is synced, and then the folders that name it, before its digest is
+    returned.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,13 +40,13 @@ class LocalFolder(Backend):
             raise WorkspaceError(f"cannot open the artifact store {self.folder}: {error}; check the folder") from error
 
     def touch(self, key: str, _modified: float) -> bool:
-        """Another owner's file, which lets us only read it, cannot be touched, and we would not delete it either."""
+        """See `Backend.touch`. A file of another owner may be read-only for us; we could not delete it either."""
         with suppress(PermissionError):
             os.utime(self.folder / key)
         return True
 
     def settle(self, key: str) -> None:
-        """Make the blob at `key` survive a power cut, and its owner's alone: obstore leaves that to the umask."""
+        """Make the blob at `key` durable, and private to its owner: obstore leaves permissions to the umask."""
         path = self.folder / key
         with path.open("rb") as file:
             _close_to_others(file.fileno(), 0o600)
@@ -58,6 +58,6 @@ class LocalFolder(Backend):
 
 
 def _close_to_others(place: int | Path, mode: int) -> None:
-    with suppress(PermissionError):  # another owner's, who lets us read it
+    with suppress(PermissionError):  # another owner's, readable for us
         if os.stat(place).st_mode & _OTHERS:
             os.chmod(place, mode)

@@ -1,8 +1,8 @@
-"""Any object store obstore knows by URL: `s3://bucket/prefix`, `gs://…`, `az://…`; credentials by the environment.
+"""Any object store that obstore opens by URL: `s3://bucket/prefix`, `gs://…`, `az://…`; credentials by the environment.
 
-Every request has a time that it may take, so that a store which is gone or slow is an error within a minute. So nothing
-large is one request: objects are read in ranges, and written in parts (multipart), of which few are in memory. An
-upload that fails is aborted; one whose process was killed is left to `posttrain gc` (`store.direct`).
+Every request has a timeout, so that an unreachable or slow store is an error within a minute. So no large object is one
+request: objects are read in ranges, and written in parts (multipart), of which few are in memory. A failed upload is
+aborted; the upload of a killed process is left to `posttrain gc` (`store.direct`).
 """
 
 import os
@@ -19,18 +19,18 @@ from posttrain.domain.errors import InputError
 from posttrain.store.backends import Backend
 from posttrain.store.external import refuse_no_endpoint
 
-YOUNG = 3600.0  # seconds; nothing younger is deleted unless somebody asks for it
+YOUNG = 3600.0  # seconds; younger objects are deleted only on request
 PART = 8 << 20  # bytes of one request
 ANSWER_SECONDS = 30.0  # that one request may take
 _COPIED = 16 << 20  # bytes a second that a store copies at least
-_MOST_PARTS = 9000  # S3 takes 10,000
-_AT_ONCE = 2  # parts under way
-_EMPTY = "416"  # what is answered to who asks for a range of an empty object
+_MOST_PARTS = 9000  # S3 accepts 10,000
+_AT_ONCE = 2  # concurrent parts
+_EMPTY = "416"  # the status for a range of an empty object
 _RETRIES: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=15)}
 
 
 class Remote(Backend):
-    """An object store by URL. A write it has acknowledged is durable, so nothing is settled."""
+    """An object store by URL. Acknowledged writes are durable, so `settle` does nothing."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -42,7 +42,7 @@ class Remote(Backend):
             seconds: that a request may take.
 
         Raises:
-            InputError: obstore does not know the URL, or the environment names no server.
+            InputError: obstore does not support the URL, or the environment has an invalid endpoint.
         """
         refuse_no_endpoint(self.url)
         try:
@@ -54,11 +54,11 @@ class Remote(Backend):
             ) from error
 
     def touch(self, _key: str, modified: float) -> bool:
-        """An object gets another time only where it is written again, which is done for one that is not young."""
+        """See `Backend.touch`: only another write renews an object, which is not needed while it is young."""
         return time.time() - modified < YOUNG
 
     def pieces(self, store: Any, key: str) -> Iterator[bytes]:
-        """See `Backend.pieces`: a request each."""
+        """See `Backend.pieces`: one request per piece."""
         try:
             first = obstore.get(store, key, options={"range": (0, PART)})
         except BaseError as error:
@@ -77,7 +77,7 @@ class Remote(Backend):
         obstore.put(store, key, pieces, chunk_size=max(PART, -(-size // _MOST_PARTS)), max_concurrency=_AT_ONCE)
 
     def copy(self, source: str, target: str, size: int) -> None:
-        """Copy an object of this many bytes within the store: one request, whose answer takes as long as the copy."""
+        """Copy an object of `size` bytes within the store: one request, whose answer takes as long as the copy."""
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
 
 

@@ -1,7 +1,7 @@
 """The inputs of one attempt, read from its server over HTTP: a job of a server has no key to the store.
 
-A server that is away for minutes is waited for, which the job's log says; where it is, and what lets the job in, is
-read anew from the attempt's folder at each try. Standard library only.
+A job waits minutes for an unreachable server, and its log records that; each try reads the server's address and the
+job's token again from the attempt's folder. Standard library only.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class ServedBlobs:
-    """A `BlobStore` that can only be read, of what the attempt's inputs reach.
+    """A read-only `BlobStore` of the blobs that the attempt's inputs reach.
 
     Args:
         folder: the attempt's.
-        patience: seconds that the server may be away.
+        patience: seconds that the server may be unreachable.
     """
 
     url = ""
@@ -40,19 +40,19 @@ class ServedBlobs:
         self._direct = True
 
     def holding(self) -> AbstractContextManager[None]:
-        """What inputs reach is kept as long as the run needs it."""
+        """Hold no lock: the run keeps the blobs of its inputs."""
         return nullcontext()
 
     def put(self, data: bytes) -> str:
-        """Never.
+        """Refuse to store bytes.
 
         Raises:
-            InputError: a job leaves what it made in its folder.
+            InputError: always: a job leaves its outputs in its folder.
         """
         raise InputError("a job of a server stores nothing itself: it leaves its outputs in its attempt folder")
 
     def put_file(self, path: Path) -> str:
-        """Never: see `put`."""
+        """Refuse to store a file: see `put`."""
         return self.put(b"")
 
     def get(self, digest: str) -> bytes:
@@ -104,7 +104,7 @@ class ServedBlobs:
             if answer.length:
                 raise ConnectionError("its answer broke off")
             if DIGEST_PREFIX + state.hexdigest() != digest:
-                self._direct = False  # what lies between may be at fault: once more, through the server
+                self._direct = False  # a proxy may be at fault: retry through the server
                 raise IntegrityError(
                     f"blob {digest} is corrupt: bytes hash to {DIGEST_PREFIX}{state.hexdigest()}; restore it from a "
                     "copy or run its stage again"
@@ -116,10 +116,10 @@ class ServedBlobs:
             self._again(digest, asked)
 
     def _again(self, digest: str, ask: Callable[[JobAccess], T]) -> T:
-        """What the server answers, once it does.
+        """Call `ask` until the server answers, and return the answer.
 
         Raises:
-            NotFoundError: the attempt's inputs do not reach that.
+            NotFoundError: the attempt's inputs do not reach the blob.
             UnavailableError, InfrastructureError: as `Reach.again`.
         """
         if not is_digest(digest):
@@ -132,7 +132,7 @@ class ServedBlobs:
 
 @contextmanager
 def _answer(access: JobAccess, method: str, digest: str, *, direct: bool = False) -> Iterator[http.client.HTTPResponse]:
-    """The answer to one request, followed to the store where the server says so; no token goes there."""
+    """Yield the answer to one request, following a redirect to the store, which gets no token."""
     with ExitStack() as held:
         connection = held.enter_context(closing(reached(access)))
         path = f"/v1/attempt/blobs/{digest}{'?direct=yes' if direct and not access.socket else ''}"

@@ -1,1 +1,1 @@
-"""One file per place where the objects of attempt channels are. They do not know each other."""
+"""The back-ends of attempt channels, one file each. They do not import each other."""

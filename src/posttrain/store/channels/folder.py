@@ -1,4 +1,4 @@
-"""An attempt's objects as files below its folder: what was acknowledged survives a power cut."""
+"""An attempt's objects as files below its folder: acknowledged writes survive a power cut."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ _NUMBERED = re.compile(r"([0-9]{1,15})(\.[a-z]+)?")
 
 
 class FolderObjects:
-    """`ChannelObjects` below `folder`, which is made with the first of them."""
+    """`ChannelObjects` below `folder`, which the first write makes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,7 +32,7 @@ class FolderObjects:
             raise _refused(path, error.__cause__) or error from error.__cause__
 
     def overwrite(self, key: str, data: bytes) -> None:
-        """See `ChannelObjects.overwrite`: not synced, for it is written with every segment."""
+        """See `ChannelObjects.overwrite`: not synced, because it is written with every segment."""
         path = self._folder / key
         fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
@@ -50,7 +50,7 @@ class FolderObjects:
             return None
 
     def remove(self, key: str) -> None:
-        """See `ChannelObjects.remove`; a file that comes back after a power cut is in its pack too."""
+        """See `ChannelObjects.remove`; a file that a power cut restores is in its pack too."""
         (self._folder / key).unlink(missing_ok=True)
 
     def numbers(self, folder: str) -> list[int]:
@@ -65,7 +65,7 @@ class FolderObjects:
 
 
 def _refused(path: Path, error: BaseException | None) -> IntegrityError | None:
-    """What is said where the job itself put something into the way."""
+    """The error for a path that the job itself made unusable; None: the job is not the cause."""
     if not its_doing(error):
         return None
     return IntegrityError(f"{path} cannot be used: {getattr(error, 'strerror', error)}; its job put something there")

@@ -1,7 +1,7 @@
-"""An attempt's objects below a prefix of an object store that obstore knows: `s3://bucket/prefix`.
+"""An attempt's objects below a prefix of an object store that obstore supports: `s3://bucket/prefix`.
 
-Asks of the store what S3 promises: reads and listings show what was acknowledged, and a PUT with `If-None-Match: *`
-lets one of several win. Address and credentials come from the environment (`AWS_ENDPOINT_URL`, …).
+The store must give S3's guarantees: reads and listings show every acknowledged write, and of several PUTs with
+`If-None-Match: *` one succeeds. Address and credentials come from the environment (`AWS_ENDPOINT_URL`, …).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from posttrain.store.atomic import most_of
 from posttrain.store.external import refuse_no_endpoint
 
 _DIGITS = 16  # of a number
-_SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
+_SECONDS = timedelta(seconds=30)  # that a request may take, including obstore's retries
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": _SECONDS}
 
 
 @functools.lru_cache(maxsize=256)
 def object_store(url: str) -> ObjectStoreObjects:
-    """The objects below a URL, opened once by a process."""
+    """Return the objects below a URL, opened once per process."""
     return ObjectStoreObjects(url)
 
 
 def checked_url(url: str) -> str:
-    """A URL that channels may be kept below, as it is recorded: no credentials in it.
+    """Return a URL for channels as it is recorded, after a test of its store.
 
     Raises:
-        InputError: it is none, holds credentials, or its store does not answer as S3 promises.
-        UnavailableError: it does not answer at all.
+        InputError: it is not an S3 URL, contains credentials, or its store lacks conditional PUTs.
+        UnavailableError: the store does not answer.
     """
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc:
@@ -61,7 +61,7 @@ class ObjectStoreObjects:
     """`ChannelObjects` below `url`.
 
     Raises:
-        InputError: obstore does not know the URL.
+        InputError: obstore does not support the URL.
     """
 
     def __init__(self, url: str) -> None:

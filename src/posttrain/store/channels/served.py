@@ -1,6 +1,6 @@
-"""An attempt's objects through its server: a job of a server has no key to the store that they are in.
+"""An attempt's objects through its server: a job of a server has no key to the store of the objects.
 
-A server that is away is waited for, but for the summary, which is said again with the next segment.
+Requests wait for an unreachable server, except that for the summary, which is written again with the next segment.
 """
 
 import http.client
@@ -13,14 +13,14 @@ from posttrain.store.reaching import PATIENCE, REFUSED, JobAccess, KeptConnectio
 
 _PATH = "/v1/attempt/channel"
 _OK, _MISSING, _THERE = (200, 201, 204), 404, 409
-TOO_MUCH = 413  # the attempt has put as much as one may
+TOO_MUCH = 413  # the attempt has written its maximum
 
 
 class ServedObjects:
     """`ChannelObjects` of the attempt in a folder.
 
     Args:
-        patience: seconds that the server may be away.
+        patience: seconds that the server may be unreachable.
     """
 
     def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
@@ -80,7 +80,7 @@ class ServedObjects:
             except (OSError, http.client.HTTPException):
                 if not idle:
                     raise
-                status, body = exchanged(access)  # a server ends connections over which nothing was said for long
+                status, body = exchanged(access)  # a server closes idle connections
             if status in REFUSED:
                 raise refusal()
             if status == TOO_MUCH:

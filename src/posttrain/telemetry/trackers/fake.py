@@ -1,4 +1,4 @@
-"""A tracker in memory, for tests: targets by run, kept by whoever made it."""
+"""A tracker in memory, for tests: the caller keeps the targets by run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, Trac
 
 @dataclass
 class Target:
-    """What outlives a tracker: the points in the order of writing, endings, versions and aliases."""
+    """The data that outlive a tracker: the points in the order of writing, endings, versions and aliases."""
 
     points: list[tuple[str, str, int, float]] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
@@ -22,7 +22,7 @@ class FakeTracker(Tracker):
     """The `Tracker` of a `Target`.
 
     Args:
-        trouble: called before every write; raises to be a target in trouble.
+        trouble: called before every write; raises to simulate a failing target.
     """
 
     kind: ClassVar[str] = "fake"

@@ -1,9 +1,9 @@
 """Points as metrics `stage/metric` of an MLflow run, released models as versions whose aliases are the channels.
 
-The MLflow run is the one with the tag `posttrain.run`; which points it has, its metrics say. Names are in the letters
-that MLflow takes: `@` becomes `_at_`, any other one `_`. Where that does not tell the real name (another sign became
-`_`, it was cut, or it has `_at_` itself), eight digits of the real name's SHA-256 follow. Of a file store a line that
-was cut short is cut away.
+The MLflow run is the one with the tag `posttrain.run`; its metrics determine which points it has. Names use the
+characters that MLflow allows: `@` becomes `_at_`, any other one `_`. Where that does not determine the real name
+(another character became `_`, it was cut, or it has `_at_` itself), eight digits of the real name's SHA-256 follow. In
+a file store a line that was cut short is removed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 RUN_TAG, DIGEST_TAG, WORKSPACE_TAG = "posttrain.run", "posttrain.digest", "posttrain.workspace"
 _SQLITE = "sqlite:///"
 _ALIEN = re.compile(r"[^\w.\- /]", re.ASCII)
-_NAME, _VALUE = 250, 6000  # characters that MLflow takes of a name, of a parameter
-_LONGEST = _NAME - 70  # of a metric: the stage's name comes before it
-_MARKED = re.compile(r"-[0-9a-f]{8}\Z")  # as a name that was changed ends
+_NAME, _VALUE = 250, 6000  # MLflow's limits for characters of a name, of a parameter
+_LONGEST = _NAME - 70  # of a metric: the stage's name precedes it
+_MARKED = re.compile(r"-[0-9a-f]{8}\Z")  # the end of a changed name
 _METRICS, _PARAMS = 500, 100  # in a request
 _STATUS = {"succeeded": "FINISHED", "rejected": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_RESERVED = re.compile(r"latest|[vV]\d+")  # that MLflow takes for no alias
-# MLflow would wait for minutes for a server that is away, and tell its makers what is used
+_RESERVED = re.compile(r"latest|[vV]\d+")  # MLflow does not allow these as aliases
+# MLflow would retry for minutes while a server is away, and send usage data to its makers
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # our own output may be JSON
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder was asked for in so many words
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # the user chose a folder
 }
 
 
@@ -60,8 +60,8 @@ class MlflowTracker(Tracker):
 
     Args:
         uri: of the tracking server, or `sqlite:///…`, or a folder.
-        experiment: made if it is not there.
-        model: the registered model that releases are versions of.
+        experiment: made if it does not exist.
+        model: the registered model whose versions are releases.
     """
 
     kind: ClassVar[str] = "mlflow"
@@ -93,7 +93,7 @@ class MlflowTracker(Tracker):
                 os.environ.setdefault(setting, value)
             from mlflow.tracking import MlflowClient, set_tracking_uri
 
-            set_tracking_uri(self._uri)  # a file store's registry asks the global one, which would be made right here
+            set_tracking_uri(self._uri)  # a file store's registry reads the global URI: by default the current folder
             for library in ("mlflow", "alembic"):
                 logging.getLogger(library).setLevel(logging.WARNING)
             if self._folder is not None:
@@ -103,18 +103,18 @@ class MlflowTracker(Tracker):
 
     @property
     def _folder(self) -> Path | None:
-        """Of a store on this machine."""
+        """The folder of a store on this machine."""
         if self._uri.startswith(_SQLITE):
             return Path(self._uri.removeprefix(_SQLITE)).parent
         return None if "://" in self._uri or self._uri.startswith("databricks") else Path(self._uri)
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
-        if self._folder is not None:  # a server's runs are told apart by their tag alone
+        if self._folder is not None:  # a server's runs are distinguished by their tag alone
             make_folder(self._folder)
             mark = hashlib.sha256(f"{self._uri} {self._experiment}".encode()).hexdigest()[:8]
             lock = self._folder / f".{run.id}.{mark}.writer"
-            self._held = hold(lock, run, self.where, lambda: False)  # whose it is, its tag says
+            self._held = hold(lock, run, self.where, lambda: False)  # the tag contains the workspace's identity
         experiment = self._experiment_id()
         found = self._run_of(run.id, experiment)
         if found is not None:
@@ -146,7 +146,7 @@ class MlflowTracker(Tracker):
             artifacts = str(Path(str(self._folder)) / "mlartifacts" / self._experiment) if sqlite else None
             try:
                 return str(self._client.create_experiment(self._experiment, artifacts))
-            except MlflowException:  # another run's tracker was first
+            except MlflowException:  # another run's tracker made it first
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
@@ -157,7 +157,7 @@ class MlflowTracker(Tracker):
         return found[0] if found else None
 
     def _mend(self, artifacts: str) -> None:
-        """Cut away lines that were cut short, which a file store could not read."""
+        """Remove lines that were cut short, which a file store could not read."""
         if self._folder is None or self._uri.startswith(_SQLITE):
             return
         for path in (Path(unquote(urlsplit(artifacts).path)).parent / "metrics").rglob("*"):
@@ -201,7 +201,7 @@ class MlflowTracker(Tracker):
     # --- released models ---------------------------------------------------------------------------------------------
 
     def follow(self, channel: ChannelState) -> None:
-        """See `Registry.follow`. A version is known by the digest that it is tagged with."""
+        """See `Registry.follow`. A version is identified by its digest tag."""
         from mlflow.exceptions import MlflowException
 
         versions = self._client.search_model_versions(f"name='{self._model}'", max_results=10_000)

@@ -1,7 +1,7 @@
 """Points as a Parquet file, one for each run: columns run, stage, step, wall_time, metric, value.
 
-The file is replaced as a whole and never half there. A run that goes on is written again when a quarter more came, so
-that all of its writing is a few times its size; at its end the rest follows.
+The file is replaced as a whole and never incomplete. The file of a running run is rewritten when a quarter more points
+have arrived, so that all writes amount to a few times its size; the rest is written at the run's end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _PLACE = ["stage", "metric", "step"]
 _BATCH = 65536
-_SHARE = 4  # written again when a quarter more came
+_SHARE = 4  # rewritten when a quarter more points have arrived
 _LEAST = 1000  # points
 
 
@@ -32,14 +32,14 @@ class ParquetTracker(FileTracker):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._points = 0  # that are there
+        self._points = 0  # in the file
         self._waiting: list[tuple[str, int, float, str, float]] = []
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
         found, name = Cursor(), f"{run.id}.parquet"
         self._own(run, self._folder / name, f".{name}.writer")
-        for left in self._folder.glob(f".{name}.*.tmp"):  # a killed writer's; there is one writer at a time
+        for left in self._folder.glob(f".{name}.*.tmp"):  # left by a killed writer; there is one writer at a time
             left.unlink(missing_ok=True)
         for batch in self._batches(_PLACE):
             self._points += batch.num_rows
@@ -71,7 +71,9 @@ class ParquetTracker(FileTracker):
             self._replace()
 
     def end(self, ending: Ending) -> None:
-        """See `Tracker.end`. The points of a run that goes on may wait for more: a new process reads them again."""
+        """See `Tracker.end`. Points of an unfinished run may stay in memory: a new process reads them from the facts
+        again.
+        """
         if self._waiting:
             self._replace()
 

@@ -1,6 +1,6 @@
 """Points as scalars of TensorBoard's event files: a folder for each run, tags `stage/metric`.
 
-One file for each run, to which records are added; a record that was cut short is cut away. Scalars are float32, as
+One file for each run, to which records are appended; a record that was cut short is removed. Scalars are float32, like
 TensorBoard's own. Format: TFRecord (length, its masked CRC-32C, data, its masked CRC-32C) of `Event` messages.
 """
 
@@ -21,7 +21,7 @@ _NAME = "events.out.tfevents.{created:.0f}.posttrain"
 _VERSION = "brain.Event:2"
 _ABOUT, _OUTCOME = "run/about", "run/outcome"  # texts
 _LENGTH, _CHECK = 8, 4  # bytes
-_LONGEST = 2**26  # bytes of a record: more is no length of ours
+_LONGEST = 2**26  # bytes of a record: a larger length is damage
 
 
 class TensorBoardTracker(AppendedTracker):
@@ -53,7 +53,7 @@ class TensorBoardTracker(AppendedTracker):
         return found
 
     def _taken(self, found: Cursor) -> Iterator[int]:
-        """The place behind each whole record."""
+        """Yield the position behind each whole record, and read its points and texts."""
         for place, event in _events(self._path):
             for value in event.summary.value:
                 if value.tag in (_ABOUT, _OUTCOME):
@@ -64,7 +64,7 @@ class TensorBoardTracker(AppendedTracker):
             yield place
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`: a record for each row."""
+        """See `Tracker.log`: one record for each row."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for row in rows:
@@ -101,10 +101,10 @@ class TensorBoardTracker(AppendedTracker):
 
 
 def _events(path: Path) -> Iterator[tuple[int, Event]]:
-    """The whole records of a file with the place behind each; ends before one that is cut short or damaged.
+    """Yield the whole records of a file with the position behind each; stop before one that is cut short or damaged.
 
-    What is cut away is written again. The data of the last record only is checked: what lies before it was whole when
-    the next one was added.
+    A removed record is written again. Only the last record's data are checked: each earlier record was whole when the
+    next one was appended.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
@@ -133,5 +133,5 @@ def _event(at: float, step: int, **content: Any) -> Event:
 
 
 def _float32(value: float) -> float:
-    """What float32 cannot hold is infinite there."""
+    """Return infinity for a value that float32 cannot represent."""
     return value if abs(value) < 3.4e38 or value != value else float("inf") * (1 if value > 0 else -1)

@@ -1,13 +1,13 @@
-"""Points as history of a W&B run of the same id: keys `stage/metric` over `stage/step`.
+"""Points as history of a W&B run with the same id: keys `stage/metric` over `stage/step`.
 
-Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. It cannot be added to, so a run that
-goes on after a kill is copied into a new folder first, from the old one's own records::
+Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. wandb cannot append to it, so a run
+that continues after a kill is copied into a new folder first, from the old folder's records::
 
     offline-run-1-ID                            the only one: the target
-    offline-run-1-ID (marked) offline-run-2-ID  copying; a kill leaves the marked one as the target, and the other goes
-    .old-offline-run-1-ID     offline-run-2-ID  copied: the rename was the moment
+    offline-run-1-ID (marked) offline-run-2-ID  copying; after a kill the marked one is the target, the other is deleted
+    .old-offline-run-1-ID     offline-run-2-ID  copied: the rename is the commit
 
-Online, the service keeps the run, and its history says what is there.
+Online, the service keeps the run, and its history contains the points present.
 """
 
 import json
@@ -27,11 +27,11 @@ from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, Tracke
 
 STEP = "step"
 _MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one
-_DOT = ":"  # in the place of a stage's dot; no name of a stage has one
+_DOT = ":"  # replaces a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
-_ARRIVING = 300.0  # seconds that what was written may take to be in the file
-_SERVICE = "WANDB_SERVICE"  # another program's wandb: it reads paths from its own folder, and may have ended
+_ARRIVING = 300.0  # seconds until written records must be in the file
+_SERVICE = "WANDB_SERVICE"  # another program's wandb service: it resolves paths itself, and may have ended
 _WORKSPACE = "posttrain_workspace"  # in the configuration
 
 
@@ -51,8 +51,8 @@ class WandbTracker(Tracker):
         self._base, self._project, self._entity, self._mode = folder, project, entity, mode
         self._run: Any = None
         self._about: TrackedRun | None = None
-        self._old: Path | None = None  # the target of before, until it is copied
-        self._known = 0  # rows of it that `begin` saw
+        self._old: Path | None = None  # the former target, until it is copied
+        self._known = 0  # rows of it that `begin` read
         self._cursor = Cursor()
         self._ended = ""
 
@@ -64,7 +64,7 @@ class WandbTracker(Tracker):
 
     def name(self, metric: str) -> str:
         """See `Tracker.name`."""
-        return f"{metric}_" if metric.rstrip("_") == STEP else metric  # `step_` too, or it would be what `step` is
+        return f"{metric}_" if metric.rstrip("_") == STEP else metric  # `step_` too, or it would equal a renamed `step`
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
@@ -84,7 +84,7 @@ class WandbTracker(Tracker):
         return Cursor(self._cursor)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`: handed to wandb, which writes by itself; `end` looks whether it did."""
+        """See `Tracker.log`: wandb writes in the background; `end` checks that it did."""
         self._open()
         for row in rows:
             self._say(row)
@@ -114,7 +114,7 @@ class WandbTracker(Tracker):
             self._check_arrived()
 
     def _check_arrived(self) -> None:
-        """Wandb writes in another process, a while after it said so, and says nothing of a disk that is full."""
+        """Wait until the file contains all points: wandb writes it later, in another process, and hides a full disk."""
         target, wanted = self._target(), self._cursor
         until = time.monotonic() + _ARRIVING
         while True:
@@ -140,7 +140,7 @@ class WandbTracker(Tracker):
             self._old = self._target()
 
     def _open(self) -> None:
-        """Start wandb's run, with what the target has."""
+        """Start wandb's run, with the points of the target."""
         if self._run is not None:
             return
         import wandb
@@ -151,7 +151,7 @@ class WandbTracker(Tracker):
             write_atomic(self._old / _MARK, b"")
         named = f"wandb/offline-run-{{}}-{about.id}"
         while self._mode == "offline" and (self._base / named.format(time.strftime("%Y%m%d_%H%M%S"))).exists():
-            time.sleep(0.05)  # names are of seconds
+            time.sleep(0.05)  # names have a resolution of seconds
         os.environ.pop(_SERVICE, None)
         quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
         self._run = wandb.init(
@@ -162,7 +162,7 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
         )  # fmt: skip
         os.environ.pop(_SERVICE, None)
-        if self._mode == "online":  # resumed, its configuration is the service's
+        if self._mode == "online":  # a resumed run has the service's configuration
             try:
                 refuse_another(str(self._run.config.get(_WORKSPACE, "")), about, self.where)
             except WorkspaceError:
@@ -174,16 +174,16 @@ class WandbTracker(Tracker):
             self._run.define_metric(f"{stage}/{STEP}", hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/{STEP}")
         if self._old is not None:
-            for row in islice(self._rows(self._old), self._known):  # a killed writer's wandb may be adding to it still
+            for row in islice(self._rows(self._old), self._known):  # a killed writer's wandb may still append to it
                 self._say(row)
             self._old.rename(self._old.with_name(f".old-{self._old.name}"))
             self._old = None
             self._target(tidy=True)
 
-    # --- what is there -----------------------------------------------------------------------------------------------
+    # --- points present ----------------------------------------------------------------------------------------------
 
     def _target(self, *, tidy: bool = False) -> Path | None:
-        """The run's folder. `tidy`: what a killed writer left beside it goes."""
+        """Return the run's folder. `tidy`: delete what a killed writer left next to it."""
         if self._about is None:
             return None
         found = sorted((self._base / "wandb").glob(f"offline-run-*-{self._about.id}"))
@@ -234,7 +234,7 @@ class WandbTracker(Tracker):
 
 
 def _row(said: Mapping[str, Any]) -> Row | None:
-    """A line of history as the row it was made from; None: it is none of ours."""
+    """Return the row that a line of history was made from; None: the line is not a row."""
     step = next((key for key in said if key.endswith(f"/{STEP}") and key.count("/") == 1 and said[key] is not None), "")
     stage = step.removesuffix(f"/{STEP}")
     values = {key.removeprefix(f"{stage}/"): value for key, value in said.items() if key.startswith(f"{stage}/")}
@@ -246,6 +246,6 @@ def _row(said: Mapping[str, Any]) -> Row | None:
 
 
 def _told(name: str) -> str:
-    """`stage` or `stage/metric` for wandb, which takes a stage's dot for nesting and then finds no step for it."""
+    """Return `stage` or `stage/metric` for wandb, which reads a stage's dot as nesting and then finds no step."""
     stage, slash, metric = name.partition("/")
     return f"{stage.replace('.', _DOT)}{slash}{metric}"

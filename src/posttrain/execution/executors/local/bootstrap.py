@@ -40,7 +40,7 @@ def refused(folder: Path) -> bool:
 
 
 def marks(folder: Path) -> str:
-    """Return a digest of sizes, times and inodes of the files in an attempt's environment; empty: it is not compared."""
+    """Return a digest of sizes, times and inodes of an attempt's environment files; empty: it is not compared."""
     expected = _expected(folder)
     return marks_of(expected.roots) if isinstance(expected, Environment) else ""
 

@@ -43,7 +43,7 @@ from posttrain.domain.requests import WORKSPACE, JobRequest
 from posttrain.store.atomic import open_plain, write_json
 from posttrain.store.reaching import INSIDE, PRIVATE_CACHE, SOCKETS
 
-FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # of the driver's environment: how long one attempt waits for its image
+FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # read by the driver: how long one attempt waits for its image
 FETCH_SECONDS = 1800.0  # enough for tens of GB and an outage of the registry
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before the next try to fetch an image
 SPEC = "container"  # the key of spec.json
@@ -176,7 +176,7 @@ def one_line(words: str) -> str:
 
 
 def last_words(folder: Path) -> str:
-    """Return the last log line of podman or `become` about a container that did not start; empty: there is no such line.
+    """Return the last log line of podman or `become` about a container that did not start; empty: no such line.
 
     A job may write to the same log, so the line is only for people and decides nothing.
     """
@@ -453,7 +453,7 @@ def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
 
 
 def _profile() -> dict[str, Any] | None:
-    """Return podman's seccomp profile without the system calls that are forbidden for jobs; None: there is no profile."""
+    """Return podman's seccomp profile without the system calls that jobs may not make; None: it has no profile."""
     for path in _PROFILES:
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(path.read_bytes())

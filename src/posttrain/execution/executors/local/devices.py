@@ -1,17 +1,18 @@
-"""Which jobs of this machine hold which of its devices: a lock file per device, the same for every workspace and user.
+"""Device locks of this machine's jobs: one lock file per device, shared by all workspaces and users.
 
 ::
 
     /run/lock/posttrain-device-GPU-5ebe….lock      locked (flock) by the supervisor of the job that has the device
         {"attempt": "sort-1f3a-sft-1", "user": "ada", "folder": …, "pid": …, "job_pid": …, "token": …}
 
-The kernel gives a lock back when its supervisor is gone, however it went; a file that is left says nothing by itself.
-A job dies with its supervisor, but not in the same instant, and what it started elsewhere (a Ray cluster) a moment
-later still. So whoever gets a lock first looks for what is left of the holder before: its process group, and processes
-that carry its token in their environment. While there is any, the device is not free.
+The kernel releases a lock when its supervisor ends in any way; a file without a lock proves nothing. A job dies with
+its supervisor, but not in the same instant, and processes that it started elsewhere (a Ray cluster) end even later. So
+the process that gets a lock first looks for processes of the previous holder: its process group, and processes with
+its token in their environment. While one exists, the device is not free.
 
-The files lie where every user may make one and nobody may remove another's (a sticky folder). They hold no secrets and
-are read with suspicion: anybody may write into them. Only the standard library: the supervisor imports this.
+The files are in a sticky folder, where every user can create files and no user can remove those of others. They contain
+no secrets, and their content is not trusted: every user can write it. Only the standard library: the supervisor imports
+this.
 """
 
 import fcntl
@@ -34,14 +35,14 @@ _FOLDERS = ("/run/lock", "/tmp")
 _SHARED = stat.S_ISVTX | stat.S_IWOTH
 _LONGEST = 65536  # bytes of a record
 _LONGEST_WORD = 1000  # characters
-_SHOWN = 120  # characters of one of its words
+_SHOWN = 120  # characters of a shown field
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def lock_folder() -> str:
-    """The folder of this machine's device locks: one that every user finds, and in which each may make files.
+    """Return the folder of this machine's device locks: the same for all users, who all can create files in it.
 
-    Containers that share devices have to share it too: POSTTRAIN_DEVICE_LOCKS names it then.
+    Containers that share devices must also share this folder: POSTTRAIN_DEVICE_LOCKS names it then.
     """
     if named := os.environ.get(FOLDER_VARIABLE):
         return named
@@ -56,47 +57,47 @@ def lock_folder() -> str:
 class Devices:
     """The devices that jobs started from here may have: `Devices(("GPU-5ebe…", "GPU-77c1…"))`.
 
-    Their names are equal in every process of the machine, and what `variable` takes in a list.
+    Their names are equal in every process of the machine, and valid in the list of `variable`.
     """
 
     names: Sequence[str] = ()
-    variable: str = "CUDA_VISIBLE_DEVICES"  # that shows a job its own; empty: nothing can
+    variable: str = "CUDA_VISIBLE_DEVICES"  # restricts a job to its own devices; empty: no variable can
     folder: str = field(default_factory=lock_folder)  # of the lock files
 
 
 class Taken:
-    """The locks of some devices, held until `close` or the end of the process."""
+    """Locks of devices, held until `close` or the end of the process."""
 
     def __init__(self, locks: Mapping[str, int]) -> None:
         self._locks = dict(locks)
         self.names = [*locks]  # the devices, in the machine's order
 
     def sign(self, record: Mapping[str, Any]) -> None:
-        """Write down who has them; before the job may touch a device."""
+        """Record the holder; called before the job may use a device."""
         data = json.dumps(dict(record), ensure_ascii=True).encode()[:_LONGEST]
         for lock in self._locks.values():
-            with suppress(OSError):  # another user's file that may only be read is locked all the same
+            with suppress(OSError):  # another user's read-only file is locked even so
                 os.pwrite(lock, data + b"\n", 0)
                 os.ftruncate(lock, len(data) + 1)
 
     def touch(self) -> None:
-        """Keep the files young, for cleaners of temporary folders."""
+        """Update the files' times, so that cleaners of temporary folders keep them."""
         for lock in self._locks.values():
             with suppress(OSError):
                 os.utime(lock)
 
     def close(self) -> None:
-        """Give them back."""
+        """Release the locks."""
         for lock in self._locks.values():
             os.close(lock)
         self._locks = {}
 
 
 def take(devices: Devices, count: int) -> Taken | None:
-    """Lock the first `count` devices that are free; None when there are not so many, and then none is locked.
+    """Lock the first `count` free devices; return None and lock no device if there are fewer.
 
     Raises:
-        OSError: a lock file can be neither made nor opened.
+        OSError: a lock file can be neither created nor opened.
     """
     locks: dict[str, int] = {}
     for name in devices.names:
@@ -115,7 +116,7 @@ def take(devices: Devices, count: int) -> Taken | None:
 
 
 def show(spec: dict[str, Any], taken: Taken) -> str:
-    """Let a job see its devices and no others, by its environment; the token that its processes carry."""
+    """Restrict a job to its devices by its environment; return the token that its processes carry."""
     if not taken.names:
         return ""
     token, variable = os.urandom(8).hex(), spec["machine"]["variable"]
@@ -124,7 +125,7 @@ def show(spec: dict[str, Any], taken: Taken) -> str:
 
 
 def signature(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Who a job is, for those who wait for its devices."""
+    """Return a job's name, user and folder, to show to users who wait for its devices."""
     return {"attempt": spec["name"][:_LONGEST_WORD], "user": _user(), "folder": spec["attempt_dir"][:_LONGEST_WORD]}
 
 
@@ -136,10 +137,10 @@ def _user() -> str:
 
 
 def holders(devices: Devices) -> dict[str, str]:
-    """Device → who has it, in words, for those that are not free at this moment.
+    """Return device → description of its holder, for the devices that are not free now.
 
     Raises:
-        OSError: a lock file can be neither made nor opened.
+        OSError: a lock file can be neither created nor opened.
     """
     return {name: who for name in devices.names if (who := _holder(_path(devices, name)))}
 
@@ -161,15 +162,15 @@ def _holder(path: Path) -> str:
 
 
 def _forget(lock: int) -> None:
-    """Nothing is left of the holder before: nobody need look again."""
-    with suppress(OSError):  # somebody else looks too, or the file may only be read
+    """Clear the record of a holder without processes, so that later checks are cheap."""
+    with suppress(OSError):  # another process has locked it, or the file is read-only
         if os.fstat(lock).st_size:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(lock, 0)
 
 
 def _words(record: Any) -> str:
-    """`sort-1f3a-sft-1 of ada (in /home/ada/.posttrain/runs/…)`."""
+    """Return `sort-1f3a-sft-1 of ada (in /home/ada/.posttrain/runs/…)`."""
     if not isinstance(record, dict) or not record.get("attempt"):
         return "another job"
     name, user, place = (_shown(record.get(key)) for key in ("attempt", "user", "folder"))
@@ -177,7 +178,7 @@ def _words(record: Any) -> str:
 
 
 def _shown(word: object) -> str:
-    """A word of somebody else's file, fit for a line on a terminal."""
+    """Return a field of another user's file, safe to print on a terminal."""
     text = "".join(c if c.isprintable() else "?" for c in word) if isinstance(word, str) else ""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -187,7 +188,7 @@ def _path(devices: Devices, name: str) -> Path:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of the file at `path`; None where somebody else does."""
+    """Return a descriptor that holds the lock of the file at `path`; None: another process holds it."""
     while True:
         lock = _file(path)
         try:
@@ -197,12 +198,12 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(lock)
             return None
-        os.close(lock)  # removed since it was opened: whoever comes next locks another one
+        os.close(lock)  # removed since it was opened, so other processes would lock a new file
 
 
 def _file(path: Path) -> int:
     lock = None
-    while lock is None:  # a cleaner of temporary folders may come between the two
+    while lock is None:  # a cleaner may remove the file between the two calls
         lock = _make(path)
         lock = _open(path) if lock is None else lock
     return lock
@@ -213,12 +214,12 @@ def _make(path: Path) -> int | None:
         lock = os.open(path, _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return None
-    os.fchmod(lock, 0o666)  # whatever the umask: every user has to open it
+    os.fchmod(lock, 0o666)  # despite the umask: every user must be able to open it
     return lock
 
 
 def _open(path: Path) -> int | None:
-    """The file that is there: one of its own, and no link to another. None: it is there no more."""
+    """Open the existing file, which must not be a link; None: it no longer exists."""
     try:
         try:
             lock = os.open(path, _FLAGS | os.O_RDWR)
@@ -248,13 +249,13 @@ def _record(lock: int) -> Any:
 
 
 def _left(lock: int) -> list[int]:
-    """Processes of the holder before that still run."""
+    """Return the processes of the previous holder that still run."""
     record = _record(lock)
     if not isinstance(record, dict):
         return []
     pid, identity, token = (record.get(key) for key in ("job_pid", "job_identity", "token"))
     found: list[int] = []
-    # a pid is not given away while its group has members: if another process has it, the group is gone
+    # a pid is not reused while its group has members: if another process has it, the group has ended
     if isinstance(pid, int) and pid > 1 and isinstance(identity, str) and processes.identity(pid) in (None, identity):
         found += processes.group(pid)
     if isinstance(token, str) and token:

@@ -338,7 +338,7 @@ def _supervised(folder: Path) -> bool:
 
 
 def _job(folder: Path, claim: Any) -> tuple[int, str] | None:
-    """Return pid and identity of the job that runs in the folder; None: no job, or the folder is a copy of the job's."""
+    """Return pid and identity of the job that runs in the folder; None: no job, or the folder is a copy."""
     if not claim or "job_pid" not in claim or _of_another(folder, claim["job_pid"]):
         return None
     return (claim["job_pid"], claim["job_identity"])

@@ -280,8 +280,8 @@ def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, in
 def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
     """Replace this process with the job, in a new Python interpreter."""
     settle(folder)
-    # -P, -s: import nothing from the attempt folder or the home; -S: no file of site-packages runs before the comparison
-    # of environments. Compiled files have a separate folder: Python would trust a forged one next to its source
+    # -P, -s: import nothing from the attempt folder or the home; -S: no file of site-packages runs before environments
+    # are compared. Compiled files have a separate folder: Python would trust a forged one next to its source
     command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
     command += [str(Path(__file__).with_name("bootstrap.py")), spec["module"], str(folder)]
     os.execve(sys.executable, command, job_environment(spec["environment"]))
