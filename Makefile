@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels golden lint weight types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels golden lint english weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -145,6 +145,10 @@ golden: $(VENV)/.dev ## writes tests/golden/ anew: review the difference with gi
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/python .ci/english.py --check
+
+english: ## counts the phrases that docs/style.md replaces
+	@$(PYTHON) .ci/english.py
 
 weight: ## statements, files, imports and tests of every room of the source
 	@$(PYTHON) .ci/weight.py

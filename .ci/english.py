@@ -1,6 +1,7 @@
 """Count phrases that docs/style.md replaces, in the docstrings, comments, messages and pages of the project.
 
     python .ci/english.py                # the count per 10,000 words, each phrase, the files with most of them
+    python .ci/english.py --check        # only the count; lint runs this
     python .ci/english.py src/x.py ...   # every hit in these files or folders, with its line
 
 Code is not counted: of a Python file only comments and strings with a space in them are read, and text in backticks is
@@ -95,6 +96,8 @@ def files(places: list[str]) -> list[Path]:
 
 def main(places: list[str]) -> int:
     """Print what was found; 1 where it is too much."""
+    checks = "--check" in places
+    places = [place for place in places if place != "--check"]
     words, phrases, worst = 0, Counter[str](), Counter[str]()
     for path in files(places):
         name = path.relative_to(ROOT).as_posix()
@@ -106,7 +109,7 @@ def main(places: list[str]) -> int:
                 if places:
                     print(f"{name}:{number}: {found.group()}: {text.strip()[:160]}")
     each = 1e4 * phrases.total() / max(words, 1)
-    if not places:
+    if not places and not checks:
         print("".join(f"{count:5d}  {phrase}\n" for phrase, count in phrases.most_common(40)), end="")
         print("".join(f"{count:5d}  {name}\n" for name, count in worst.most_common(20)), end="")
     print(f"{phrases.total()} phrases in {words} words: {each:.1f} per 10,000 (at most {MOST:g}; docs/style.md)")

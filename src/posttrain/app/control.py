@@ -50,8 +50,7 @@ def control_of(given: Workspace | Control) -> Control:
 
 
 def open_control() -> Control:
-    """Return `Control` over the server in the environment; else over the nearest workspace, by its server where it has
-    one.
+    """Return `Control` over the environment's server; else over the nearest workspace, by its server if it has one.
 
     Raises:
         WorkspaceError: there is no workspace, or it cannot be opened.

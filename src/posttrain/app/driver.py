@@ -4,8 +4,8 @@ Loops and what each one starts::
 
     the caller ──▶ `Wanted` returns the runs to drive, by project
                                     │
-    driving thread: a pass over each run that is worth one, one after the other; checks trackers, seals, checks which
-      sinks have work; rests; ends when `Wanted.over` returns True
+    driving thread: a pass over each run that is due, one after the other; checks trackers, seals, checks which sinks
+      have work; rests; ends when `Wanted.over` returns True
       ├ a thread for each sink delivers (`events.bus`)
       ├ a process for each run writes its trackers (`trackers.following`)
       └ a thread for each project keeps its leases
@@ -151,7 +151,7 @@ class Driver:
             self._leave(seconds)
 
     def look(self) -> bool:
-        """Make one pass over each wanted run that is worth one; return whether anything changed."""
+        """Make one pass over each wanted run that is due; return whether anything changed."""
         self._look_after()
         changed, wanted = False, self._wanted.wanted()
         self._drop(self._known.keys() - {run_id for runs in wanted.values() for run_id in runs})
@@ -361,8 +361,8 @@ def drive(
         report: load the modules of its report while its first job starts.
 
     Raises:
-            DeadlineError: `timeout` passed; the run continues.
-            InfrastructureError: the rest of the run was set aside after repeated failures.
+        DeadlineError: `timeout` passed; the run continues.
+        InfrastructureError: the rest of the run was set aside after repeated failures.
     """
     ledger = workspace.ledger
     until = None if timeout is None else ledger.clock.now() + timeout

@@ -480,8 +480,7 @@ _READERS = {Trainer.TRL: from_trl, Trainer.VERL: from_verl}
 
 
 def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
-    """Write a run file for the training that `source` configures for `trainer`; return it with the fate of its
-    settings.
+    """Write a run file for the training that `source` configures; return it with the fate of each setting.
 
     The source is never executed.
 

@@ -1,4 +1,4 @@
-"""What a run has spent of its budget, and what the next attempt may still spend."""
+"""Account for a run's budget: the spending so far, and the share of the next attempt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 
 _ROUNDING = 0.001  # seconds
-WARNED = 0.8  # of a limit: an event tells of it
+WARNED = 0.8  # of a limit: an event is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """Tokens and job seconds spent so far. Work that was lost and redone counts twice: it was paid twice."""
+    """Tokens and job seconds spent so far. Work that was lost and redone counts twice, as it cost twice."""
 
     tokens: int
     seconds: float
@@ -23,12 +23,12 @@ class Spending:
 def spending(
     stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], *, running: float = 0.0, taken_over: int = 0
 ) -> Spending:
-    """Sum over a run. A cached stage costs nothing; neither do a queue and the time before a job's end was noticed.
+    """Return the spending of a run. A cached stage, waiting in a queue and the delay in detecting a job's end are free.
 
     Args:
-        running: seconds that attempts which have not ended ran so far.
-        taken_over: tokens in the checkpoints of other runs that this one went on from: its budget is for all of the
-            work, whoever began it.
+        running: seconds that live attempts ran so far.
+        taken_over: tokens in the checkpoints of other runs that this run resumed: its budget includes work that other
+            runs started.
     """
     return Spending(
         sum(stage.tokens for stage in stages) + taken_over, sum(attempt.seconds for attempt in attempts) + running
@@ -37,31 +37,31 @@ def spending(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one attempt may spend of its run's budget; None: there is no such limit."""
+    """The part of a run's budget that one attempt may spend; None: no such limit."""
 
     tokens: int | None = None
     seconds: float | None = None
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is left of a limit."""
+        """Whether a limit is used up."""
         return any(limit is not None and limit <= 0 for limit in (self.tokens, self.seconds))
 
 
 def limited(manifest: Manifest) -> bool:
-    """Whether a run's attempts reserve what they may spend."""
+    """Return whether a run has a budget, so that its attempts reserve shares."""
     return manifest.budget.tokens is not None or manifest.budget.wall_clock is not None
 
 
 def living(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Those that have not ended: what they reserve is nobody else's."""
+    """Return the attempts that have not ended; their reservations are exclusive."""
     return [attempt for attempt in attempts if not is_final("attempt", attempt.state)]
 
 
 def left(manifest: Manifest, spent: Spending, others: Sequence[AttemptRecord]) -> Share:
-    """What of the budget is neither spent nor reserved by these attempts.
+    """Return the part of the budget that is neither spent nor reserved by these attempts.
 
-    An attempt that a release without reservations planned has all of it.
+    An attempt planned by an older version without reservations has all of it.
     """
     tokens, seconds = manifest.budget.tokens, manifest.budget.wall_clock
     if tokens is not None:
@@ -73,13 +73,13 @@ def left(manifest: Manifest, spent: Spending, others: Sequence[AttemptRecord]) -
 
 
 def divided(whole: Share, by: int) -> Share:
-    """An equal part of it, never less than nothing."""
+    """Return an equal part of a share, at least 0."""
     tokens = None if whole.tokens is None else max(0, whole.tokens // by)
     return Share(tokens, None if whole.seconds is None else max(0.0, whole.seconds / by))
 
 
 def share_of(manifest: Manifest, attempt: AttemptRecord, spent: Spending) -> Share:
-    """What an attempt reserved; of one that a release before planned, all that is left.
+    """Return an attempt's reservation; for an attempt planned by an older version, the rest of the budget.
 
     Args:
         spent: by attempts that have ended.
@@ -90,11 +90,11 @@ def share_of(manifest: Manifest, attempt: AttemptRecord, spent: Spending) -> Sha
 
 
 def overdrawn(share: Share, tokens: int, seconds: float) -> str | None:
-    """One sentence where a live attempt has spent more than it may, else None.
+    """Return one sentence if a live attempt exceeds its share, else None.
 
     Args:
-        tokens: that it reports to have spent itself; a job that keeps to its limit never reports more.
-        seconds: that it ran.
+        tokens: reported by the attempt for itself; a job that respects its limit never reports more than its share.
+        seconds: its run time.
     """
     if share.tokens is not None and tokens > share.tokens:
         said = f"{tokens} of {share.tokens} tokens that its attempt reserved"
@@ -112,10 +112,10 @@ def can_have_more(
     ended: AttemptRecord,
     own: Spending,
 ) -> bool:
-    """Whether an attempt that kept to its share, and ended for it, would get a larger one.
+    """Return whether an attempt that ended because it used up its share would get a larger one.
 
     Args:
-        own: what the attempt itself spent.
+        own: the attempt's own spending.
     """
     share = Share(ended.reserved_tokens, ended.reserved_seconds)
     if not limited(manifest) or share == Share() or overdrawn(share, own.tokens, 0.0):
@@ -128,7 +128,7 @@ def can_have_more(
 
 
 def taken_over(attempts: Sequence[AttemptRecord]) -> int:
-    """Tokens that a run's stages got with checkpoints of other runs; of several a stage took, those in the largest."""
+    """Return the tokens in checkpoints that a run's stages took from other runs; per stage those of the largest one."""
     most: dict[str, int] = {}
     for one in attempts:
         if one.resumed_from not in (None, f"{one.run_id}/{one.stage}"):
@@ -137,14 +137,14 @@ def taken_over(attempts: Sequence[AttemptRecord]) -> int:
 
 
 def declared(manifest: Manifest) -> str:
-    """`tokens: 5000000, wall_clock: 1800 s`: the limits as the run file has them."""
+    """Return the limits as in the run file: `tokens: 5000000, wall_clock: 1800 s`."""
     budget = manifest.budget
     tokens = [f"tokens: {budget.tokens}"] if budget.tokens is not None else []
     return ", ".join([*tokens, *([f"wall_clock: {budget.wall_clock:g} s"] if budget.wall_clock is not None else [])])
 
 
 def exhausted(manifest: Manifest, spent: Spending) -> str | None:
-    """One sentence when a limit is reached, else None."""
+    """Return one sentence if a limit is reached, else None."""
     budget = manifest.budget
     if budget.tokens is not None and spent.tokens >= budget.tokens:
         return f"token budget spent: {spent.tokens} of {budget.tokens} tokens; raise budget.tokens and submit again"
@@ -155,11 +155,11 @@ def exhausted(manifest: Manifest, spent: Spending) -> str | None:
 
 
 def warning(manifest: Manifest, before: Spending, after: Spending) -> dict[str, Any] | None:
-    """What to tell where spending passes `WARNED` of a limit, once in a run; else None.
+    """Return the values of a warning if spending crosses `WARNED` of a limit, once per run; else None.
 
     Args:
-        before: what was spent before an attempt was billed.
-        after: and with it.
+        before: spending before an attempt is billed.
+        after: spending including the attempt.
     """
     limits = {"tokens": manifest.budget.tokens, "seconds": manifest.budget.wall_clock}
     known = {name: limit for name, limit in limits.items() if limit}

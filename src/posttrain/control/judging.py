@@ -6,8 +6,8 @@ The explanation of a run's state contains the reason, the number that missed its
 action.
 
 A count records how often the items of a run's gates were evaluated before; `decision.gates` applies it. Items are
-identified by their content. Two data sets that share half of the smaller one's items count as the same items, so an
-additional row or another order of rows starts no new count.
+identified by their content. Two data sets count as the same items if they share half of the items of the smaller set,
+so an additional row or another order of rows starts no new count.
 """
 
 import functools
@@ -256,7 +256,7 @@ def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
 
 
 def _summary(report: GateReport) -> str:
-    """Return one line: how many gates decided, and the first one's numbers."""
+    """Return one line: how many gates decided, and the numbers of the first."""
     total = len(report.verdicts)
     if report.outcome is Outcome.PASS:
         return "the gate passes" if total == 1 else f"all {total} gates pass"

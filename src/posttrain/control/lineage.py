@@ -159,8 +159,8 @@ class Origins:
         return self.maker(origin) if origin and stage_of(origin.producer) else None
 
     def that_made(self, run_id: str | None, digest: str) -> Made | None:
-        """Return the stage and output of a run that made these weights. Of several (a stage that changes nothing repeats
-        its input, and a last model may be the best) the one that the run releases, else the last.
+        """Return the stage and output of a run that made these weights. Of several (a stage that changes nothing
+        repeats its input, and a last model may be the best) the one that the run releases, else the last.
         """
         if run_id is None:
             return None
@@ -388,7 +388,7 @@ def _report_node(blobs: BlobStore, digest: str) -> Node:
     """Return the verdicts on which a release is based, and the models that they compared with."""
     try:
         report = read_report(blobs, digest)
-    except (IntegrityError, NotFoundError):  # `verify` says what is wrong with it
+    except (IntegrityError, NotFoundError):  # `verify` reports the error
         return Node("report", "gate report", digest, "file")
     verdicts = report.verdicts
     compared = dict.fromkeys((v.against_words, v.baseline) for v in verdicts if v.baseline)

@@ -1,7 +1,7 @@
-"""The orders of a decision carried out, and the way of a stage from waiting to running.
+"""Carry out the orders of a decision, and take a stage from waiting to running.
 
-`act` has one function for each order; each compares and sets the rows that the order was decided on. A stage starts
-by binding its inputs, asking the stage cache, and planning an attempt.
+`act` has one function for each order; each is a compare-and-set on the rows that the order was decided on. A stage
+starts by binding its inputs, querying the stage cache, and planning an attempt.
 """
 
 from collections.abc import Iterable, Mapping
@@ -59,7 +59,7 @@ from posttrain.store.hosts import Ledger
 def bind_pending(
     stores: Stores, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> StageRecord:
-    """Resolve the inputs of a pending stage whose upstream stages are done: it is ready afterwards, or skipped."""
+    """Resolve the inputs of a pending stage whose upstream stages are done; make it ready, or skip it."""
     plan = manifest.stage(stage.name)
     inputs: dict[str, InputBlob] = {}
     for slot, ref in plan.inputs.items():
@@ -67,7 +67,7 @@ def bind_pending(
             inputs[slot] = InputBlob(ref.digest, ref.form, ref.name, ref.meta)
         elif ref.source == "stage":
             output = stages[ref.name].outputs.get(ref.output or "")
-            if output:  # a skipped stage has none: the gate sees that there is no baseline
+            if output:  # a skipped stage has no output: the gate has no baseline
                 inputs[slot] = InputBlob(output["digest"], output["form"], f"{stage.run_id}/{ref.word}")
         elif ref.source == "channel":
             live = _channel(stores.ledger, manifest, stages, ref.name)
@@ -99,7 +99,7 @@ def bind_pending(
 
 
 def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecord], channel: str) -> InputBlob | None:
-    """What a channel points at, looked up once per run: the gate must judge against what the baseline measured."""
+    """Return a channel's model, read once per run: the gate must judge against the measured baseline."""
     for plan in manifest.stages:
         slot = next((s for s, r in plan.inputs.items() if r.source == "channel" and r.name == channel), None)
         other = stages[plan.name]
@@ -111,28 +111,28 @@ def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecor
 
 
 def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
-    """The inputs of a stage that is past pending."""
+    """Return the inputs of a stage that is past pending."""
     return {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
 
 
 def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> None:
-    """Reuse a cached result, or plan the next attempt of a ready stage when there is a slot and budget."""
+    """Reuse a cached result, or plan the next attempt of a ready stage if slot and budget allow it."""
     manifest = view.manifest
     key = cache_key(manifest, manifest.stage(stage.name), bound_inputs(stage))
     cached, same = stores.ledger.computed(key)
     if cached and _reuse(stores, stage, key, cached):
         return
-    if cached:  # its outputs are gone, or damaged
+    if cached:  # its outputs are missing or damaged
         same = stores.ledger.stages_by_key(key)
     twin = _twin(stores, stage, same)
     if twin:
         said = f"{twin} computes the same; its result will be reused"
         say(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, cache_key=key)
         return
-    # of now: beside the deciding thread the view is older, and what was spent since counts
+    # read now: in a thread the view is older, and later spending counts
     attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
     spent = budgets.spending(view.stages, attempts, taken_over=tokens_taken_over(stores, jobs.folders, attempts))
-    # in the write that plans it; before, where it waits already, or a checkpoint is looked for first, which takes time
+    # slots are checked in the planning transaction; also before, if it already waits or must search for a checkpoint
     before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
     driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
     held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
@@ -161,7 +161,7 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
 
 
 def _rivals(stores: Stores, view: View, key: str) -> int:
-    """How many other stages of a run with a budget could start now: they share what is left of it."""
+    """Return how many other stages of a run with a budget could start now: they share the rest of it."""
     manifest = view.manifest
     if not budgets.limited(manifest):
         return 0
@@ -171,7 +171,7 @@ def _rivals(stores: Stores, view: View, key: str) -> int:
 
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
-    """Refuse to compute with other sources than the manifest names: its digest would vouch for what it did not see."""
+    """Fail the stage if the sources differ from the manifest's, whose digest must prove the code; return whether."""
     now = {name: present_code(name, jobs.trainers) for name in names_of(manifest, manifest.stage(stage.name))}
     name = next((name for name, present in now.items() if present != manifest.code[name]), None)
     if name is None:
@@ -189,9 +189,9 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
 
 
 def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
-    """Refuse to compute with other libraries than the run began with: somebody may have written them."""
+    """Fail the stage if the libraries changed since the run started, as they may be manipulated; return whether."""
     image = manifest.image_of(manifest.stage(stage.name))
-    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image brings its own
+    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image has its own libraries
     if not message:
         return False
     stores.update_stage(
@@ -224,7 +224,7 @@ def _reuse(stores: Stores, stage: StageRecord, key: str, cached: StageRecord) ->
 
 
 def _twin(stores: Stores, stage: StageRecord, same: Iterable[StageRecord]) -> str | None:
-    """Another stage that computes the same right now, in this run or one that somebody is driving."""
+    """Return another stage that computes the same now, in this run or in one with a live driver."""
     now = stores.clock.now()
     for other in same:
         if other.state != StageState.RUNNING or (other.run_id, other.name) == (stage.run_id, stage.name):
@@ -242,7 +242,7 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         view: the rows that it was decided on.
 
     Raises:
-        ConflictError: somebody moved first; decide again.
+        ConflictError: another process changed a row first; decide again.
     """
     stages = {stage.name: stage for stage in view.stages}
     match order:
@@ -302,16 +302,16 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
         failure = launch_attempt(
             stores, jobs, view, stage, attempt, jobs.trainer(view.manifest.stage(stage.name).trainer)
         )
-    except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+    except (InputError, IntegrityError) as error:  # its folder cannot be read, and a retry would not repair it
         failure = Failure(FailureClass.BUG, f"the job cannot be launched: {error}", "collect")
-    if failure and not failure.kind.retried:  # it was never submitted, and another try would not change that
+    if failure and not failure.kind.retried:  # it was never submitted, and a retry would not help
         act(stores, jobs, view, End(stage, attempt, JobResult("failed", failure=failure)))
     elif failure:
         act(stores, jobs, view, not_launched(view, stage, attempt, failure))
 
 
 def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
-    with suppress(IntegrityError):  # its folder is not what it was: it hears nothing, and is ended after the grace
+    with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order, and is killed after the grace
         jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
     reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     stores.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=order.cause)
@@ -329,8 +329,8 @@ def _keep_watch(stores: Stores, order: KeepWatch) -> None:
 
 
 def _ask_to_checkpoint(stores: Stores, jobs: Jobs, order: AskToCheckpoint) -> None:
-    """A driver that dies between the two leaves a job that is asked twice: it writes the checkpoint of a step once."""
-    with suppress(IntegrityError):  # its folder is not what it was: it hears nothing
+    """Ask for a checkpoint, then record it. After a crash in between the job is asked twice, but writes only one."""
+    with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order
         jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.CHECKPOINT)
     crashpoint("stall.after_signal")
     action = f"posttrain logs {order.stage.run_id} {order.stage.name}"

@@ -1,4 +1,4 @@
-"""The proof: what a lineage names is hashed again, and the ledger is held against its event log."""
+"""Verification: hash the bytes of a lineage again, and compare the ledger with its event log."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -18,30 +18,30 @@ _NOTHING = Lost(0)
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` hashed again, and what did not match."""
+    """The result of `verify`: the checked bytes and the mismatches."""
 
     checked: int  # distinct digests
     bytes: int
     events: int  # sealed events whose chain was recomputed
     problems: tuple[str, ...] = field(default=())
-    pending: int = 0  # events that no sealer has passed yet: they are believed
+    pending: int = 0  # events that are not sealed yet: not verified
     erased: int = 0  # events whose words were erased
-    elsewhere: tuple[str, ...] = field(default=())  # what lies elsewhere and could not be verified from here
-    channels: tuple[str, ...] = field(default=())  # whose live releases these are, where no target was named
+    elsewhere: tuple[str, ...] = field(default=())  # external bytes that could not be verified from here
+    channels: tuple[str, ...] = field(default=())  # of the verified live releases, if no target was named
 
 
 def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, run_id: str = "") -> VerifyReport:
-    """Recompute the event log; compare the ledger's rows with it; hash everything in a lineage again, each thing once.
+    """Recompute the event log; compare the ledger's rows with it; hash all bytes of a lineage again, each once.
 
-    Problems are collected, not raised. Rows are compared first: the lineage is read from them.
+    Problems are collected, not raised. Rows are compared first, because the lineage is read from them.
 
     Args:
-        lost: what is kept outside the ledger and missing in it.
-        run_id: the run whose lineage it is: its own events and rows are verified, and those that its lineage names, by
-            proofs. What that reads does not depend on what other runs there are.
+        lost: facts that are kept outside the ledger and missing in it.
+        run_id: the run of the lineage: its own events and rows, and those that its lineage names, are verified by
+            proofs. The cost does not depend on other runs.
 
     Raises:
-        PosttrainError: the lineage cannot be read although the ledger holds what its log says.
+        PosttrainError: the lineage cannot be read although the ledger matches its log.
     """
     chain, problems = _check_ledger(stores, lost, {run_id} - {""})
     try:
@@ -59,7 +59,7 @@ def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, r
 
 
 def verify_live(stores: Stores, lost: Lost = _NOTHING) -> VerifyReport:
-    """`verify` of what every channel serves. A lineage that cannot be read is a problem like the others."""
+    """`verify` the live release of every channel. An unreadable lineage is a problem like the others."""
     chain, found = _check_ledger(stores, lost)
     trees, problems, names = [], [], stores.ledger.channels()
     for name in names:
@@ -90,11 +90,10 @@ def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found
 
 
 def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> tuple[TreeReport | None, list[str]]:
-    """The event log, where it could be read, and what is wrong with it, the rows or the database.
+    """Return the event log, if it could be read, and the problems of the log, the rows and the database.
 
     Args:
-        names: runs, with the channels that they were released to, and assets, of which alone it is read; none: the
-            whole.
+        names: the runs (with the channels that they were released to) and assets to read; empty: the whole log.
     """
     chain, problems = None, list(lost.lines())
     try:
@@ -104,13 +103,13 @@ def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> 
         )
         chain = verify_part(stores.ledger, names) if names else verify_chain(stores.ledger)
         verify_rows(stores.ledger, names)
-    except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
+    except (IntegrityError, WorkspaceError) as error:  # the second: the database cannot be read further
         problems.append(str(error))
     return chain, problems
 
 
 def _named(node: Node) -> Iterator[str]:
-    """The run or asset whose rows a node of a lineage is read from."""
+    """Yield the runs or assets from whose rows a node of a lineage is read."""
     details = dict(node.details)
     for name in (node.name, details.get("registered as", ""), details.get("made by", "").rpartition(" in ")[2]):
         if name:
@@ -123,7 +122,7 @@ def _of_node(node: Node, error: PosttrainError) -> str:
 
 
 def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]) -> int:
-    """Hash something again, if need be where it lies; its bytes. What cannot be had from here is told in `unseen`."""
+    """Hash a digest's bytes again, external ones at their place; return their size. Unreachable ones go to `unseen`."""
     if form != EXTERNAL or stores.blobs.has(digest):
         return verify_tree(stores.blobs, digest) if form == "tree" else stores.blobs.check(digest)
     for asset in external_versions(stores.ledger.assets_by_digest(digest), digest, name)[:1]:

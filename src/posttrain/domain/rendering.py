@@ -1,18 +1,18 @@
 """Rendering of rows to token ids; stop strings, a time limit for chat templates, and the kind of a model.
 
 Rows become token ids of prompts, demonstrations and preference pairs, many rows at a time. Rows are canonical
-(`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` are a tokenizer
-and its chat template: the engine passes those of transformers, the plan its own reading of the same files. Rows are
-rendered one after the other and their texts encoded together, a batch in a call; the result, and which row is refused
-first and why, are the same as if each row were encoded before the next one is looked at. What a template renders is
-checked to be a prefix of what it renders one turn later, because a template that rewrites earlier turns would train on
-tokens that are never seen in use.
+(`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` is a tokenizer
+with its chat template: the engine passes that of transformers, the plan its own reader of the same files. Rows are
+rendered one after another and their texts encoded together, one batch per call; the result, and the first refused row
+with its error, are the same as if each row were encoded before the next is rendered. Each rendering is checked to be a
+prefix of the rendering one turn later, because a template that rewrites earlier turns would train on tokens that
+inference never produces.
 
-Stop strings end a response; `stop_fault` decides which may be asked for.
+Stop strings end a response; `stop_fault` checks them.
 
-`time_limit` limits how long foreign text may take when it runs as a program, as chat templates do. It puts an exception
-into the thread that runs the text, so it ends what Python executes step by step. It does not interrupt a single
-operation in C; the caller must forbid the long ones.
+`time_limit` limits the running time of untrusted text that runs as a program, such as a chat template. It raises an
+exception in the thread that runs the text, so it interrupts Python code between bytecodes. It does not interrupt a
+single operation in C; the caller must forbid long ones.
 
 `is_classifier` reads a model's kind from its `config.json`.
 """
@@ -31,15 +31,15 @@ from posttrain.domain.errors import InputError
 Ids = tuple[int, ...]
 Row = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-_BATCH = 1000  # rows whose texts are in memory at once
+_BATCH = 1000  # rows with their texts in memory at a time
 _BROKEN = (
     "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
     "completions; use a template whose output only grows"
 )
-# what a template or a tokenizer raises, and SyntaxError of what jinja compiles to: Python nests blocks only so deep
+# errors of a template or a tokenizer; SyntaxError: jinja's compiled code nests too many blocks for Python
 _RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
 MOST_STOPS, MOST_STOP = 16, 256  # strings, and characters of one
-_LOOK = 0.05  # seconds between looks at who is late
+_LOOK = 0.05  # seconds between checks of deadlines
 CONFIG = "config.json"
 
 
@@ -48,26 +48,26 @@ class Tokens(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The token that ends a sequence; None: there is none."""
+        """The end-of-sequence token; None: undefined."""
 
     @property
     def raised(self) -> tuple[type[Exception], ...]:
-        """What the template raises of its own accord."""
+        """The exceptions that the template itself raises."""
 
     @property
     def templated(self) -> bool:
         """Whether there is a chat template."""
 
     def render(self, messages: Messages, *, generate: bool) -> str:
-        """The text of a conversation; with `generate` up to where the model begins to write."""
+        """Return the text of a conversation; with `generate` up to the beginning of the model's response."""
 
     def encode(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
-        """Token ids of each text; with `special` also those that the tokenizer puts around it."""
+        """Return the token ids of each text; with `special` also the tokenizer's special tokens around it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A prompt, and with `answer` what follows it; in a chat both are renderings, and `answer` is the whole of it."""
+    """A prompt, and its `answer` if any; in a chat both are renderings, and `answer` includes the prompt."""
 
     prompt: str
     answer: str | None
@@ -79,34 +79,34 @@ _Known = dict[tuple[str, bool], Ids]  # (text, special) → ids
 
 
 def prompts(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[Ids]:
-    """Of every row what comes before the model writes: `prompt`, or `messages` up to the last assistant message.
+    """Yield the prompt of every row: `prompt`, or `messages` without the final assistant messages.
 
     Args:
-        name: how errors call the data set.
+        name: the data set's name in errors.
 
     Raises:
-        InputError: a row has neither or cannot be rendered, or a chat meets a tokenizer without chat template; names
-            data set and row (from 1).
+        InputError: a row has neither or cannot be rendered, or the tokenizer of a chat has no chat template; names data
+            set and row (from 1).
     """
     for _, [(prompt, _)] in _encoded(tokens, rows, name, _prompt):
         yield prompt
 
 
 def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list[tuple[Ids, Ids]]]:
-    """Of every row (prompt, completion) of its demonstrations: one per assistant turn of `messages`, else one.
+    """Yield the demonstrations of every row, (prompt, completion): one per assistant turn of `messages`, else one.
 
-    Completions end with the end of sequence. A `text` row is all completion but its first token, which nothing
-    predicts.
+    Completions end with the end of sequence. A `text` row is a completion except for its first token, which is not
+    predicted.
 
     Raises:
-        InputError: a row demonstrates nothing, cannot be rendered, or its template breaks the prefix; names it.
+        InputError: a row has no demonstration, cannot be rendered, or its template breaks the prefix; names it.
     """
     for _, found in _encoded(tokens, rows, name, _examples):
         yield [turn if turn[1] else _begun(_closed(tokens, turn[0])) for turn in found]
 
 
 def pairs(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[tuple[Ids, Ids, Ids]]:
-    """Of every row (prompt, chosen, rejected), both responses with the end of sequence.
+    """Yield (prompt, chosen, rejected) of every row, both responses with the end of sequence.
 
     Raises:
         InputError: a row lacks one of the three, cannot be rendered, or its template breaks the prefix; names it.
@@ -117,7 +117,7 @@ def pairs(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[tuple[I
 
 @contextmanager
 def row_errors(name: str, number: int, raised: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Say which row it was."""
+    """Add the number of the row to errors."""
     try:
         yield
     except InputError as error:
@@ -127,7 +127,7 @@ def row_errors(name: str, number: int, raised: tuple[type[Exception], ...] = ())
         raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
 
 
-# --- what a row says --------------------------------------------------------------------------------------------------
+# --- turns of a row ---------------------------------------------------------------------------------------------------
 
 
 def _prompt(tokens: Tokens, row: Row) -> list[_Turn]:
@@ -166,7 +166,7 @@ def _pair(tokens: Tokens, row: Row) -> list[_Turn]:
 
 
 def _answers(tokens: Tokens, prompt: str | Messages, answers: Sequence[Any]) -> list[_Turn]:
-    """A turn for each of several answers to one prompt."""
+    """Return a turn for each of several answers to one prompt."""
     if isinstance(prompt, str):
         return [_Turn(prompt, answer, chat=False) for answer in answers]
     before = _rendered(tokens, prompt, generate=True)
@@ -187,13 +187,13 @@ def _rendered(tokens: Tokens, messages: Messages, *, generate: bool) -> str:
 def _encoded(
     tokens: Tokens, rows: Sequence[Row], name: str, draft: _Draft
 ) -> Iterator[tuple[int, list[tuple[Ids, Ids]]]]:
-    """Row number and its turns, in order."""
+    """Yield row numbers and their turns, in order."""
     for start in range(0, len(rows), _BATCH):
         drafts, broken = _drafts(tokens, rows[start : start + _BATCH], name, start + 1, draft)
         try:
             together = _known(tokens, drafts)
         except _RAISED:
-            together = None  # row by row, so that it is known whose text it was
+            together = None  # encoded row by row then, to find the row of the error
         for number, turns in enumerate(drafts, start=start + 1):
             with row_errors(name, number):
                 known = _known(tokens, [turns]) if together is None else together
@@ -206,7 +206,7 @@ def _encoded(
 def _drafts(
     tokens: Tokens, rows: Sequence[Row], name: str, first: int, draft: _Draft
 ) -> tuple[list[list[_Turn]], InputError | None]:
-    """What the rows say, up to one that cannot be rendered, and its error."""
+    """Return the turns of the rows, up to the first row that cannot be rendered, and its error."""
     drafts: list[list[_Turn]] = []
     for number, row in enumerate(rows, start=first):
         try:
@@ -218,7 +218,7 @@ def _drafts(
 
 
 def _known(tokens: Tokens, drafts: Sequence[Sequence[_Turn]]) -> _Known:
-    """Every text of the rows with its ids; the same text is encoded once."""
+    """Return every text of the rows with its ids; equal texts are encoded once."""
     turns = [turn for draft in drafts for turn in draft]
     chats = [text for turn in turns for text in (turn.prompt if turn.chat else None, turn.answer) if text is not None]
     known: _Known = {}
@@ -231,9 +231,9 @@ def _known(tokens: Tokens, drafts: Sequence[Sequence[_Turn]]) -> _Known:
 
 
 def _ids(tokens: Tokens, turn: _Turn, known: _Known) -> tuple[Ids, Ids]:
-    """A turn's prompt and completion, which is empty where there is no answer and never else."""
+    """Return a turn's prompt and completion, which is empty only without an answer."""
     prompt = known[turn.prompt, not turn.chat]
-    if not turn.chat and prompt and prompt[-1] == tokens.end:  # text with its beginning of sequence but without an end
+    if not turn.chat and prompt and prompt[-1] == tokens.end:  # keep the beginning of sequence, drop the end
         prompt = prompt[:-1]
     if turn.answer is None:
         return prompt, ()
@@ -243,7 +243,7 @@ def _ids(tokens: Tokens, turn: _Turn, known: _Known) -> tuple[Ids, Ids]:
     if answer[: len(prompt)] != prompt:
         raise InputError(_BROKEN)
     completion = answer[len(prompt) :]
-    if tokens.end in completion:  # templates may go on with a line break that is never generated
+    if tokens.end in completion:  # templates may add a line break that is never generated
         return prompt, completion[: len(completion) - completion[::-1].index(tokens.end)]
     return prompt, _closed(tokens, completion)
 
@@ -257,8 +257,8 @@ def _begun(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def stop_fault(stop: Sequence[str]) -> str | None:
-    """What is wrong with stop strings; None: nothing."""
-    if isinstance(stop, str):  # whose letters would be taken for strings
+    """Return the fault of stop strings; None: they are valid."""
+    if isinstance(stop, str):  # its letters would count as strings
         return f"must be a list of strings, got the string {stop[:20]!r}; write [{stop[:20]!r}]"
     if len(stop) > MOST_STOPS:
         return f"must be at most {MOST_STOPS} strings, got {len(stop)}; leave some out"
@@ -271,11 +271,11 @@ def stop_fault(stop: Sequence[str]) -> str | None:
 
 
 class TimeLimitError(BaseException):
-    """It took longer than it may. No `Exception`, so that code which catches all of those does not swallow it."""
+    """The time limit was exceeded. Not an `Exception`, so that code that catches `Exception` does not swallow it."""
 
 
 class _Watcher:
-    """One thread that looks at all deadlines; started when the first one is set, and again in a forked process."""
+    """One thread that checks all deadlines; started with the first deadline, and again in a forked process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -283,10 +283,10 @@ class _Watcher:
         self._process = 0
 
     def arm(self, seconds: float) -> None:
-        """Begin to count.
+        """Set the deadline of this thread.
 
         Raises:
-            RuntimeError: this thread counts already.
+            RuntimeError: this thread has a deadline already.
         """
         if self._process != os.getpid():
             self._lock, self._due, self._process = threading.Lock(), {}, os.getpid()
@@ -297,13 +297,13 @@ class _Watcher:
             self._due[threading.get_ident()] = time.monotonic() + seconds
 
     def disarm(self) -> None:
-        """After this no exception comes any more."""
+        """Remove the deadline; afterwards no exception arrives."""
         thread = threading.get_ident()
         while True:
             try:
                 with self._lock:
                     self._due.pop(thread, None)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # one may be on its way
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # cancels a pending one
                 return
             except TimeLimitError:
                 continue
@@ -314,7 +314,7 @@ class _Watcher:
             with self._lock:
                 now = time.monotonic()
                 for thread in [thread for thread, moment in self._due.items() if moment <= now]:
-                    # at every look until it ends: code that catches everything may swallow one
+                    # at every check until the block ends: code that catches everything may swallow one
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
 
 
@@ -323,10 +323,10 @@ _WATCHER = _Watcher()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """End the block with `TimeLimitError` once it has taken so long. Blocks do not nest.
+    """Interrupt the block with `TimeLimitError` after so many seconds. Blocks do not nest.
 
     Raises:
-        TimeLimitError: it did.
+        TimeLimitError: the block took longer.
     """
     _WATCHER.arm(seconds)
     try:
@@ -336,6 +336,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether it gives a response a number and makes none: `architectures` names a sequence classifier."""
+    """Whether the model scores responses instead of generating them: `architectures` names a sequence classifier."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)

@@ -128,7 +128,7 @@ class LossProbeConfig(Frozen):
 
     data: Word
     every: Positive = 40  # steps; also before the first step and at the end
-    items: Positive = 128  # the first so many rows
+    items: Positive = 128  # number of rows, from the first
 
 
 class ProbeConfig(LossProbeConfig):

@@ -2,7 +2,7 @@
 
 A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So the process that computes
 them keeps them (`WideRows`); a batch has, for each document, a handle to its rows (`RowsHandle`); a process that
-computes with the batch fetches the rows of its own shard (`fetched`), one part at a time.
+computes with the batch fetches the rows of its shard (`fetched`), one part at a time.
 
 Invariant: a document has one row for each of its response tokens, in order. Selecting documents, gathering batches and
 sending them between processes move handles only.

@@ -77,7 +77,7 @@ class Sink(Protocol):
         """Deliver these, in their order.
 
         Raises:
-                SinkError: not all of them are stored durably.
+            SinkError: not all of them are stored durably.
         """
 
 

@@ -1,12 +1,12 @@
-"""Attestation of what a job imports, and the reading of a log that is being written.
+"""Attestation of the files that a job imports, and reading of a log that is being written.
 
-An environment is a digest of every importable file of it; a comparison names the file that differs. A file in
-site-packages decides what a job does as much as the manifest does, and whoever can write one there (a `.pth` file runs
-at every start of Python) is inside every later job. So a run pins its environment when its first job starts; every
-later launch, and every job before it imports anything from there, compares. Files that the record of another package
-claims are left out: of packages that no job of the run imports. What runs at every start of Python is not.
+An environment is a digest of all its importable files; a comparison names the file that differs. A file in
+site-packages decides a job's behaviour as much as the manifest does, and a user who can write one (a `.pth` file runs
+at every start of Python) controls every later job. So a run pins its environment when its first job starts; every
+later launch, and every job before it imports from there, compares. Files of packages that no job of the run imports
+are left out, according to the packages' records. Files that run at every start of Python are always included.
 
-Reading a gigabyte for every job would be slow: digests are remembered per user by size, times and inode of a file.
+Reading a gigabyte for every job would be slow: digests are cached per user by size, times and inode of a file.
 Standard library only: a job imports this before it trusts its site-packages.
 """
 
@@ -29,13 +29,13 @@ from posttrain.domain.errors import InfrastructureError
 from posttrain.domain.jobs import LogPage
 from posttrain.store.atomic import make_folder, open_plain, write_atomic
 
-PACKAGES = Path(__file__).resolve().parents[2]  # the folder that holds posttrain
+PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains posttrain
 _IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", ".cfg")
 _NOT_THE_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "idlelib", "turtledemo"}
 )  # directly below a root
 _AT_START = frozenset({"sitecustomize", "usercustomize", "site"})
-_TRIES = 3  # walks over folders in which somebody else adds and removes names
+_TRIES = 3  # walks over folders in which other processes add and remove files
 _SHOWN = 3
 _CHUNK = 1 << 20
 
@@ -46,7 +46,7 @@ class Environment:
 
     roots: tuple[str, ...]
     files: Mapping[str, str]  # path → SHA-256, hex
-    packages: tuple[str, ...] = ()  # normalised names of those whose files are listed; none: of all
+    packages: tuple[str, ...] = ()  # normalised names of those whose files are listed; empty: of all
 
     @property
     def digest(self) -> str:
@@ -55,7 +55,7 @@ class Environment:
         return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
     def differs(self, pinned: Environment) -> str:
-        """How this differs from what was pinned, in words; empty where it does not."""
+        """Return how this differs from the pinned environment; empty if it does not."""
         added = sorted(self.files.keys() - pinned.files.keys())
         gone = sorted(pinned.files.keys() - self.files.keys())
         changed = sorted(name for name, digest in pinned.files.items() if self.files.get(name, digest) != digest)
@@ -68,12 +68,12 @@ class Environment:
 def read_environment(
     roots: Sequence[str] | None = None, packages: Sequence[str] = (), known: Collection[str] = ()
 ) -> Environment:
-    """The environment as it is now.
+    """Return the present environment.
 
     Args:
         roots: folders; by default this interpreter's standard library, its site-packages and this package.
-        packages: normalised names; files that only the records of others claim are left out. None: nothing is.
-        known: files that are listed whoever claims them.
+        packages: normalised names; files that only records of other packages claim are left out. Empty: all files.
+        known: files that are always listed.
     """
     places = _own_roots() if roots is None else tuple(roots)
     for attempt in range(_TRIES):
@@ -91,13 +91,13 @@ def read_environment(
 
 
 def normalised(name: str) -> str:
-    """A package's name as the index compares it: `typing_extensions` is `typing-extensions`."""
+    """Return a package's name as the index compares it: `typing_extensions` is `typing-extensions`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _of_others(places: Sequence[str], packages: Collection[str], known: set[str]) -> set[str]:
-    """The files that records of other packages claim, but for those that are known or, where none is, that records of
-    these packages claim too.
+    """Return the files that records of other packages claim, except the known ones; if no file is known, except those
+    that records of these packages also claim.
     """
     claimed: tuple[set[str], set[str]] = (set(), set())
     for place in places:
@@ -111,7 +111,7 @@ def _of_others(places: Sequence[str], packages: Collection[str], known: set[str]
 
 
 def _recorded(place: str, folder: str) -> Iterator[str]:
-    """What a package's record lists, but for what Python runs or imports by itself when it starts."""
+    """Yield the files of a package's record, except those that Python runs or imports at every start."""
     try:
         with open(os.path.join(place, folder, "RECORD"), encoding="utf-8", newline="") as file:
             names = [row[0] for row in csv.reader(file) if row]
@@ -139,8 +139,8 @@ def _read(places: tuple[str, ...]) -> dict[str, str]:
 
 
 def marks_of(roots: Sequence[str]) -> str:
-    """A digest of sizes, times and inodes of importable files and their folders: every writing changes it, also one of
-    equal bytes, and a file that came and went.
+    """Return a digest of sizes, times and inodes of importable files and their folders: every write changes it, also of
+    equal bytes or of a file that was removed again.
     """
     found = _importable(roots, folders=True)
     marks = [[path, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino] for path, one in found]
@@ -148,10 +148,10 @@ def marks_of(roots: Sequence[str]) -> str:
 
 
 def pin(environment: Environment, folder: Path) -> None:
-    """Keep a listing below `folder`, under its digest.
+    """Store a listing below `folder`, under its digest.
 
     Raises:
-        WorkspaceError: there is no such folder, or it cannot be written to.
+        WorkspaceError: the folder does not exist, or is not writable.
     """
     path = _listing(folder, environment.digest)
     if not path.exists():
@@ -161,7 +161,7 @@ def pin(environment: Environment, folder: Path) -> None:
 
 
 def pinned(digest: str, folder: Path) -> Environment | None:
-    """The environment of that digest; None when its listing is gone or is not it."""
+    """Return the environment of a digest; None: its listing is missing or does not match."""
     try:
         value = json.loads(_listing(folder, digest).read_bytes())
         found = Environment(tuple(value["roots"]), value["files"], tuple(value.get("packages", ())))
@@ -175,14 +175,14 @@ def _listing(folder: Path, digest: str) -> Path:
 
 
 def _own_roots() -> tuple[str, ...]:
-    """The standard library, site-packages, this package; and the zip file that Python would prefer to all of them."""
+    """Return the standard library, site-packages, this package, and the zip files that Python prefers to them."""
     places = [sysconfig.get_path("stdlib"), *site.getsitepackages(), str(PACKAGES / "posttrain")]
     zipped = [place for place in sys.path if place.endswith(".zip")]
     return tuple(sorted({os.path.realpath(place) for place in places if os.path.isdir(place)} | set(zipped)))
 
 
 def _importable(roots: Sequence[str], *, folders: bool = False) -> Iterator[tuple[str, os.stat_result]]:
-    """Every regular file that an import may read, once; links are followed. `folders`: those that they lie in too."""
+    """Yield every regular file that an import may read, once; links are followed. `folders`: also their folders."""
     visited: set[tuple[int, int]] = set()
     for root in roots:
         if os.path.isfile(root):
@@ -228,7 +228,7 @@ def _remembered(memory: Path) -> dict[str, list[object]]:
 
 
 def _remember(memory: Path, entries: Mapping[str, list[object]]) -> None:
-    """A home that cannot be written means slower starts, nothing else."""
+    """Store the cache of digests; an unwritable home only makes starts slower."""
     with contextlib.suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = memory.with_name(f".{memory.name}.{os.getpid()}")
@@ -238,10 +238,10 @@ def _remember(memory: Path, entries: Mapping[str, list[object]]) -> None:
 
 
 def read_log(path: Path, cursor: int = 0) -> LogPage:
-    """Text from byte `cursor`, and where the next page begins. A log that is not there yet is empty.
+    """Return the text from byte `cursor`, and the start of the next page. A missing log is empty.
 
     Raises:
-        IntegrityError: it is no plain file.
+        IntegrityError: the log is not a plain file.
     """
     try:
         with open_plain(path) as file:

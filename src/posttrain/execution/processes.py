@@ -1,7 +1,7 @@
 """Operating-system processes by identity, and the environments that they get.
 
-A pid alone may stand for another process tomorrow. Linux only (`/proc`). Imports only the standard library: the
-supervisor imports this and must start fast.
+A pid alone may be reused by another process. Linux only (`/proc`). Imports only the standard library: the supervisor
+imports this and must start fast.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from posttrain.domain.requests import SECRET_NAME
 
-HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
-LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
+HEARTBEAT_SECONDS = 0.25  # between two heartbeats of a supervisor
+LEAVING_SECONDS = 60.0  # for a job to end after its result: freeing a GPU, leaving a cluster
 _CONTROLS = (
     "WANDB_",
     "MLFLOW_",
@@ -25,40 +25,40 @@ _CONTROLS = (
     "POSTTRAIN_TOKEN",
     "POSTTRAIN_SERVER",
     "POSTTRAIN_CONFIG",
-)  # keys and addresses that are the control side's
+)  # keys and addresses of the control side
 _ALLOWED = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE"}
     | {"SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME"}
     | {"TRITON_CACHE_DIR", "VIRTUAL_ENV", "POSTTRAIN_CRASHPOINT", "POSTTRAIN_CRASHPOINT_ONCE", "POSTTRAIN_DEVICES"}
     | {"POSTTRAIN_DEVICE_LOCKS"}
-)  # what a job of a server gets of its server's environment
+)  # variables of a server's environment that its jobs get
 _ALLOWED_BEGINNINGS = (
     *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_", "HSA_", "GPU_", "OMP_", "MKL_", "KMP_", "GOMP_"),
     *("OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "RAY_"),
 )
 _KEYS = ("AWS_", "AZURE_", "GOOGLE_", "PG")
-NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # whoever names them
+NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # even if an admin names them
 _PR_SET_DUMPABLE = 4
 _PROC = Path("/proc")
-_DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
+_DEAD = ("Z", "X", "x")  # zombie, dead: the program no longer runs
 
 
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for jobs and whatever works for them: no tracker's key, no password of the ledger."""
+    """Return the environment for jobs and their helpers: without keys of trackers and passwords of the ledger."""
     return {name: value for name, value in environment.items() if not name.startswith(_CONTROLS)}
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for programs that need no key at all: none of a tracker, a store, a ledger or any service."""
+    """Return the environment for programs without keys: of a tracker, a store, a ledger or any service."""
     kept = without_trackers(environment)
     return {name: value for name, value in kept.items() if not (name.startswith(_KEYS) or SECRET_NAME.search(name))}
 
 
 def of_a_server(environment: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """The part of a server's environment that its jobs get: what a machine needs, and what an admin named; no keys.
+    """Return the part of a server's environment that its jobs get: the machine's variables and the named ones; no keys.
 
     Args:
-        named: variables that jobs get besides; those of the control side never.
+        named: additional variables for jobs, set by an admin; never those of the control side.
     """
     given = {name for name in named if not name.startswith(NEVER)}
     return {
@@ -75,21 +75,21 @@ def close_to_others() -> None:
 
 
 def identity(pid: int) -> str | None:
-    """Boot id and start time of a process, `<boot>:<ticks>`; None when there is no such process (a zombie is one)."""
+    """Return boot id and start time of a process (or zombie), `<boot>:<ticks>`; None: no such process."""
     stat = _stat(pid)
     return None if stat is None else f"{_boot()}:{stat[2]}"
 
 
 def alive(pid: int, expected: str) -> bool:
-    """Whether the process of this pid and identity still runs."""
+    """Return whether the process of this pid and identity still runs."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in _DEAD and f"{_boot()}:{stat[2]}" == expected
 
 
 def send(pid: int, expected: str, number: int) -> None:
-    """Send a signal to exactly this process; nothing happens when it is gone."""
+    """Send a signal to exactly this process; do nothing if it has ended."""
     try:
-        handle = os.pidfd_open(pid)  # holds on to the process, so the pid cannot be given away between look and signal
+        handle = os.pidfd_open(pid)  # keeps the pid from being reused between check and signal
     except (ProcessLookupError, PermissionError):
         return
     try:
@@ -102,9 +102,9 @@ def send(pid: int, expected: str, number: int) -> None:
 
 
 def kill_group(leader: int, expected: str) -> bool:
-    """Kill the process group that `leader` (a pid with its identity) founded; whether all of it is gone.
+    """Kill the process group of `leader` (a pid with its identity); return whether all its processes have ended.
 
-    A pid is not given away while a group of that number has members: if somebody else has it, the group is gone.
+    A pid is not reused while a group of that number has members: if another process has it, the group has ended.
     """
     if identity(leader) not in (None, expected) or not group(leader):
         return True
@@ -116,12 +116,12 @@ def kill_group(leader: int, expected: str) -> bool:
 
 
 def group(leader: int) -> list[int]:
-    """The running processes of a group."""
+    """Return the running processes of a group."""
     return [pid for pid, of in _running() if of == leader]
 
 
 def carrying(variable: str, value: str) -> list[int]:
-    """The running processes that were started with this variable in their environment, as far as we may look."""
+    """Return the running processes that were started with this variable, if their environment is readable."""
     wanted, found = f"{variable}={value}".encode(), []
     for pid in (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()):
         with suppress(OSError):
@@ -131,7 +131,7 @@ def carrying(variable: str, value: str) -> list[int]:
 
 
 def _running() -> Iterator[tuple[int, int]]:
-    """Every process, and its group."""
+    """Yield every running process and its group."""
     for entry in _PROC.iterdir():
         stat = _stat(int(entry.name)) if entry.name.isdigit() else None
         if stat is not None and stat[0] not in _DEAD:
@@ -144,10 +144,10 @@ def _boot() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State, process group and start time (clock ticks after boot)."""
+    """Return state, process group and start time (clock ticks after boot); None: no such process."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything, brackets too
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may contain any character, brackets too
     return fields[0], int(fields[2]), int(fields[19])

@@ -91,7 +91,7 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """Heaviest load over mean load: 1.0 is even, 1.1 leaves the mean part idle for a tenth of its own time."""
+        """Heaviest load over mean load: 1.0 is even, 1.1 leaves the mean part idle for a tenth of its time."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
@@ -172,7 +172,7 @@ def _exchange(shards: list[list[_Item]], loads: list[int]) -> None:
 
 
 def _best_swap(heavy: list[_Item], light: list[_Item], gap: int) -> tuple[_Item, _Item] | None:
-    """Return an item of each part (or none of the light one) whose swap minimises the heavier part; None: no swap helps.
+    """Return an item of each part (or none of the light one) whose swap minimises the heavier part; None: no gain.
 
     A swap that moves d of the gap leaves the parts gap - 2·d apart, so d should be close to gap / 2 and must be within
     0 < d < gap to lower the heavier part.
@@ -204,7 +204,7 @@ def micro_batches(
 
     Their number is that of first-fit decreasing, or of cutting the items in order if that needs fewer: at most
     11/9·fewest possible + 6/9 (Dósa 2007). No two micro-batches of first-fit would fit into one, so with T tokens and
-    budget B their number is also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
+    budget B there are also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
 
     Args:
         lengths: tokens of each item.
@@ -263,7 +263,7 @@ def _in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _spread(lengths: Sequence[int], costs: Sequence[int], budget: int, count: int) -> list[list[int]]:
-    """Put each item, the longest first, into the cheapest of `count` micro-batches with room; return [] if one fails."""
+    """Put each item, the longest first, into the cheapest of `count` micro-batches with room; [] if one fails."""
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], costs[i]), reverse=True)
     packed = [[item] for item in order[:count]]
     room = budget - np.array([lengths[item] for item in order[:count]], dtype=np.int64)

@@ -20,7 +20,7 @@ will be sharded, in its compute dtype, and converts it to float32 layer by layer
 the policy reads the policy's weights; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads ×
 head_dim × b for each token of the rows decoded together, which are as many as `runtime.kv_cache` holds. A row's tokens
 count in whole pages of 128 on a GPU, on a CPU in the slot that it ends in: of 128, 256, 512 … positions, of which the
-last is cut to the longest row of a call. The number of slots doubles as rows arrive, and slots remain when a row moves
+last is cut to the longest row of a call. Their number is doubled as rows arrive, and slots remain when a row moves
 on to the next class, while `kv_cache` has room. Prompts are read before their rows are decoded, at most
 `PREFILL_TOKENS` at a time: their keys and values are held outside the cache until rows take them, together with the
 widest values of one layer: its norm's, its projections' or its MLP's.
@@ -34,7 +34,7 @@ memory (tests measure it). The logits count twice, in float32; above `CHUNKED_LO
 the head's gradient in float32.
 
 A teacher's likeliest tokens stay with it in the machine's memory, 8 bytes each, from the phase `teacher` to the last
-update. Each rank that learns also has those of its own documents there, unless both are one process, and one of the
+update. Each rank that learns also has those of its documents there, unless both are one process, and one of the
 teacher's parts while it fetches them. They count if ranks compute on CPUs, at `max_new_tokens` a response.
 
 While asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; trained weights
@@ -69,7 +69,7 @@ KV_RESERVE = 16  # a 16th of the cache is reserved for rows that grow (there)
 KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.rollout.kv_pages.PAGE`)
 KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.rollout.kv_slots`)
 PREFILL_TOKENS = 8192  # of prompts read at a time (`engine.rollout.backends.native`)
-_SLOT_STEPS = (32, 16, 128)  # the narrowest slot; the step of slot sizes above the last number
+_SLOT_STEPS = (32, 16, 128)  # narrowest slot, which is also the step above the third number; step below it
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}

@@ -240,7 +240,7 @@ def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Datase
     return int(workload(stage, contract.work, datasets).work.get("least", 0)) if contract else 0
 
 
-# --- what is cached ---------------------------------------------------------------------------------------------------
+# --- cached results ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: boo
     for other in workspace.ledger.stages_by_key(key) if record else same:
         if other.state in _COMING and workspace.ledger.run(other.run_id).state in _GOING_ON:
             return _Standing(key, free=f"{other.run_id}/{other.name}{_NOW}")
-    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is computed again, and its bytes are known then
+    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is computed again
 
 
 def _bound(

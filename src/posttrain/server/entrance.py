@@ -343,6 +343,7 @@ def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
 
 def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, Any]:
     """Return an answer with the written files, which are put into the store: the client fetches them by their digests.
+
     Paths in the answer are relative.
     """
     out = Path(_OUT).absolute()

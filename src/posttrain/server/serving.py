@@ -307,6 +307,7 @@ def _conceal(hosts: Hosts) -> None:
 
 def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Config:
     """Return the configuration of uvicorn: without its own log lines, which contain paths, and without WebSockets.
+
     `Observing` reads the headers of a proxy.
     """
     return uvicorn.Config(

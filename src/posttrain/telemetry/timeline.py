@@ -47,8 +47,9 @@ class AttemptSpans:
         return [span for span in self.spans if is_call(span)]
 
     def window(self) -> Interval:
-        """Return the time from the controller's first hand-off to its last span; (0, 0) without any. Calls before it,
-        while other pools start, delay no other work.
+        """Return the time from the controller's first hand-off to its last span; (0, 0) without any.
+
+        Calls before it, while other pools start, delay no other work.
         """
         if not self.spans:
             return 0.0, 0.0

@@ -391,9 +391,7 @@ class StageWatcher:
         )
 
     def _pace(self) -> tuple[float | None, float | None]:
-        """Return tokens per second, and seconds to the end; None where the newest attempt has too few reports, or no
-        end.
-        """
+        """Return tokens per second, and seconds to the end; None where the newest attempt reported too little."""
         first, last = self._recent[0], self._recent[-1]
         seconds = last.at - first.at
         if seconds <= 0:

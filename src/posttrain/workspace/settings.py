@@ -125,8 +125,7 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "")
         store: URL of the store that other hosts reach, too; empty: it is in this folder.
 
     Raises:
-        WorkspaceError: the database is bound to a workspace with another store, or this folder is a copy of a bound
-            one.
+        WorkspaceError: the database is bound to a workspace with another store, or this folder is a host's copy.
     """
     mine, where = f"{_SUBJECT}/{identity}", host_name(root)
     place = ledger.database.place
@@ -270,9 +269,7 @@ class OpenWorkspace:
         return self.settings.get("rewards") == TRUSTED
 
     def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
-        """Return a run's manifest, or one line with the reason why it cannot be read: a list of runs survives a bad
-        one.
-        """
+        """Return a run's manifest, or one line why it cannot be read: a list of runs survives a bad one."""
         known = self._manifests.get(run.manifest_digest)
         if known is not None:
             return known, ""
@@ -346,8 +343,7 @@ class OpenWorkspace:
         return not isinstance(self.jobs.executor, InstalledExecutor)
 
     def place(self) -> str:
-        """Return the id that separates its jobs from those of other workspaces: a digest of identity, machine and
-        folder.
+        """Return the id that separates its jobs from those of other workspaces: a digest of id, machine and folder.
 
         A copy has another id, so it never ends the original's jobs; a moved workspace has another one, too.
 
@@ -387,8 +383,7 @@ class OpenWorkspace:
                 keep_head(self.ledger, self.blobs, self.log)
 
     def seen_by(self, actor: str, project: str, auth: str, request: str = "") -> Self:
-        """Return the same workspace as another principal sees it, perhaps in another project; this one closes the
-        database.
+        """Return this workspace as another principal, perhaps of another project; this one closes the database.
 
         Args:
             auth: the authenticator of the principal, for events.

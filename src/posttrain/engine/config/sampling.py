@@ -1,4 +1,4 @@
-"""Configuration of stages that train on responses of their own policy.
+"""Configuration of stages that train on responses that their policy samples.
 
 It covers how far sampling runs ahead of training and how that lag is corrected, several responses of a sample in turn,
 the user's own algorithms, and distillation from a teacher.

@@ -16,7 +16,7 @@ The groups of a running call arrive as they end, and are scored while others are
 
 ::
 
-    rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group is there ─▶ groups, in order
+    rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group arrives ─▶ groups, in order
 
 The data stream decides which groups are scored together and the order in which they are handed on, never the clock. The
 stretch that ends first is scored first: one long response delays its own stretch and no other.

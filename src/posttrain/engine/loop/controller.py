@@ -156,7 +156,7 @@ class Limits:
 
     tokens: int | None = None
     deadline: float | None = None  # seconds since the epoch
-    seconds: float | None = None  # its total time budget; this and the next two for messages only
+    seconds: float | None = None  # the time that it was given; this and the next two are for messages only
     tokens_declared: int | None = None  # the run's whole budget, of which `tokens` was left
     seconds_declared: float | None = None
 

@@ -3,7 +3,7 @@
 ::
 
     policy ranks                          controller                     rollout ranks
-    attest: hash of own shards  ────────▶ sum: what must be found
+    attest: hash of own shards  ────────▶ sum: the expected hash
     bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
                                           compare ◀──────────────────── attest: hash of the views decoded with
 
@@ -59,7 +59,7 @@ class Buckets:
 
     policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
-    neighbours: bool  # the rollout's ranks share process groups with the policy's
+    neighbours: bool  # the rollout's ranks run in the policy's processes
 
     def publish(self, version: PolicyVersion) -> None:
         """See `Alias.publish`."""

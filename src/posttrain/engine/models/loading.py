@@ -369,8 +369,8 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *
     Other special tokens stay visible: a response that only looks right without them is not right.
 
     Args:
-        ended: the last token ends the sequence. The tokenizer cannot tell: it names one such token, but a model may
-            have several.
+        ended: the last token ends the sequence. The rollout records it; the tokenizer cannot, because it names one such
+            token where a model may have several.
     """
     said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # transformers checks every item of a list
     return str(tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -217,7 +217,7 @@ def pack(
     groups: Sequence[ScoredGroup], which: Callable[[ScoredGroup], Sequence[int]] = every_sample
 ) -> TokenBatch | None:
     """Return samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and
-    `group`, and the column `token_scores` if a reward reports what was earned at which token.
+    `group`, and the column `token_scores` if a reward reports scores by token.
 
     Args:
         which: the samples of a group; by default all of them whose environment did not fail.

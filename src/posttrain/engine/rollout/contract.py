@@ -426,7 +426,7 @@ def _said_by(version: str, answer: Trajectory) -> int:
 
 
 class RolloutEngineContract(DrawContract, WeightContract):
-    """Subclass it and implement `open_engine`; pytest collects the tests. `Bench` lists the other settings first.
+    """Subclass it and implement `open_engine`; pytest collects the tests. The other settings are at the top of `Bench`.
 
     The engine's policy may be any that has the tokens of `prompts` and does not end every response immediately. The
     suite changes the weights that the engine exposes, and restores them.

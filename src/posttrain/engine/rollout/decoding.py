@@ -10,7 +10,7 @@ its whole text:
 
 - Tokens of a byte-level or plain vocabulary are bytes, independent of their neighbours, so the tail is bytes. A string
   ends in it where it ends in the text: UTF-8 is self-synchronising, and a character that is split between tokens is
-  whole once its last byte is there.
+  whole once its last byte has arrived.
 - In other decoders the text of a token depends on its neighbours (a word's first space, bytes that make a character),
   so the last tokens are decoded again for each new token. Tokens leave that window only where the end of the text
   decoded without them is unchanged.
@@ -37,7 +37,7 @@ from posttrain.engine.samples import Floats, Ints, Trajectory
 _SLACK = 16  # characters in addition to the longest string: more than a further token changes of the end of a text
 _WINDOWS = 4  # needed lengths of text at which a window is shortened
 _NONE = "\ufffd"  # the decoded text of bytes that are not a character
-_TOKENS = 16  # needed lengths, in tokens, at which it is shortened whatever its text: real text has more characters
+_TOKENS = 16  # needed lengths, in tokens, at which it is shortened whatever its text: real text is denser
 _RANDOM_BLOCK = 64  # tokens whose random numbers are computed together
 
 

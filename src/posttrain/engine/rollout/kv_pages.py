@@ -1,7 +1,7 @@
 """Pages of keys and values that CUDA decodes with, and decode steps recorded as CUDA graphs.
 
 A page holds a fixed number of positions. A row's block table lists its pages, which may be anywhere, so a growing row
-takes one more page: nothing is copied, and no row holds more than the rest of its last page. A kept prompt is pages
+takes one more page: nothing is copied, and its memory ends with its last page. A kept prompt is pages
 too. Rows that begin with it share its full pages, and each has a copy of the last page if that is not full; a page
 without holders is free. Block tables and sharing: Kwon et al., "Efficient memory management for large language model
 serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.

@@ -155,7 +155,7 @@ class RolloutEngine(Protocol):
         """
 
     def counts(self) -> Mapping[str, int]:
-        """Return what it has computed since it was opened, as far as it counts: `prefilled_tokens` of prompts, `steps`
+        """Return its counters since it was opened, if it has any: `prefilled_tokens` of prompts, `steps`
         of decoding, `decoded_tokens` (rows times steps), `preemptions`, `recomputed_tokens` (read again after a
         preemption or an update), `discarded_tokens` behind the end of a response.
         """

@@ -395,7 +395,7 @@ class RolloutWorker:
         return dict(self._fallbacks)
 
     def samples_with(self, version: PolicyVersion) -> str:
-        """Report `version` from now on. An alias first checks that it still reads the policy's memory.
+        """Sample as `version` from now on. An alias first checks that it still reads the policy's memory.
 
         Raises:
             IntegrityError: the engine decodes with a tensor that is neither the policy's own nor equal to it.

@@ -14,8 +14,7 @@ A checkpoint holds everything that a resumed job needs to continue bit for bit, 
 
 COMMIT is written once, after every shard and the folder are durable; readers ignore a folder without it. The
 safetensors metadata of a file records which rows of a parameter it holds, so any number of ranks can read files that
-any other number wrote. No random state is stored because there is none: every random number is a function of (seed,
-step, …).
+any other number wrote. No random state exists or is stored: every random number is a function of (seed, step, …).
 
 The best model of a stage so far is one folder in Hugging Face format, next to the checkpoints and inside each of them:
 
@@ -123,7 +122,7 @@ def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dic
     for file in files:
         with safe_open(file, framework="pt") as shard:
             held = shard.metadata() or {}
-            for name in shard.keys():  # not a mapping
+            for name in shard.keys():  # noqa: SIM118  # it is no mapping
                 base = name.partition("/")[0]
                 view = shard.get_slice(name)
                 if not view.get_shape():

@@ -1,4 +1,4 @@
-"""An executor whose jobs are what a test says they are, and which is as unhelpful as a test wants it."""
+"""An executor for tests, whose jobs and failures the test controls."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,29 +30,29 @@ _TERMINATED, _NODE = -15, "somewhere"
 
 @dataclass
 class Hostility:
-    """What a scheduler far away does to those who ask it; seconds are by the fake's clock, counts go down.
+    """Failures of a remote scheduler; seconds are of the fake's clock, counts are decremented.
 
-    What is lost is lost once: `lose_answers=2` are the next two.
+    Each loss counts once: `lose_answers=2` are the next two.
     """
 
-    idempotent: bool = True  # else a name that is submitted twice is two jobs
-    visible_after: float = 0.0  # seconds from a submission until the job is seen
-    settles_after: float = 0.0  # seconds from a submission until an absence proves anything
+    idempotent: bool = True  # False: a name that is submitted twice is two jobs
+    visible_after: float = 0.0  # seconds from a submission until the job is visible
+    settles_after: float = 0.0  # seconds from a submission until an absence is proof
     purges_after: float | None = None  # seconds from its end until a job is forgotten
-    lose_answers: int = 0  # submissions that arrive, and whose answer does not
+    lose_answers: int = 0  # submissions that arrive but get no answer
     lose_requests: int = 0  # submissions that never arrive
-    late_requests: int = 0  # submissions that arrive after `late_after`, and whose answer does not
+    late_requests: int = 0  # submissions that arrive after `late_after` and get no answer
     late_after: float | None = None  # seconds; None: `visible_after`
     twice: int = 0  # submissions that arrive twice
-    silent: int = 0  # looks that nobody answers
-    deaf: int = 0  # kills that do nothing
+    silent: int = 0  # observations without an answer
+    deaf: int = 0  # kills without effect
 
 
 @dataclass
 class _Job:
     spec: JobRequest
     seen: Observation
-    visible: float  # from when on it is seen
+    visible: float  # when it becomes visible
     begun: float
     ended: float | None = None
     before: float = 0.0  # seconds that earlier incarnations ran
@@ -62,7 +62,7 @@ class _Job:
 class FakeExecutor:
     """Jobs in memory.
 
-    A submitted job is RUNNING until `finish` or `lose`, or until `on_launch` ends it at once. `on_launch` is given each
+    A submitted job is RUNNING until `finish` or `lose`, or until `on_launch` ends it immediately. `on_launch` gets each
     new job's spec, may write into its attempt folder like a job (results, facts), and returns the exit code, or None to
     leave it running. `hostility` may be changed at any time.
     """
@@ -79,7 +79,7 @@ class FakeExecutor:
         self.launched: list[JobRequest] = []  # each job once, in order
         self.cancelled: list[str] = []  # names of live jobs that were killed
         self.room = Capacity()
-        self.images = False  # as a test says
+        self.images = False  # set by tests
         self.hostility = hostility or Hostility()
         self._on_launch = on_launch
         self._jobs: dict[str, list[_Job]] = {}
@@ -128,7 +128,7 @@ class FakeExecutor:
             folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:
-        """See `Executor.kill`; nothing is waited for."""
+        """See `Executor.kill`; does not wait."""
         self._arrive()
         if self._take("deaf"):
             return
@@ -148,21 +148,21 @@ class FakeExecutor:
         return read_log(AttemptFolder(Path(job.attempt_dir)).log, cursor)
 
     def capacity(self) -> Capacity:
-        """See `Executor.capacity`: what a test says it is; by default it deals out nothing."""
+        """See `Executor.capacity`: set by the test; no devices by default."""
         return self.room
 
     def finish(self, name: str, exit_code: int = 0, number: int | None = None) -> None:
-        """Let the jobs of that name exit, or the one that started as that `number` of them, counted from 0."""
+        """End the jobs of that name, or only the one with this start `number`, counted from 0."""
         self._over(name, Observation(JobState.EXITED, exit_code=exit_code), number)
 
     def lose(self, name: str, cause: Cause | None = None, number: int | None = None, pod: str = "") -> None:
-        """Let them vanish, or one of them; of a gang, because `pod` did, which ends the others."""
+        """Lose the jobs of that name, or one of these; in a gang the loss of `pod` ends the other pods."""
         for job in self._those(name, number):
             job.culprit = pod
         self._over(name, Observation(JobState.LOST, detail="its supervisor is gone", cause=cause), number)
 
     def requeue(self, name: str, number: int | None = None) -> None:
-        """Start them anew, or one of them, as a scheduler does of its own accord: the name stays."""
+        """Restart the jobs of that name, or one of these, as a scheduler's requeue does: the name stays."""
         now = self._now()
         for job in self._those(name, number):
             job.before += (now if job.ended is None else job.ended) - job.begun
@@ -212,7 +212,7 @@ class FakeExecutor:
 
 
 def _pods(job: _Job) -> tuple[PodSeen, ...]:
-    """Of a gang; where one ended it, the others were ended for it."""
+    """Return the pods of a gang; if one pod ended it, the others were terminated."""
     names, seen = job.spec.pods, job.seen
     if len(names) == 1:
         return ()

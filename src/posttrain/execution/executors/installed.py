@@ -1,5 +1,5 @@
-"""Executors of installed packages (entry points `posttrain.executors`): looked for when a workspace names one, and held
-to the port.
+"""Executors of installed packages (entry points `posttrain.executors`): loaded when a workspace names one, and checked
+against the port.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ _FLAGS = ("attests", "idempotent")
 
 
 class InstalledExecutor:
-    """A package's executor. Nothing of the package is imported before a job is submitted or looked for.
+    """A package's executor. The package is not imported before a job is submitted or observed.
 
-    What its code raises by mistake says nothing of a job: a submission is then Unknown, and everything else an
-    `InfrastructureError`, after which it is asked again.
+    Unexpected exceptions of its code prove nothing about a job: a submission is then Unknown, and every other call
+    raises `InfrastructureError` and is retried.
 
     Args:
-        own: executors that Posttrain has itself, for hints.
-        runs: the folder below which attempt folders are.
+        own: Posttrain's own executors, for hints.
+        runs: the folder that contains the attempt folders.
     """
 
     def __init__(self, name: str, own: Sequence[str], runs: Path) -> None:
@@ -35,7 +35,7 @@ class InstalledExecutor:
         """Find the package and make its executor.
 
         Raises:
-            InputError: no package has it, or what it names makes none.
+            InputError: no package has it, or its entry point makes no executor.
         """
         return self._load()[1]
 
@@ -53,7 +53,7 @@ class InstalledExecutor:
 
     @property
     def images(self) -> bool:
-        """See `Executor.images`; a package that says nothing has none."""
+        """See `Executor.images`; False by default."""
         with self._asked("images") as made:
             return bool(getattr(made, "images", False))
 
@@ -64,7 +64,7 @@ class InstalledExecutor:
             answer = made.submit(request)
         except PosttrainError:
             raise
-        except Exception as error:  # before or after the job was there: nobody can say
+        except Exception as error:  # the job may or may not exist
             return Unknown(f"{plugin}: submit raised {type(error).__name__}: {_line(error)}")
         if isinstance(answer, Accepted | Exists | Unknown):
             return answer
@@ -105,10 +105,10 @@ class InstalledExecutor:
 
     @contextmanager
     def _asked(self, verb: str) -> Iterator[Executor]:
-        """The executor, whose mistakes are no answers."""
+        """Yield the executor; turn its unexpected exceptions into `InfrastructureError`."""
         try:
             plugin, made = self._load()
-        except InputError as error:  # uninstalled since, perhaps: its jobs may go on
+        except InputError as error:  # possibly uninstalled, while its jobs still run
             raise InfrastructureError(str(error)) from error
         try:
             yield made

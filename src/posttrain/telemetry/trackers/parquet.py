@@ -71,9 +71,7 @@ class ParquetTracker(FileTracker):
             self._replace()
 
     def end(self, ending: Ending) -> None:
-        """See `Tracker.end`. Points of an unfinished run may stay in memory: a new process reads them from the facts
-        again.
-        """
+        """See `Tracker.end`. Points of an unfinished run may stay in memory: a new process reads them again."""
         if self._waiting:
             self._replace()
 

@@ -1,17 +1,17 @@
-"""Starts supervisors, and through them jobs, in forks of a process that has imported the engine already.
+"""Start supervisors, and through them jobs, in forks of a process that has already imported the engine.
 
 ::
 
     driver ──socketpair──▶ fork server (imports the engine once, computes nothing, one thread)
                                └─fork─▶ intermediate ──fork──▶ supervisor ──fork──▶ job: no exec, nothing to import
 
-What a supervisor does, and who is killed with whom, is in `supervisor`: only how its job becomes Python differs. A fork
-server lives as long as its driver: the end of the socket ends it; what it has started lives on.
+`supervisor` describes the supervisor and the kill rules; only the start of the job's Python differs. A fork server ends
+with its driver, by the end of the socket; the processes that it has started survive.
 
-A job must import what its run pinned (ADR 0014). So a fork server is for one environment digest and one set of
-environment variables, compares the files before it imports any of them, as a cold job does, and each job compares anew
-before it runs. Whatever does not fit (another digest, threads that the engine was not loaded for, a GPU, a fork server
-that is dead or slow) starts cold, by `bootstrap`: that takes seconds longer and is otherwise the same.
+A job must import the files that its run pinned (ADR 0014). So a fork server serves one environment digest and one set
+of environment variables and compares the files before it imports any of them, as a cold job does; each job compares
+again before it runs. All other jobs (another digest, threads that the engine was not loaded for, a GPU, a fork server
+that is dead or slow) start cold, by `bootstrap`, which takes seconds longer and is otherwise the same.
 """
 
 import contextlib
@@ -49,26 +49,26 @@ class ForkServer:
     """The driver's end.
 
     Args:
-        preload: a module that imports what jobs need, with `ready(attempt_dir) -> bool`: whether a job may run on it.
+        preload: a module that imports the packages of jobs, with `ready(attempt_dir) -> bool`: whether a job may use it.
     """
 
     def __init__(self, preload: str) -> None:
         self._preload, self._lock = preload, threading.Lock()  # one launch at a time
-        self._key: tuple[str, dict[str, str]] | None = None  # what the running one serves
+        self._key: tuple[str, dict[str, str]] | None = None  # of the running server
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._given_up = "there is a GPU" if any(os.path.exists(device) for device in _GPU) else ""
 
     def start(self, folder: Path, environment: Mapping[str, str], seconds: float) -> int | None:
-        """Start the supervisor of an attempt whose `spec.json` is there.
+        """Start the supervisor of an attempt with a `spec.json`.
 
         Args:
-            environment: the job's, whole.
-            seconds: how long it may take; after that nobody asks this driver's fork server again.
+            environment: the job's full environment.
+            seconds: the time limit; after a time-out this driver does not use its fork server again.
 
         Returns:
-            The supervisor's exit code; None: there is no answer, so start it cold.
+            The supervisor's exit code; None: no answer, so start it cold.
         """
         if self._given_up:
             _cold(folder, self._given_up)
@@ -85,7 +85,7 @@ class ForkServer:
             self._socket.settimeout(seconds)
             self._socket.sendall(json.dumps(str(folder)).encode() + b"\n")
             answer = self._socket.recv(_LONGEST).decode(errors="replace")
-        except OSError as error:  # dead, too slow, or there is no memory for another process
+        except OSError as error:  # dead, too slow, or no memory for another process
             self._give_up(folder, error.strerror or str(error))
             return None
         if answer.startswith(_REFUSED):
@@ -105,7 +105,7 @@ class ForkServer:
         _cold(folder, self._given_up)
 
     def close(self) -> None:
-        """End it; what it has started lives on."""
+        """End the server; the processes that it has started survive."""
         if self._end is not None:
             self._end()
         self._socket = self._process = self._end = self._key = None
@@ -122,14 +122,14 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 env=key[1],
                 cwd="/",
-                start_new_session=True,  # Ctrl-C at the terminal is not for it
+                start_new_session=True,  # Ctrl-C at the terminal must not end it
             )
         self._socket, self._process, self._key = ours, process, key
         self._end = weakref.finalize(self, _end, ours, process)
 
 
 def _cold(folder: Path, why: str) -> None:
-    """Say in an attempt's log that its job starts cold."""
+    """Write to an attempt's log that its job starts cold."""
     with contextlib.suppress(OSError), open(folder / "log.txt", "a", opener=supervisor.private) as log:
         log.write(f"this job imports for itself: {why}\n")
 
@@ -144,7 +144,7 @@ def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _pinned(folder: Path) -> str:
-    """The digest of the environment that an attempt's order names; empty: nobody compares."""
+    """Return the digest of the environment that an attempt's order names; empty: it is not compared."""
     try:
         return str(json.loads((folder / "job.json").read_bytes()).get("environment") or "")
     except (OSError, ValueError, AttributeError):
@@ -153,16 +153,16 @@ def _pinned(folder: Path) -> str:
 
 def attest(folder: str, preload: str, descriptor: str, tries: str = "3") -> NoReturn:
     """Compare the environment with the one that the first attempt's order names, then become the server."""
-    marks = bootstrap.marks(Path(folder))  # before the files are read: what changes from here on is seen
+    marks = bootstrap.marks(Path(folder))  # before the files are read, so that later changes are detected
     if different := bootstrap.trouble(Path(folder)):
-        _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and answers with it
+        _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and reports it
     words = ["-m", _MODULE, "serve", folder, preload, descriptor, tries, marks]
     os.execv(sys.executable, [sys.executable, "-s", "-P", *bootstrap.compiled_flags(), *words])
 
 
 def _refuse(descriptor: str, why: str) -> NoReturn:
     with socket.socket(fileno=int(descriptor)) as theirs:
-        theirs.recv(_LONGEST)  # an end that is closed over unread bytes loses what it says
+        theirs.recv(_LONGEST)  # closing a socket with unread bytes would lose the answer
         theirs.sendall(why.encode()[: _LONGEST - 4])
     os._exit(_CANNOT)
 
@@ -171,18 +171,18 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
     """Import, then fork for each line that names an attempt's folder, until the other end is closed.
 
     Args:
-        tries: left, where something was written meanwhile: a folder of compiled files is one that means nothing.
-        marks: of the files, before they were compared. A file that was another one while it was imported, and is itself
-            again, has other marks.
+        tries: left, in case files were written meanwhile: a new folder of compiled files is harmless.
+        marks: of the files, before they were compared. A file that was replaced during its import and restored has
+            other marks.
     """
     digest = _pinned(Path(folder))
-    gc.disable()  # what is imported stays: collections find nothing there, and take a tenth of the time
+    gc.disable()  # imported objects stay: collections would free none, and take a tenth of the time
     ready = importlib.import_module(preload).ready
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:  # a fork has only the thread that forked, and the locks of all
         _refuse(descriptor, f"the fork server must have one thread, got {len(threads)}")
     if bootstrap.marks(Path(folder)) != marks:
-        if int(tries) > 1:  # nothing of this memory is kept
+        if int(tries) > 1:  # `execv` discards this memory
             again = [str(_HERE), folder, preload, descriptor, str(int(tries) - 1)]
             os.execv(sys.executable, [sys.executable, "-s", "-S", "-P", *bootstrap.compiled_flags(), *again])
         _refuse(descriptor, "files of the environment were written while the fork server imported them")
@@ -195,7 +195,7 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
             _cold(attempt, "its order asks for what the fork server has not loaded")
             supervisor.execute(attempt, spec)
         supervisor.settle(attempt)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the supervisor's locks among them, which the job must not hold
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # includes the supervisor's locks, which the job must not hold
         os.environ.update(spec["environment"])  # the devices that its supervisor took
         _run(attempt, spec["module"])
 
@@ -208,7 +208,7 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
             _, status = os.waitpid(child, 0)
             try:
                 theirs.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            except OSError:  # its driver was killed, and the job that it asked for goes on
+            except OSError:  # its driver was killed, and the started job continues
                 return
 
 
@@ -227,7 +227,7 @@ def _intermediate(attempt: Path, theirs: socket.socket, start: supervisor.Start)
 
 
 def _run(attempt: Path, module: str) -> NoReturn:
-    """What `python -m MODULE ATTEMPT_DIR` does, in this process."""
+    """Do the same as `python -m MODULE ATTEMPT_DIR`, in this process."""
     code: object = 0
     retitle(["python", "-m", module, str(attempt)])
     try:
@@ -251,7 +251,7 @@ def _run(attempt: Path, module: str) -> NoReturn:
 
 
 def retitle(words: list[str]) -> None:
-    """Change what `ps` shows of this process; longer than its first command line it cannot become."""
+    """Change the command line of this process in `ps`; it cannot exceed the length of the original one."""
     with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/self/stat").read_text()
         begin, end = (int(word) for word in text[text.rindex(")") + 2 :].split()[45:47])
