@@ -1,1 +1,1 @@
-"""Thin commands: parse, call, print. No logic lives here."""
+"""Thin commands: parse, call, print. They contain no logic."""

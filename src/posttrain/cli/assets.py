@@ -1,7 +1,7 @@
-"""Commands `asset` and `import`: versions of assets, and runs that other programs made.
+"""Commands `asset` and `import`: versions of assets, and runs of other programs.
 
-`asset` registers versions, looks them up, approves and recalls them. `import trl-output`, `import mlflow` and
-`import wandb-export` register runs that other programs made.
+`asset` registers, shows, approves and recalls versions. `import trl-output`, `import mlflow` and `import wandb-export`
+register runs of other programs.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     from posttrain.api.values import Imported
     from posttrain.domain.records import Asset, AssetStatus
 
-KINDS = ("dataset", "model", "reward")  # that `add` registers
-_QUIET = 1.0  # seconds until somebody who waits is told for what
+KINDS = ("dataset", "model", "reward")  # the kinds that `add` registers
+_QUIET = 1.0  # seconds of waiting before a progress message
 _LISTED = (*KINDS, "history")
 _SHOWN = ("uri", "rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run")
 app = typer.Typer(
-    help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
+    help="Register and show versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
 RefArgument = Annotated[
-    str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.", autocompletion=lazily("assets"))
+    str, typer.Argument(help="KIND:NAME (latest version) or KIND:NAME@VERSION.", autocompletion=lazily("assets"))
 ]
-ReasonOption = Annotated[str, typer.Option(help="Why; kept in the event log.", show_default=False)]
+ReasonOption = Annotated[str, typer.Option(help="Reason; recorded in the event log.", show_default=False)]
 NameOption = Annotated[
-    str | None, typer.Option(help="Of the model and its history; by default the run's own.", show_default=False)
+    str | None, typer.Option(help="Name of the model and its history; default: the run's name.", show_default=False)
 ]
 imports = typer.Typer(
-    help="Register an outside run's model, metrics and data.", no_args_is_help=True, rich_markup_mode=None
+    help="Register another program's run: model, metrics and data.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -61,19 +61,22 @@ def add(
     path: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A data file or several, or their folder; a model folder; a Python file.", metavar="PATH..."
+            help="Data set: one or more files, or their folder. Model: its folder. Reward: a Python file.",
+            metavar="PATH...",
         ),
     ] = None,
-    entry: Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")] = None,
-    dialect: Annotated[str, typer.Option(help="Reward: how it is called, when its parameters do not tell.")] = "auto",
-    guideline: Annotated[Path | None, typer.Option(help="Reward: a text file that says what it rewards.")] = None,
+    entry: Annotated[str | None, typer.Option(help="Reward: name of the function, or FILE.py:FUNCTION.")] = None,
+    dialect: Annotated[
+        str, typer.Option(help="Reward: calling convention; auto: detected from its parameters.")
+    ] = "auto",
+    guideline: Annotated[Path | None, typer.Option(help="Reward: text file that describes what it rewards.")] = None,
     external: Annotated[
-        str, typer.Option(metavar="URI", help="Data set: one object that stays where it is.", show_default=False)
+        str, typer.Option(metavar="URI", help="Data set: one object that stays in place.", show_default=False)
     ] = "",
-    checksum: Annotated[str, typer.Option(help="External: sha256:… of its bytes.", show_default=False)] = "",
+    checksum: Annotated[str, typer.Option(help="External: digest of its bytes (sha256:…).", show_default=False)] = "",
     version: Annotated[str, typer.Option(help="External: its version in its store.", show_default=False)] = "",
 ) -> None:
-    """Register a version; the same content again is the same version."""
+    """Register a version of an asset. Equal content again returns the existing version."""
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
@@ -96,12 +99,12 @@ def add(
 
 
 def _now_and_then() -> Callable[[str], None]:
-    """Says how far something is, at most once in a while."""
+    """Return a function that prints progress, with at most one count per `_QUIET` seconds."""
     last = time.monotonic()
 
     def tell(line: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= _QUIET or not line[:1].isdigit():  # a count is said now and then
+        if time.monotonic() - last >= _QUIET or not line[:1].isdigit():  # limits counts only
             last = time.monotonic()
             aside(line)
 
@@ -111,13 +114,13 @@ def _now_and_then() -> Callable[[str], None]:
 def _refuse_external(
     ref: str, kind: str, path: Sequence[Path] | None, external: str, checksum: str, version: str
 ) -> None:
-    """Refuse what says both where a file is here and where it is elsewhere, or neither."""
+    """Refuse a call with both a local path and an external URI, with neither, or with options of the other."""
     if external and kind != "dataset":
         raise InputError(f"asset add {ref}: --external is for data sets only, got a {kind}; give its PATH")
     if external and path:
         raise InputError(f"asset add {ref}: give --external URI or PATH, got both; leave {path[0]} out")
     if external and not checksum:
-        raise InputError(f"asset add {ref}: --external needs --checksum sha256:…; sha256sum tells that of a file")
+        raise InputError(f"asset add {ref}: --external needs --checksum sha256:…; sha256sum FILE prints it")
     if not external and (checksum or version):
         raise InputError(f"asset add {ref}: --checksum and --version are of --external URI, got none; leave them out")
     if not external and not path:
@@ -128,9 +131,9 @@ def _refuse_external(
 def create(
     ref: Annotated[str, typer.Argument(metavar="model:NAME")],
     config: Annotated[Path, typer.Argument(metavar="MODEL.yaml", help="Parameters of a randomly initialised model.")],
-    seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
-    """Make a small base model from nothing, by a run of one stage, and register it."""
+    """Create a small random base model and register it. A run of one stage computes its weights."""
     kind, name = _split(ref)
     if kind != "model":
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
@@ -142,7 +145,9 @@ def create(
 
 @app.command("ls")
 def ls(
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="dataset, model, reward or history.")] = None,
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="Only this kind: dataset, model, reward or history.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
@@ -169,7 +174,7 @@ def get(
     ref: RefArgument,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show one version: digest, origin and everything known of it."""
+    """Show one version: digest, origin, status and metadata."""
     control = open_control()
     asset = control.asset(ref)
     curves = control.curves(asset.ref) if asset.kind == "history" else []
@@ -185,7 +190,7 @@ def get(
     say(*(f"  made from   {parent}" for parent in asset.parents))
     say(*(f"  {key:11s} {' '.join(str(value).split())}" for key, value in asset.meta.items()))
     if "imported" in asset.meta:
-        say(f"  came from an outside run; next: posttrain lineage {asset.ref}")
+        say(f"  imported from another program; next: posttrain lineage {asset.ref}")
     if "stage" in asset.meta:
         say(f"  next: posttrain lineage {asset.ref}")
     if curves:
@@ -201,22 +206,22 @@ def get(
 
 @app.command("approve")
 def approve(ref: RefArgument, reason: ReasonOption = "") -> None:
-    """Say that a version is approved: recorded and shown. One that is recalled is restored first."""
+    """Mark a version as approved. The mark is recorded and shown. A recalled version must be restored first."""
     _mark(ref, "approved", reason)
 
 
 @app.command("recall")
 def recall(ref: RefArgument, reason: ReasonOption = "") -> None:
-    """Let no run begin with a version, or with what was made from it, and no channel be pointed at it.
+    """Recall a version, so that no new run or release uses it.
 
-    What runs and what is live goes on; it is listed.
+    The recall also covers everything made from the version. Active runs and live releases continue and are listed.
     """
     _mark(ref, "recalled", reason)
 
 
 @app.command("restore")
 def restore(ref: RefArgument, reason: ReasonOption = "") -> None:
-    """Take back that a version was recalled or approved."""
+    """Withdraw the approval or recall of a version."""
     _mark(ref, "", reason)
 
 
@@ -244,14 +249,14 @@ def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:
 
 
 def _status(said: AssetStatus | None) -> dict[str, Any]:
-    """What `-o json` says of a version's status."""
+    """Return a version's status as `-o json` prints it."""
     return {"status": {"status": said.status, "by": said.actor, "at": said.at, "reason": said.reason} if said else None}
 
 
 def _split(ref: str) -> tuple[str, str]:
     kind, colon, name = ref.partition(":")
     if kind == "history":
-        raise InputError(f"asset {ref!r}: a history comes with its run; see posttrain import --help")
+        raise InputError(f"asset {ref!r}: a history is registered with its run; see posttrain import --help")
     if not colon or kind not in KINDS:
         raise InputError(f"asset must be KIND:NAME with kind {', '.join(KINDS)}, got {ref!r}{nearest(kind, KINDS)}")
     if "@" in name:
@@ -260,7 +265,7 @@ def _split(ref: str) -> tuple[str, str]:
 
 
 def summary(asset: Asset) -> str:
-    """What is told of a version on its line."""
+    """Return the metadata on a version's line."""
     shown = {key: asset.meta[key] for key in _SHOWN if isinstance(asset.meta.get(key), str | int)}
     if "source_digest" in shown:
         shown["source_digest"] = digest(str(shown["source_digest"]))
@@ -268,7 +273,7 @@ def summary(asset: Asset) -> str:
 
 
 def as_json(asset: Asset) -> dict[str, Any]:
-    """Everything known of a version."""
+    """Return every recorded field of a version."""
     return {
         "ref": asset.ref,
         "kind": asset.kind,
@@ -285,11 +290,14 @@ def as_json(asset: Asset) -> dict[str, Any]:
 
 @imports.command("trl-output")
 def trl_output(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output_dir of a TRL or transformers trainer.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="output_dir of a TRL or transformers trainer.")],
     name: NameOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Register the model at DIR's root, else its best or newest checkpoint, with the metrics of trainer_state.json."""
+    """Register the model and metrics of a TRL output folder.
+
+    The model is the one in DIR, else its best or newest checkpoint. The metrics are those of trainer_state.json.
+    """
     control = open_control()
     _tell(control, control.import_trl_output(folder, name), output)
 
@@ -297,15 +305,18 @@ def trl_output(
 @imports.command("mlflow")
 def mlflow(
     where: Annotated[
-        str, typer.Argument(metavar="DIR|URI", help="A folder with mlruns or mlflow.db, a file of sqlite, or a URI.")
+        str, typer.Argument(metavar="DIR|URI", help="Folder with mlruns or mlflow.db, SQLite file, or URI.")
     ],
     run: Annotated[
-        str | None, typer.Option(help="Its id or name, where there are several.", show_default=False)
+        str | None, typer.Option(help="Id or name of the run, if the store has several.", show_default=False)
     ] = None,
     name: NameOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Register a run of an MLflow store: metrics, parameters, data sets, the model among its artifacts."""
+    """Register a run of an MLflow store.
+
+    The command imports metrics, parameters, data sets, and the model among the run's artifacts.
+    """
     control = open_control()
     _tell(control, control.import_mlflow(where, run, name), output)
 
@@ -314,12 +325,12 @@ def mlflow(
 def wandb_export(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="A run's folder (run-ID.wandb), or its history: CSV, JSONL, Parquet."),
+        typer.Argument(metavar="DIR", help="Folder of a run (run-ID.wandb), or its history as CSV, JSONL or Parquet."),
     ],
     name: NameOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Register a W&B run's files: metrics, configuration, the model if it is there."""
+    """Register a W&B run from its files: metrics, configuration, and the model if the files contain it."""
     control = open_control()
     _tell(control, control.import_wandb_export(folder, name), output)
 
@@ -350,7 +361,7 @@ def _tell(control: Control, imported: Imported, output: Output) -> None:
         say(f"known by name only: {', '.join(named)}")
     say(*(f"  {row['name']}: {row['why']}" for row in record["named"] if row.get("why")))
     if record["withheld"]:
-        say(f"parameters left out, for they may be secrets: {', '.join(record['withheld'])}")
+        say(f"parameters left out because they may be secrets: {', '.join(record['withheld'])}")
     if record["left_out"]:
         say(f"left out: {', '.join(f'{name} ({why})' for name, why in record['left_out'].items())}")
     say(f"before this: unknown ({imported.unknown})")

@@ -1,5 +1,6 @@
-"""What a shell may complete: runs, channels, models, assets of the nearest workspace, examples. A word that cannot be
-completed is no error: whoever typed it is told when the command runs.
+"""Values that a shell completes: runs, channels, models and assets of the nearest workspace, and examples.
+
+A failed completion is not an error: the command reports the problem when it runs.
 """
 
 import os
@@ -15,37 +16,37 @@ from posttrain.domain.errors import PosttrainError
 from posttrain.domain.kinds import METRICS
 from posttrain.domain.runspec import read_yaml
 
-_RUNS = 200  # the newest so many
-_LINES, _RUN_FILES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"), (".yaml", ".yml")  # where shells put what is typed
+_RUNS = 200  # the newest runs, at most
+_LINES, _RUN_FILES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"), (".yaml", ".yml")  # where shells put the typed line
 
 
 def runs(incomplete: str) -> list[str]:
-    """Ids, newest first."""
+    """Return run ids, newest first."""
     return _complete(incomplete, _run_ids)
 
 
 def runs_and_channels(incomplete: str) -> list[str]:
-    """Channels, then runs."""
+    """Return channels, then runs."""
     return _complete(incomplete, lambda w: [*_live(w), *_run_ids(w)])
 
 
 def lineages(incomplete: str) -> list[str]:
-    """Channels, runs, then assets."""
+    """Return channels, runs, then assets."""
     return _complete(incomplete, lambda w: [*_live(w), *_run_ids(w), *_assets(w, None)])
 
 
 def channels(incomplete: str) -> list[str]:
-    """Channels, also those without a release."""
+    """Return channels, including those without a release."""
     return _complete(incomplete, lambda w: [record.name for record in w.channels()])
 
 
 def sinks(incomplete: str) -> list[str]:
-    """Names of sinks."""
+    """Return names of sinks."""
     return _complete(incomplete, lambda w: [one.name for one in w.sinks()])
 
 
 def models(incomplete: str) -> list[str]:
-    """Channels, registered models and runs; behind a run's slash its stages that made a model."""
+    """Return channels, registered models and runs; after `RUN/`, the run's stages that produced a model."""
     run, slash, _ = incomplete.partition("/")
     if slash:
         return _complete(incomplete, lambda w: _stages(w, run))
@@ -53,13 +54,13 @@ def models(incomplete: str) -> list[str]:
 
 
 def subjects(incomplete: str) -> list[str]:
-    """Runs; behind a run's slash its stages that measured something."""
+    """Return runs; after `RUN/`, the run's stages that measured a model."""
     run, slash, _ = incomplete.partition("/")
     return _complete(incomplete, lambda w: _measured(w, run) if slash else _run_ids(w))
 
 
 def fields(incomplete: str) -> list[str]:
-    """`grpo.steps=`: what `--set` may change of the run file that the line names; `stages.` may be left out."""
+    """Return fields that `--set` may change in the run file on the line, as `grpo.steps=`; `stages.` is optional."""
     typed = " ".join(os.environ.get(name, "") for name in _LINES).split()
     try:
         found = [path for word in typed if word.endswith(_RUN_FILES) for path in _leaves(read_yaml(Path(word)))]
@@ -75,23 +76,23 @@ def _leaves(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def datasets(incomplete: str) -> list[str]:
-    """Registered data sets."""
+    """Return registered data sets."""
     return _complete(incomplete, lambda w: _assets(w, "dataset"))
 
 
 def assets(incomplete: str) -> list[str]:
-    """Registered assets of every kind."""
+    """Return registered assets of every kind."""
     return _complete(incomplete, lambda w: _assets(w, None))
 
 
 def examples(incomplete: str) -> list[str]:
-    """Names of examples."""
+    """Return names of examples."""
     return [folder.name for folder in shelf.examples() if folder.name.startswith(incomplete)]
 
 
 def _complete(incomplete: str, known: Callable[[Control], Iterable[str]]) -> list[str]:
     try:
-        with closing(open_control()) as control:  # no command ends here
+        with closing(open_control()) as control:  # no command end closes it
             return [word for word in dict.fromkeys(known(control)) if word.startswith(incomplete)]
     except (PosttrainError, OSError):
         return []

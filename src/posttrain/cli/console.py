@@ -1,7 +1,7 @@
 """Console output of commands, and shell completions that are loaded on demand.
 
-The console honours NO_COLOR and pipes; programs get JSON, people get words. Completions are looked up only when a shell
-asks for them.
+The console honours NO_COLOR and pipes; programs get JSON, people get text. Completions are imported only when a shell
+requests them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _UNSHOWN = (
     *range(0xD800, 0xE000),
 )  # C1 controls, writing directions, lone surrogates
 _PICTURES = {**_C0, 0x7F: 0x2421, **dict.fromkeys(_UNSHOWN, 0xFFFD)}
-_COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # what JSON does not escape by itself
-OPENED = ExitStack()  # what the command of this process opened: it is closed when that ends
-PIPE_WIDTH = 1_000_000  # columns where there is no terminal: whoever reads a pipe cuts for himself
+_COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # json.dumps does not escape these
+OPENED = ExitStack()  # resources of this process's command, closed when it ends
+PIPE_WIDTH = 1_000_000  # columns without a terminal: no line is cut in a pipe
 
 
 @dataclass
 class Asked:
-    """Where the command of this process asks, as options named it; every thread of it says so."""
+    """The server and project that options gave the command of this process; its threads share them."""
 
-    command: re.Pattern[str] = re.compile("")  # how one begins that asks a project
+    command: re.Pattern[str] = re.compile("")  # the start of a command that uses a project
     options: str = ""
 
 
@@ -54,7 +54,7 @@ _HERE = Asked()
 
 
 class Output(StrEnum):
-    """What `-o` takes."""
+    """The values of `-o`."""
 
     TEXT = "text"
     JSON = "json"
@@ -92,7 +92,7 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 
 
 def open_control() -> Control:
-    """Open the `Control` of `app.control`, whose imports wait until a command asks; it is closed when that ends."""
+    """Open the `Control` of `app.control`, imported on demand; it is closed when the command ends."""
     from posttrain.app.control import open_control as opened
 
     control = opened()
@@ -101,22 +101,22 @@ def open_control() -> Control:
 
 
 def console() -> Console:
-    """A console on stdout that draws by itself and lets no text of others do so.
+    """Return a console on stdout that shows control characters of texts as symbols.
 
-    Colours only on a terminal and without NO_COLOR; whole lines into a pipe.
+    It uses colours only on a terminal without NO_COLOR, and does not wrap lines in a pipe.
     """
     from rich.console import Console
     from rich.segment import Segment
 
     class Harmless(Console):
-        """What a renderable says is text; what rich itself adds (cursor, colours) is not in a segment's text."""
+        """Makes the text of every segment harmless; rich keeps its own codes (cursor, colours) out of that text."""
 
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
         def on_broken_pipe(self) -> None:
-            """Rich would exit with 1, which stands for a bug here."""
+            """Raise, because rich would exit with 1, the code of a bug here."""
             raise BrokenPipeError
 
     interactive = sys.stdout.isatty()
@@ -124,21 +124,21 @@ def console() -> Console:
 
 
 def show(*drawn: RenderableType) -> None:
-    """Print each of these on stdout, in a line or more of its own."""
+    """Print each renderable on stdout, starting on a new line."""
     screen = console()
     for one in drawn:
         screen.print(one)
 
 
 def tinted(words: str, tint: str = "") -> Text:
-    """A text in a style, for `show` and for tables."""
+    """Return a text in a style, for `show` and tables."""
     from rich.text import Text
 
     return Text(words, style=tint)
 
 
 def plain_table(*titles: str, right: Collection[str] = ()) -> Table:
-    """A table without lines whose cells are not wrapped, a column for each title; those in `right` hold numbers."""
+    """Return a table without borders and wrapping, with a column per title; columns in `right` hold numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -148,50 +148,50 @@ def plain_table(*titles: str, right: Collection[str] = ()) -> Table:
 
 
 def branch(label: Text) -> Text:
-    """A line of a tree: whole in a pipe, cut to a terminal's width with an ellipsis."""
+    """Return a line of a tree: whole in a pipe, cut to a terminal's width with an ellipsis."""
     label.no_wrap, label.overflow = True, "ellipsis"
     return label
 
 
 def excerpt(text: str, most: int) -> str:
-    """A text on one line: whole in a pipe, on a terminal at most so many characters."""
+    """Return a text on one line: whole in a pipe, at most `most` characters on a terminal."""
     flat = " ".join(text.split())
     return flat if len(flat) <= most or not sys.stdout.isatty() else flat[: most - 1] + "…"
 
 
 def harmless(text: str) -> str:
-    """Text in which nothing commands a terminal: a character that would is shown as a picture of itself.
+    """Return a text without terminal controls: each control character is replaced by a visible symbol.
 
-    Names, prompts, errors and log lines come from files and jobs. Escape sequences move the cursor, rewrite what stands
-    above, or set the clipboard; controls of the direction of writing make a line read otherwise than it is.
+    Names, prompts, errors and log lines come from files and jobs. Escape sequences move the cursor, overwrite earlier
+    lines, or set the clipboard; direction controls reorder the displayed characters.
     """
     return text.translate(_PICTURES)
 
 
 def say(*lines: str, quoted: bool = False) -> None:
-    """Lines for a person, without markup.
+    """Print lines for a person, without markup.
 
     Args:
-        quoted: they are words of others, in which a command stays as it is.
+        quoted: the lines quote other text, in which commands stay unchanged.
     """
     for line in lines:
         typer.echo(harmless(line if quoted else as_typed(line)))
 
 
 def aside(*lines: str) -> None:
-    """Lines beside what was asked for: on stderr."""
+    """Print lines on stderr, separate from the command's output."""
     for line in lines:
         typer.echo(harmless(as_typed(line)), err=True)
 
 
 def ask_at(options: Mapping[str, str | None], verbs: Iterable[str]) -> None:
-    """Let commands that are said ask where this one asks: of its server and project, if options named them.
+    """Record the server and project of this command's options, so that printed commands repeat them.
 
-    What the environment names, commands that are typed next find there.
+    Printed commands do not repeat values of the environment: the next command reads them there.
 
     Args:
-        options: `--server` and `--project`, None where it has none.
-        verbs: that ask a project.
+        options: `--server` and `--project`; None: not given.
+        verbs: the commands that use a project.
     """
     words = [f"{name} {shlex.quote(value)}" for name, value in options.items() if value]
     _HERE.command = re.compile(rf"\bposttrain (?=(?:{'|'.join(verbs)})\b)")
@@ -199,13 +199,13 @@ def ask_at(options: Mapping[str, str | None], verbs: Iterable[str]) -> None:
 
 
 def as_typed(text: str) -> str:
-    """A text of ours in which commands name the server and the project that are asked, where options did."""
+    """Return a text of ours in which commands carry this command's `--server` and `--project`, if given."""
     return _HERE.command.sub(lambda found: f"{found[0]}{_HERE.options}", text) if _HERE.options else text
 
 
 @contextmanager
 def said_after(seconds: float, line: str) -> Iterator[None]:
-    """Say a line beside what was asked for where the block takes longer than this."""
+    """Print a line on stderr if the block takes longer than this."""
     timer = threading.Timer(seconds, aside, (line,))
     timer.daemon = True
     timer.start()
@@ -216,26 +216,26 @@ def said_after(seconds: float, line: str) -> Iterator[None]:
 
 
 def pass_on(text: str, *, end: bool) -> None:
-    """Text of somebody else as it comes, its lines kept.
+    """Print another program's text as it arrives, with its line breaks.
 
     Args:
-        end: whether to end the line if it did not.
+        end: whether to add a missing line break at the end.
     """
-    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # a progress bar's lines one below the other
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # each state of a progress bar on its own line
     typer.echo(harmless(lines), nl=end and not lines.endswith("\n"))
 
 
 def emit_json(value: Any) -> None:
-    """One JSON document on stdout. NaN and infinities become null: JSON has no word for them."""
+    """Print one JSON document on stdout. NaN and infinities become null, because JSON has no such numbers."""
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str)
     typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def answer_json(output: Output, value: Callable[[], Any]) -> None:
-    """Answer with JSON where it is asked for, which ends the command.
+    """Print JSON if the caller requested it, and end the command.
 
     Raises:
-        typer.Exit: it is asked for.
+        typer.Exit: JSON was requested.
     """
     if output is Output.JSON:
         emit_json(value())
@@ -243,15 +243,15 @@ def answer_json(output: Output, value: Callable[[], Any]) -> None:
 
 
 def style(state: str) -> str:
-    """The colour of a state, an outcome or a check."""
+    """Return the colour of a state, an outcome or a check."""
     return _STYLES.get(state, "dim")
 
 
 def glyph(state: str, encoding: str | None = None) -> str:
-    """One character for a state; ASCII where the terminal has no more."""
+    """Return one character for a state; ASCII if the terminal cannot show others."""
     mark = _GLYPHS.get(state, "·")
     try:
-        # the real stdout: while a table redraws itself, `sys.stdout` is a proxy that knows no encoding
+        # the real stdout: while a table redraws itself, `sys.stdout` is a proxy without an encoding
         mark.encode(encoding or getattr(sys.__stdout__, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return _PLAIN_GLYPHS[mark]
@@ -259,12 +259,12 @@ def glyph(state: str, encoding: str | None = None) -> str:
 
 
 def digest(full: str | None) -> str:
-    """`sha256:0123456789ab` of a full digest."""
+    """Return `sha256:0123456789ab` for a full digest."""
     return full[:19] if full else "-"
 
 
 def count(number: float | None) -> str:
-    """`812`, `41k`, `3.2M`."""
+    """Return a count as `812`, `41k` or `3.2M`."""
     if number is None or not math.isfinite(number):
         return "-"
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -275,7 +275,7 @@ def count(number: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`6s`, `2m05s`, `3h20m`."""
+    """Return seconds as `6s`, `2m05s` or `3h20m`."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = round(max(0.0, seconds))
@@ -285,7 +285,7 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(at: float | None) -> str:
-    """`3 minutes ago`."""
+    """Return a time as `3 minutes ago`."""
     if at is None:
         return "-"
     passed = max(0.0, time.time() - at)
@@ -297,12 +297,12 @@ def ago(at: float | None) -> str:
 
 
 def moment(at: float | None) -> str:
-    """Local date and time."""
+    """Return the local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at is not None else "-"
 
 
 def number(value: float | None) -> str:
-    """Four significant digits."""
+    """Return a number with four significant digits."""
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -315,7 +315,7 @@ def _finite(value: Any) -> Any:
 
 
 def lazily(name: str) -> Callable[[str], list[str]]:
-    """The function of this name in `cli.completion`, which opens the workspace: no other command should load it."""
+    """Return the function of this name in `cli.completion`, imported when called because it loads the workspace."""
 
     def complete(incomplete: str) -> list[str]:
         found: list[str] = getattr(import_module("posttrain.cli.completion"), name)(incomplete)

@@ -1,4 +1,4 @@
-"""`demo`: the whole story on this machine, through the public commands and nothing else. `examples`: what it plays."""
+"""`demo`: plays an example on this machine, through public commands only. `examples`: lists and copies examples."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
     from posttrain.app.examples import DemoPlan, DemoRun
 
 FOLDER = ".demo"
-_MARKER = ".posttrain-demo"  # a file with this text in a folder: a demo made it, so a demo may empty it
+_MARKER = ".posttrain-demo"  # marks a folder that a demo made, and so may empty
 _MADE_BY = "made by `posttrain demo`, which empties this folder when it plays again\n"
 _VARIABLE, _SERVER = "POSTTRAIN_WORKSPACE", "POSTTRAIN_SERVER"
 
 
 def demo(
     task: Annotated[
-        str | None, typer.Option(help="An example, or the start of its name.", autocompletion=lazily("examples"))
+        str | None,
+        typer.Option(help="Example, or the start of its name; default: 01-sort.", autocompletion=lazily("examples")),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of data, model and runs.")] = None,
-    workspace: Annotated[Path, typer.Option(help="A folder of its own, made anew.")] = Path(FOLDER),
+    seed: Annotated[int | None, typer.Option(help="Seed of data, model and runs; default: the example's.")] = None,
+    workspace: Annotated[
+        Path, typer.Option(help="Folder of the demo; one that an earlier demo made is emptied.")
+    ] = Path(FOLDER),
 ) -> None:
-    """Play an example: train, judge, ship, roll back. Every step is a public command, printed before it runs.
+    """Play an example: train, gate, release, roll back.
 
-    Where a server is named, over it, in its project.
+    Every step is a public command, printed before it runs. With a server, the demo plays in its project.
     """
     from posttrain.app.examples import OWN, copy_example, find_example, load_demo, overlaid
 
@@ -47,7 +50,7 @@ def demo(
         _refuse_lesser()
     _make_folder(workspace)
     if example.parent == OWN:
-        copy_example(example, workspace / example.name)  # beside what is made of it, where its paths are short
+        copy_example(example, workspace / example.name)  # next to its outputs, for short paths
         example = workspace / example.name
         plan = load_demo(example)
     stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed, served)
@@ -80,18 +83,18 @@ def examples(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="One to copy here; or the start of it.", autocompletion=lazily("examples")
+            metavar="[NAME]", help="Example to copy here, or the start of its name.", autocompletion=lazily("examples")
         ),
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="The new folder; by default one of its name, here.")] = None,
+    to: Annotated[Path | None, typer.Option(help="New folder; default: one with the example's name, here.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """List the examples, or copy one here to change it. `demo --task` plays one."""
+    """List the examples, or copy one here to edit. `demo --task` plays one."""
     from posttrain.app import examples as shelf
 
     if name is None:
         if to is not None:
-            raise InputError(f"examples: --to needs the example that goes to {to}; posttrain examples lists them")
+            raise InputError(f"examples: --to needs the example to copy to {to}; posttrain examples lists them")
         plans = {folder.name: shelf.load_demo(folder) for folder in shelf.examples()}
         answer_json(output, lambda: [{"name": name, "title": plan.title} for name, plan in plans.items()])
         width = max(map(len, plans), default=0)
@@ -110,7 +113,7 @@ def examples(
 
 
 class _Stage:
-    """The folder in which the commands run, and the runs made so far."""
+    """The folder in which the commands run, and the runs so far."""
 
     def __init__(self, folder: Path, example: Path, plan: DemoPlan, seed: int, served: bool) -> None:
         self._folder, self._plan, self.seed, self._served = folder, plan, seed, served
@@ -119,11 +122,11 @@ class _Stage:
         self._environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
 
     def prepare(self) -> None:
-        """Data, workspace, base model, assets."""
+        """Create data, workspace, base model and assets."""
         from posttrain.app.examples import confined, preparation
 
         _headline(
-            f"Data, {'' if self._served else 'a workspace, '}a base model made from nothing, and versioned assets"
+            f"Data, {'' if self._served else 'a workspace, '}a randomly initialised base model, and versioned assets"
         )
         if self._served:
             self._posttrain("whoami")
@@ -131,31 +134,31 @@ class _Stage:
             found = confined()
             if not found.whole:
                 say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
-                say("The demo's own are harmless, so its workspace says that it trusts them; yours would be refused.")
-            # by its folder: the demo may be played below a workspace of one's own
+                say("The demo's rewards are harmless, so its workspace trusts them; it would refuse yours.")
+            # with a folder: the demo may play below a user's workspace
             self._posttrain("init", ".", *(() if found.whole else ("--rewards", "trusted")))
         for step in preparation(self._plan, self._example, self.seed):
             self._step(step)
         self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
 
     def play(self, run: DemoRun) -> None:
-        """One run, and for one that does not ship, why."""
+        """Submit a run; if it releases nothing, show why."""
         _headline(f"Run {run.label}: {run.say}")
         if run.before:
             self._posttrain("asset", "add", f"reward:{run.before.reward}", f"{self._example}/{run.before.file}")
         self._posttrain("run", f"{self._example}/{run.file}", "--seed", str(self.seed), expected=run.exit)
         self.ids[run.label] = self._newest()
         if run.exit:
-            say(f"(exit code {run.exit}, as it should be)")
+            say(f"(exit code {run.exit}, as expected)")
             self._posttrain("why", self.ids[run.label])
             first = next(iter(self.ids.values()))
             if first != self.ids[run.label]:
                 self._posttrain("diff", first, self.ids[run.label])
 
     def release(self) -> None:
-        """Back to the model before, its lineage, and the proof."""
+        """Roll back to the previous model, print its lineage and verify it."""
         channel = self._plan.channel
-        _headline(f"Back to the model before, in one command; and what {channel} serves is proven")
+        _headline(f"Roll back to the previous model in one command; verify the model of {channel}")
         for verb in ("rollback", "lineage", "verify"):
             self._posttrain(verb, channel)
 
@@ -163,11 +166,11 @@ class _Stage:
         self._step(["posttrain", *words], expected)
 
     def _step(self, shown: list[str], expected: int = 0) -> None:
-        """A command as it is shown: of Posttrain, or a Python script."""
+        """Run a command as printed: of Posttrain, or a Python script."""
         say(f"$ {' '.join(shown)}")
         command = [sys.executable, *(["-m", "posttrain"] if shown[0] == "posttrain" else []), *shown[1:]]
         sys.stdout.flush()
-        # without a terminal to read from, Ctrl-C leaves nothing behind that goes on with the story
+        # without a terminal on stdin, Ctrl-C starts no background driver that would continue the run
         code = subprocess.run(
             command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, check=False
         ).returncode
@@ -188,16 +191,16 @@ class _Stage:
 
 
 def _refuse_lesser() -> None:
-    """The story ends with a rollback.
+    """Check that the caller may roll back, which the demo does at its end.
 
     Raises:
-        AccessError: whoever plays it may not do that on the server.
+        AccessError: the caller may not roll back on the server.
     """
     found = open_control().whoami()
     if found.role not in (Role.APPROVER, Role.ADMIN):
         raise AccessError(
-            f"demo: rolls back at its end, which needs the role approver of {found.project}, {found.principal} is "
-            f"{found.role or 'nobody'} there; ask an admin, or play it without a server"
+            f"demo: it ends with a rollback, which needs the role approver of {found.project}; {found.principal} has "
+            f"the role {found.role or 'none'} there; ask an admin, or play it without a server"
         )
 
 
@@ -206,11 +209,11 @@ def _headline(text: str) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """An empty folder. One that an earlier demo made is emptied; anything else is left alone.
+    """Create an empty folder, or empty one that an earlier demo made.
 
     Raises:
-        InputError: the folder holds something else.
-        WorkspaceError: it cannot be made.
+        InputError: the folder has other contents.
+        WorkspaceError: the folder cannot be created.
     """
     if folder.exists() and not (folder.is_dir() and (_is_ours(folder) or not any(folder.iterdir()))):
         raise InputError(f"demo: {folder} must be empty or made by a demo, and it is not; choose another --workspace")
@@ -221,7 +224,7 @@ def _make_folder(folder: Path) -> None:
         (folder / _MARKER).write_text(_MADE_BY, encoding="utf-8")
     except OSError as error:
         raise WorkspaceError(
-            f"demo: {folder} cannot be made anew: {error.strerror}; choose another --workspace"
+            f"demo: {folder} cannot be recreated: {error.strerror}; choose another --workspace"
         ) from error
 
 

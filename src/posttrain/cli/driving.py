@@ -1,15 +1,15 @@
 """Commands that drive or stop a run (`run`, `attach`, `retry`, `stop`), and `plan` and `lock`.
 
-Whoever calls one of the first four drives the run until it ends, or leaves it. `plan` and `lock` look at a run before
-any process starts.
+Each of the first four drives a run until it ends or the user leaves it. `plan` and `lock` inspect a run before any
+process starts.
 
 A command that drives a run can end before the run does:
 
 | cause | effect |
 |---|---|
 | `--detach` | a background driver takes the run; the command ends with 0 |
-| Ctrl-C on a terminal | the same; the command ends with 130. While somebody else drives the run, it only leaves |
-| SIGINT without a terminal, SIGTERM, SIGHUP | nothing is started: jobs that run go on, the stages after them wait |
+| Ctrl-C on a terminal | the same; the command ends with 130. If another process drives the run, it only leaves |
+| SIGINT without a terminal, SIGTERM, SIGHUP | no driver is started: running jobs continue, later stages wait |
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 DETACHED = 130
 
 
-FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 
 
-SeedOption = Annotated[int | None, typer.Option(help="Instead of the file's seed.")]
+SeedOption = Annotated[int | None, typer.Option(help="Seed, instead of the run file's.")]
 
 
 SetOption = Annotated[
@@ -66,14 +66,14 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Instead of the file's, e.g. grpo.steps=100; repeat it.",
+        help="Value of a field, instead of the run file's, e.g. grpo.steps=100; repeatable.",
         autocompletion=lazily("fields"),
     ),
 ]
 
 
 def changes(seed: int | None, sets: Sequence[str] | None) -> str:
-    """The options that change a run file, as typed."""
+    """Return the options that change a run file, as typed."""
     words = [f"--seed {seed}"] if seed is not None else []
     return "".join(f" {word}" for word in (*words, *(f"--set {shlex.quote(one)}" for one in sets or ())))
 
@@ -81,7 +81,7 @@ def changes(seed: int | None, sets: Sequence[str] | None) -> str:
 def plan(
     file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
 ) -> None:
-    """Validate a run file; show stages, cache, cost, power. Writes nothing."""
+    """Validate a run file; show stages, cache, cost and power. The command writes nothing."""
     view = open_control().plan(file, seed=seed, setting=single(sets or ()))
     answer_json(output, view.to_json)
     from posttrain.cli.screens import plan_lines, plan_tree
@@ -94,13 +94,14 @@ def plan(
 def lock(
     file: FileArgument,
     out: Annotated[
-        Path | None, typer.Option(help="A name ending in .lock.json; by default RUN.lock.json beside the run file.")
+        Path | None,
+        typer.Option(help="Manifest file, ending in .lock.json; default: RUN.lock.json next to the run file."),
     ] = None,
     seed: SeedOption = None,
     sets: SetOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
+    """Write the immutable manifest of a run file. The SHA-256 of the manifest is the run's identity."""
     planned = open_control().lock(file, seed=seed, setting=single(sets or ()))
     manifest = planned.manifest
     path = out or planned.place
@@ -112,14 +113,16 @@ def lock(
 
 
 def _first(changes: Sequence[str], command: str) -> str:
-    """What to do next: the command, after what should be changed before it."""
+    """Return the next action: the changes to make, then the command."""
     return f"{'; '.join(changes)}; then {command}" if changes else command
 
 
 RunArgument = Annotated[
     str,
     typer.Argument(
-        help="Run id, a prefix of it, or a name (its newest run).", autocompletion=lazily("runs"), show_default=False
+        help="Run id, a prefix of it, or a run name (its newest run).",
+        autocompletion=lazily("runs"),
+        show_default=False,
     ),
 ]
 
@@ -127,37 +130,37 @@ RunArgument = Annotated[
 _STOP_SECONDS = 90.0
 
 
-_LOOK = 0.2  # seconds between two looks how trackers stand
+_LOOK = 0.2  # seconds between two reads of the trackers' states
 
 
-_TRACKERS_SECONDS = 10.0  # that the end of `run` waits for trackers; they go on without it
+_TRACKERS_SECONDS = 10.0  # how long the end of `run` waits for trackers, which continue without it
 
 
 class Signals:
-    """What was heard while a run is driven: Ctrl-C once, however often it is pressed; the order to end once as well."""
+    """Handlers of signals while a run is driven: they handle the first Ctrl-C and the first order to end."""
 
     def __init__(self) -> None:
         self.ending: int | None = None  # SIGTERM or SIGHUP
 
     def interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Ctrl-C: what it begins is not interrupted by the next one."""
+        """Handle Ctrl-C, and ignore the next one while the command detaches."""
         signal.signal(number, _unheard)
         raise KeyboardInterrupt
 
     def end(self, number: int, frame: FrameType | None) -> NoReturn:
-        """The next one ends the process at once."""
+        """Handle an order to end; the next one ends the process immediately."""
         self.ending = number
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
 
 def _unheard(number: int, frame: FrameType | None) -> None:
-    """A function, not SIG_IGN, which what is started would inherit."""
+    """Ignore a signal; child processes would inherit SIG_IGN."""
 
 
 @contextmanager
 def heard() -> Iterator[Signals]:
-    """Signals that end the wait for a run; one that whoever started this process has it ignore stays ignored."""
+    """Handle signals that end the wait for a run; one that the parent process set to ignored stays ignored."""
     signals = Signals()
     handlers = {signal.SIGINT: signals.interrupt, signal.SIGTERM: signals.end, signal.SIGHUP: signals.end}
     if threading.current_thread() is not threading.main_thread():
@@ -176,26 +179,26 @@ def heard() -> Iterator[Signals]:
 
 
 def end_by(number: int, control: Control, run_id: str) -> NoReturn:
-    """Die of a signal as whoever sent it expects; first say, where that is possible, what becomes of the run."""
-    with suppress(OSError, PosttrainError):  # the terminal is gone
+    """End by the signal, as its sender expects; first report, if possible, how the run continues."""
+    with suppress(OSError, PosttrainError):  # the terminal no longer exists
         driver = control.driver(run_id)
         if driver is not None and driver.nobody:
             aside(
-                f"ended by {signal.Signals(number).name}; jobs that run go on, the stages after them wait for a "
+                f"ended by {signal.Signals(number).name}; running jobs continue, the stages after them wait for a "
                 f"driver: posttrain attach {run_id}"
             )
     os.kill(os.getpid(), number)
-    raise SystemExit(128 + number)  # whoever started this process has it blocked
+    raise SystemExit(128 + number)  # the parent process blocked it
 
 
 def leave(control: Control, run_id: str, reattach: str) -> None:
-    """Ctrl-C: on a terminal a background driver takes over, unless somebody drives the run anyway."""
+    """Handle Ctrl-C: on a terminal a background driver takes over, unless another process drives the run."""
     driver = control.driver(run_id)
     if driver is None:
         say(f"run {run_id} has ended: posttrain get {run_id}")
         return
     words = "detached; the job goes on, the stages after it wait for a driver. These act on it:"
-    again = "re-attaches and drives the run on"
+    again = "re-attaches and drives the run"
     if driver.nobody and _on_a_terminal():
         say("detaching: a background driver takes the run over …")
         try:
@@ -214,46 +217,49 @@ def leave(control: Control, run_id: str, reattach: str) -> None:
 
 
 def _on_a_terminal() -> bool:
-    """Whether a person types here and reads what is said."""
+    """Return whether a person types here and reads the output."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _positive(timeout: float | None) -> float | None:
-    if timeout is not None and not 0 < timeout < float("inf"):  # so put, it refuses nan too
+    if timeout is not None and not 0 < timeout < float("inf"):  # this form also refuses NaN
         raise InputError(f"--timeout must be more than 0 seconds, got {timeout:g}; leave it out to wait without limit")
     return timeout
 
 
 TimeoutOption = Annotated[
-    float | None, typer.Option(callback=_positive, help="Seconds to wait at most; the run is not stopped by that.")
+    float | None, typer.Option(callback=_positive, help="Seconds to wait at most; a run continues after that.")
 ]
 
 
 TagOption = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="TAG", help="Give it this tag (1-24 of a-z 0-9 . _ -); again for more."),
+    typer.Option("--tag", metavar="TAG", help="Tag to add to the run (1-24 characters of a-z 0-9 . _ -); repeatable."),
 ]
 
 
 DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Let a background driver take the run to its end, and do not wait for it.")
+    bool, typer.Option("--detach", help="Give the run to a background driver, and do not wait for its end.")
 ]
 
 
 def run(
-    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file, or a manifest written by lock.")],
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file, or manifest written by lock.")],
     again: Annotated[
-        bool, typer.Option("--again", help="Another run of a manifest that was submitted before.")
+        bool, typer.Option("--again", help="Start another run of a manifest that was submitted before.")
     ] = False,
     timeout: TimeoutOption = None,
     seed: SeedOption = None,
     sets: SetOption = None,
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="Write this down of the run.")] = "",
+    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="Note to record on the run.")] = "",
     tag: TagOption = None,
     detach: DetachOption = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
+    """Submit a run and drive it to its end.
+
+    The command attaches to a run that was submitted before. The exit code is the run's outcome.
+    """
     _refuse_both("run", detach, timeout)
     control = open_control()
     setting, tags = single(sets or ()), tuple(tag or ())
@@ -270,7 +276,10 @@ def attach(
     detach: DetachOption = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
+    """Return to a run, and drive or watch it to its end.
+
+    The command watches if another process drives the run. The exit code is the run's outcome, as for `run`.
+    """
     from posttrain.api.values import Submitted
 
     _refuse_both("attach", detach, timeout)
@@ -288,7 +297,7 @@ def retry(
     detach: DetachOption = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Let a stopped or failed run go on from its checkpoints, and drive it."""
+    """Resume a stopped or failed run from its checkpoints. The command drives the run to its end."""
     _refuse_both("retry", detach, timeout)
     control = open_control()
     record = control.run(run)
@@ -314,7 +323,7 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
     """Drive a run, show it, write its report, print its summary, and raise its outcome if it is not a success.
 
     Args:
-        output: with JSON the command shows no progress; when the run has ended it prints what `get -o json` prints.
+        output: JSON: the command shows no progress; at the end of the run it prints the output of `get -o json`.
 
     Raises:
         PosttrainError: the run's outcome, or the deadline.
@@ -335,20 +344,20 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
             raise typer.Exit(DETACHED) from None
     status = control.status(run_id)
     emit_json(run_json(control, status)) if output is Output.JSON else _summary(control, status)
-    if status.outcome:  # its line says the reason and the next action
+    if status.outcome:  # its line has the reason and the next action
         raise status.outcome
     if output is Output.TEXT:
         console().print(*run_footer(status), sep="\n")
 
 
 def run_json(control: Control, status: RunStatus) -> dict[str, Any]:
-    """A run for programs."""
+    """Return a run as JSON for programs."""
     trackers = [one.to_json() for one in control.trackers(status.run.id)]
     return status.to_json() | {"scores": control.scores(status.run.id).to_json(), "trackers": trackers}
 
 
 def give_away(control: Control, run: RunRecord, output: Output, warnings: Sequence[str] = ()) -> bool:
-    """Give a run to a background driver and say so in one line, or a JSON object, on stdout; False: it has ended."""
+    """Give a run to a background driver and report that on stdout, as a line or JSON; False: the run has ended."""
     if is_final("run", run.state):
         return False
     driver = control.detach(run.id)
@@ -368,7 +377,7 @@ def _refuse_both(verb: str, detach: bool, timeout: float | None) -> None:
 
 @contextmanager
 def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Callable[[RunRecord], None]]:
-    """The display of a driven run; none where the output is for programs."""
+    """Open the display of a driven run; with JSON output it shows nothing."""
     from posttrain.cli.live import open_display
 
     if output is Output.JSON:
@@ -379,7 +388,7 @@ def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Call
 
 
 def greet(found: Submitted, again: str = "", output: Output = Output.TEXT) -> None:
-    """Say which run this is, and whether it is new; `again`: how to start another one of it."""
+    """Print which run this is, and whether it is new; `again`: how to start another run of its manifest."""
     record, tell = found.run, say if output is Output.TEXT else aside
     if not found.attached:
         tell(f"run {record.id}  manifest {digest(record.manifest_digest)}")
@@ -408,7 +417,7 @@ def _summary(control: Control, status: RunStatus) -> None:
     say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")
     try:
         written = control.write_report(run_id)
-    except PosttrainError as error:  # the outcome stands, whatever becomes of its picture
+    except PosttrainError as error:  # the outcome holds without a report
         say(f"warning: no report: {error}")
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
@@ -419,7 +428,7 @@ def _summary(control: Control, status: RunStatus) -> None:
 
 
 def _settled(control: Control, run_id: str) -> list[TrackerState]:
-    """How its trackers stand once nobody writes them any more, or after a while."""
+    """Return the states of a run's trackers once no process writes them, or after `_TRACKERS_SECONDS`."""
     until = time.monotonic() + _TRACKERS_SECONDS
     while True:
         found = control.trackers(run_id)

@@ -1,6 +1,6 @@
-"""What a person sees while a run is driven: a table that redraws itself on a terminal, plain lines elsewhere.
+"""The display of a driven run: a table that redraws itself on a terminal, plain lines elsewhere.
 
-Drawing reads the ledger and new event segments only, at most eight times a second, in the thread that drives the run.
+It reads only the ledger and new event segments, at most eight times a second, in the thread that drives the run.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _REDRAW = 1 / 8  # seconds
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
 _BAR = 18  # columns
 _BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
-_ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # a person
-# column title → metric of the job; the later ones go first when the terminal is narrow
+_ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # the stage needs a person
+# column title → metric of the job; a narrow terminal omits the last ones
 _METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "response_tokens/mean", "loss": "loss"}
 _WIDE, _MEDIUM = 118, 96  # columns
 
 
 @contextmanager
 def open_display(control: Control, run_id: str) -> Iterator[Callable[[RunRecord], None]]:
-    """What shows a run while it is driven, each time it is called: the table on a terminal, lines elsewhere."""
+    """Yield a function that shows the run each time it is called: a table on a terminal, lines elsewhere."""
     watcher = control.watcher(run_id)
     if sys.stdout.isatty():
         table = TableDisplay(watcher)
@@ -49,7 +49,7 @@ def open_display(control: Control, run_id: str) -> Iterator[Callable[[RunRecord]
 
 
 class TableDisplay:
-    """A table with one row per stage, redrawn in place while its `live` is entered; gone afterwards."""
+    """A table with one row per stage, redrawn in place while its `live` is entered and removed afterwards."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -57,7 +57,7 @@ class TableDisplay:
         self._drawn = 0.0
 
     def __call__(self, run: RunRecord) -> None:
-        """Redraw, if it is time."""
+        """Redraw, unless the last drawing is too recent."""
         if time.monotonic() - self._drawn < _REDRAW:
             return
         self.live.update(run_table(self._watcher.read(), self.live.console.width), refresh=True)
@@ -69,14 +69,14 @@ class LineDisplay:
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
-        self._told: dict[str, tuple[str, str, str]] = {}  # stage → state, reason and message last told
+        self._told: dict[str, tuple[str, str, str]] = {}  # stage → state, reason and message last printed
         self._line_at: dict[str, float] = {}
-        self._said_at: dict[str, float | None] = {}  # of the progress last told
+        self._said_at: dict[str, float | None] = {}  # of the progress last printed
         self._noted: dict[str, tuple[Note, ...]] = {}
         self._looked = 0.0
 
     def __call__(self, run: RunRecord) -> None:
-        """Tell what is new."""
+        """Print a line for each change."""
         now = time.monotonic()
         if now - self._looked < _REDRAW and not is_final("run", run.state):
             return
@@ -106,7 +106,7 @@ class LineDisplay:
 
 
 def progress_words(stage: StageStatus) -> str:
-    """`120/240 reward 0.91 probe 0.95 41k tok/s eta 6s`."""
+    """Return `120/240 reward 0.91 probe 0.95 41k tok/s eta 6s`."""
     progress = stage.progress
     words = [f"{progress.step}/{progress.total}"]
     words += [f"{title} {number(progress.latest[m])}" for title, m in _METRICS.items() if m in progress.latest]
@@ -120,7 +120,7 @@ def progress_words(stage: StageStatus) -> str:
 
 
 def run_table(status: RunStatus, width: int) -> RenderableType:
-    """Every stage of the run as it stands; below, in full, what it asks of a person, and recent notes."""
+    """Return every stage of the run in its state; below, in full, its requests to a person, and recent notes."""
     titles = list(_METRICS)[: 4 if width >= _WIDE else 3 if width >= _MEDIUM else 2]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for title in ("", "stage", "progress", "step", *titles, "tok/s", "eta", "time"):
@@ -189,7 +189,7 @@ def _changed(stage: StageStatus) -> str:
 
 
 def _line(stage: str, words: str, at: float | None = None) -> None:
-    """One line with the time of what it tells, however late it is told; with its date unless that is today."""
+    """Print one line with the time of its event, even if printed later; with the date unless that is today."""
     now = time.time()
     day, today = (time.strftime("%Y-%m-%d", time.localtime(moment)) for moment in (now if at is None else at, now))
     stamp = time.strftime("%H:%M:%S", time.localtime(now if at is None else at))

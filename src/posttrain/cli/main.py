@@ -1,6 +1,6 @@
-"""The `posttrain` command: a table of verbs, and one place that turns errors into a line and an exit code.
+"""The `posttrain` command: the table of verbs, and the handler that turns an error into one line and an exit code.
 
-Nothing heavy is imported here: every command imports what it needs when it runs, and none imports the engine.
+This module imports nothing heavy: each command imports its dependencies when it runs, and none imports the engine.
 """
 
 import errno
@@ -27,16 +27,16 @@ from posttrain.domain.errors import ConflictError, InputError, PosttrainError, u
 _BUG = 1
 _UNREAD = 128 + signal.SIGPIPE
 _ROOT = Path(__file__).parents[1]
-_LONGEST = 900  # characters of an error
+_LONGEST = 900  # characters of an error message
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "serve", "login", "logout"}
 
 
 class Commands(TyperGroup):
-    """The commands in groups; an error becomes one line on stderr and its exit code."""
+    """Commands in groups; reports an error as one line on stderr and its exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names in the order of the groups."""
+        """Return the names in the order of the groups."""
         return sorted(super().list_commands(ctx), key=VERBS.index)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -49,14 +49,14 @@ class Commands(TyperGroup):
                 )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first word; a word of other tools is refused with the command that does its work."""
+        """Return the named command; refuse a name from another tool with a hint to the matching command."""
         hint = None if self.get_command(ctx, args[0]) else HINTS.get(args[0].lower())
         if hint:
             ctx.fail(f"No such command {args[0]!r}: {hint}.")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command and turn its errors into exit codes."""
         try:
             with OPENED:
                 return super().invoke(ctx)
@@ -65,7 +65,7 @@ class Commands(TyperGroup):
                 traceback.print_exc()
             aside(f"error: {_one_line(error)}")
             raise SystemExit(error.exit_code) from error
-        except (RecursionError, UnicodeError) as error:  # only what somebody wrote nests so deep or is no text
+        except (RecursionError, UnicodeError) as error:  # only input nests this deep or is not text
             aside(f"error: {_unreadable(error)}")
             raise SystemExit(InputError.exit_code) from error
         except KeyboardInterrupt:
@@ -73,11 +73,11 @@ class Commands(TyperGroup):
             raise SystemExit(driving.DETACHED) from None
         except (typer.Exit, typer.Abort):
             raise
-        except BrokenPipeError:  # `posttrain ls | head -1`: nobody reads on, which is no error of ours
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say at the end
+        except BrokenPipeError:  # `posttrain ls | head -1`: the reader closed the pipe, not an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
             raise SystemExit(_UNREAD) from None
         except OSError as error:
-            what = error.filename or "what was named"
+            what = error.filename or "the file"
             refused = InputError(f"{what}: {error.strerror or error}; check the path")
             told = unwritable(what, error) if error.errno in _OF_THE_DISK else refused
             aside(f"error: {_one_line(told)}")
@@ -85,7 +85,7 @@ class Commands(TyperGroup):
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer"):
                 if isinstance(getattr(error, "message", None), str):
-                    error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes what was typed
+                    error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes input
                 raise  # a usage error: typer prints it
             changed = _changed(error)
             aside(f"error: {_replaced(changed, error) if changed else _bug(error)}")
@@ -93,7 +93,7 @@ class Commands(TyperGroup):
 
 
 def _exit_codes() -> Iterator[tuple[int, str]]:
-    """Exit code and meaning of every error class that has a code of its own, from the classes themselves."""
+    """Yield code and meaning of every error class that defines an exit code, from the class's docstring."""
     yield 0, "success"
     yield _BUG, "an unexpected error: a bug in Posttrain"
     waiting = [PosttrainError]
@@ -102,8 +102,8 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
             waiting.append(kind)
             if "exit_code" in vars(kind):
                 yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
-    yield _UNREAD, "whoever read the output ended (128 + SIGPIPE)"
-    yield driving.DETACHED, "left by Ctrl-C: the run goes on in the background; without a terminal its job does"
+    yield _UNREAD, "the reader of the output closed the pipe (128 + SIGPIPE)"
+    yield driving.DETACHED, "left by Ctrl-C: the run continues in the background; without a terminal, only its job does"
 
 
 EPILOG = "\b\n" + "\n".join(
@@ -113,16 +113,16 @@ EPILOG = "\b\n" + "\n".join(
         "",
         "\b",
         "Environment:",
-        "  POSTTRAIN_WORKSPACE  the workspace folder (otherwise the nearest .posttrain, here or above)",
-        "  POSTTRAIN_STORE      where artifacts live: a folder or an object-store URL; recorded by init",
-        "  POSTTRAIN_SERVER     the server that commands ask; POSTTRAIN_TOKEN, POSTTRAIN_PROJECT go with it",
+        "  POSTTRAIN_WORKSPACE  the workspace folder; default: the nearest .posttrain, here or above",
+        "  POSTTRAIN_STORE      the artifact store: a folder or an object-store URL; recorded by init",
+        "  POSTTRAIN_SERVER     the server that commands use, with POSTTRAIN_TOKEN and POSTTRAIN_PROJECT",
         "  POSTTRAIN_DEBUG=1    show tracebacks        NO_COLOR=1  no colours",
     ]
 )
 
 
 def _epilog(name: str, typed: str) -> str:
-    """The end of a command's help: its examples, and its exit codes beside those of every command."""
+    """Return the end of a command's help: its examples, and its exit codes, including those of every command."""
     examples = "\n".join(f"  {line}" for line in EXAMPLES[typed])
     own = CODES.get(typed, CODES.get(name, ()))
     codes = ", ".join(map(str, sorted({0, 1, 2, *own, 10, 13})))
@@ -153,13 +153,13 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
     server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Ask this server, and no workspace of this machine.")
+        str | None, typer.Option(metavar="URL", help="Server to use instead of a local workspace.")
     ] = None,
-    project: Annotated[str | None, typer.Option(metavar="NAME", help="Of the server, or of the workspace.")] = None,
+    project: Annotated[str | None, typer.Option(metavar="NAME", help="Project of the server or workspace.")] = None,
 ) -> None:
     """Declare a post-training run once; train, judge, ship, roll back."""
     for variable, value in (("POSTTRAIN_SERVER", server), ("POSTTRAIN_PROJECT", project)):
-        if value is not None:  # so that what is asked, and whoever is started, finds it
+        if value is not None:  # this command and its child processes read it
             os.environ[variable] = value
     ask_at({"--server": server, "--project": project}, [verb for verb in VERBS if verb not in _OF_A_MACHINE])
 
@@ -194,26 +194,26 @@ def main() -> None:
     """Entry point of the `posttrain` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an arrow must not end a command on an ASCII terminal
+            stream.reconfigure(errors="replace")  # an ASCII terminal must not make a command fail
     app(prog_name="posttrain")
 
 
 def _one_line(error: BaseException) -> str:
-    """A message without line ends; of one that quotes a book, its beginning and its end."""
+    """Return a message on one line; of a very long one, its beginning and end."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
 
 
 def _unreadable(error: RecursionError | UnicodeError) -> str:
     if isinstance(error, RecursionError):
-        return "what was given is nested deeper than can be read; flatten it"
-    return f"what was given must be text in UTF-8: {_one_line(error)[:200]}; write it again"
+        return "the input is nested too deeply to be read; flatten it"
+    return f"the input must be text in UTF-8: {_one_line(error)[:200]}; write it again"
 
 
 def _sources() -> dict[Path, tuple[int, int]]:
-    """Every source of this package with the time of its contents and its size: what an upgrade changes.
+    """Return every source file of this package with its modification time and size, which an upgrade changes.
 
-    Not the time of its inode, which a link to it or another mode changes too.
+    The change time of the inode is not used: a new hard link or file mode changes it too.
     """
     found = {}
     for folder, _, names in os.walk(_ROOT):
@@ -221,7 +221,7 @@ def _sources() -> dict[Path, tuple[int, int]]:
             path = Path(folder, name)
             try:
                 state = path.stat() if name.endswith(".py") else None
-            except FileNotFoundError:  # between the listing and the look
+            except FileNotFoundError:  # deleted since the listing
                 continue
             if state is not None:
                 found[path] = (state.st_mtime_ns, state.st_size)
@@ -232,7 +232,7 @@ _AT_START = _sources()
 
 
 def _changed(error: Exception) -> str:
-    """A source of this package that was replaced or removed since the command started; empty: none."""
+    """Return a source of this package that was replaced or removed since the command started, or an empty string."""
     now = _sources()
     other = next((path.name for path, state in _AT_START.items() if now.get(path) != state), "")
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
@@ -254,7 +254,7 @@ def _bug(error: Exception) -> str:
 
 
 def _reported() -> str:
-    """A new file with the traceback of the error that is being handled."""
+    """Write the traceback of the current error to a new file; return its name."""
     text = traceback.format_exc()
     if os.environ.get("POSTTRAIN_DEBUG"):
         sys.stderr.write(text)

@@ -1,4 +1,4 @@
-"""`sample`, `eval`, `export`: a model of the workspace asked, measured, taken out."""
+"""`sample`, `eval` and `export`: query, measure and export a model of the workspace."""
 
 from __future__ import annotations
 
@@ -25,59 +25,63 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         autocompletion=lazily("models"),
-        help="A channel (prod, prod@3), a run or its stage (sort, sort/sft), or a ref: model:NAME, hf:ORG/NAME@COMMIT.",
+        help="Channel (prod, prod@3), run or its stage (sort, sort/sft), or ref: model:NAME, hf:ORG/NAME@COMMIT.",
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-DtypeOption = Annotated[str, typer.Option(help="Of the weights: auto, float32 or bfloat16.")]
-ThreadsOption = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+DeviceOption = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option(help="Type of the weights: auto, float32 or bfloat16.")]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="Number of CPU threads.")]
 MaxNewTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a response at most; 256, or what the context allows.")
+    int | None, typer.Option(min=1, help="Maximum tokens of a response; default: 256, or the context's limit.")
 ]
 SuitesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="SUITE...",
-        help="dataset:NAME or a file with answers, or without where a reward scores.",
+        help="dataset:NAME or a file; its rows need answers unless --reward scores.",
         autocompletion=lazily("datasets"),
     ),
 ]
-PassAt = Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")]
+PassAt = Annotated[list[int] | None, typer.Option("--pass-at", help="k of pass@k, at most --samples; repeatable.")]
 Extract = Annotated[str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")]
-TopKOption = Annotated[int | None, typer.Option(help="Of the sampled: drawn among the k most likely tokens.")]
-TopPOption = Annotated[float | None, typer.Option(help="Among the most likely that have this probability.")]
-MinPOption = Annotated[float | None, typer.Option(help="Among those so many times as likely as the likeliest.")]
-StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", help="A response ends where it says this; repeat it for several.")
+TopKOption = Annotated[int | None, typer.Option(help="Sampling draws among the k most likely tokens.")]
+TopPOption = Annotated[
+    float | None, typer.Option(help="Sampling draws among the most likely tokens with this total probability.")
 ]
+MinPOption = Annotated[
+    float | None, typer.Option(help="Sampling draws among tokens with at least this share of the highest probability.")
+]
+StopOption = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a response; repeatable.")]
 RewardOption = Annotated[
     str | None,
-    typer.Option(help="Scores every response, and rows need no answer: reward:NAME, a Python file or MODULE:FUNCTION."),
+    typer.Option(
+        help="Reward that scores every response: reward:NAME, a Python file or MODULE:FUNCTION. Rows need no answer."
+    ),
 ]
-Entry = Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")]
-Dialect = Annotated[str | None, typer.Option(help="Reward: how it is called, when its parameters do not tell.")]
+Entry = Annotated[str | None, typer.Option(help="Reward: name of the function, or FILE.py:FUNCTION.")]
+Dialect = Annotated[str | None, typer.Option(help="Reward: calling convention; default: detected from its parameters.")]
 RewardSecret = Annotated[
     list[str] | None,
-    typer.Option("--secret", metavar="NAME", help="Reward: a variable that its cell gets; repeat it."),
+    typer.Option("--secret", metavar="NAME", help="Reward: environment variable that its cell gets; repeatable."),
 ]
 RewardNetwork = Annotated[
     list[str] | None,
-    typer.Option("--network", metavar="HOST:PORT", help="Reward: a host that it may ask; repeat it."),
+    typer.Option("--network", metavar="HOST:PORT", help="Reward: host that it may connect to; repeatable."),
 ]
 RewardRange = Annotated[
     tuple[float, float] | None,
-    typer.Option(metavar="LOW HIGH", help="What a response may be worth: 0 1 by default; another value fails."),
+    typer.Option(metavar="LOW HIGH", help="Lowest and highest valid score; default: 0 1. Another score is an error."),
 ]
-RewardTimeout = Annotated[float | None, typer.Option(help="Reward: seconds for one batch of responses; 10 by default.")]
+RewardTimeout = Annotated[float | None, typer.Option(help="Reward: seconds for one batch of responses; default: 10.")]
 _STDIN = "-"
 
 
 def sample(
     model: ModelArgument,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts; - reads one from stdin.")],
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses to each prompt.")] = 1,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts; - reads one from stdin.")],
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses per prompt.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely tokens: the default for one response; else 1.")
+        float | None, typer.Option(help="Sampling temperature; 0: greedy. Default: 0 for one response, else 1.")
     ] = None,
     max_new_tokens: MaxNewTokens = None,
     stop: StopOption = None,
@@ -85,17 +89,23 @@ def sample(
     top_p: TopPOption = None,
     min_p: MinPOption = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--text", help="As a user's message, or as plain text; as trained by default.")
+        bool | None,
+        typer.Option(
+            "--chat/--text", help="Send the prompt as a user's message or as plain text; default: as in training."
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
     timeout: driving.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Ask a model. Nothing is recorded; the same question gets the same answers on the same device."""
+    """Sample responses from a model.
+
+    The command records nothing. Equal calls return equal responses on the same device.
+    """
     warmth = temperature if temperature is not None else float(samples > 1)
     if _STDIN in prompts and sys.stdin is None:
         raise InputError("sample: - reads standard input, and it is closed; write the prompt")
@@ -129,7 +139,7 @@ def sample(
 
 
 def _progress(model: str, folder: Path) -> Callable[[str], None]:
-    """Tells that it begins, once nothing refuses it any more, and on a terminal of each file."""
+    """Return a function that announces the copy at its first file, after all checks; on a terminal, each file."""
     begins = [f"copying {model} to {folder}; every file is hashed on the way"]
 
     def tell(file: str) -> None:
@@ -143,7 +153,7 @@ def _progress(model: str, folder: Path) -> Callable[[str], None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an error would, so that nothing is left half-written."""
+    """Let SIGTERM raise SystemExit in the block, so that it removes incomplete files as after an error."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -165,8 +175,10 @@ def evaluate(
     model: ModelArgument,
     suites: SuitesArgument,
     max_new_tokens: MaxNewTokens = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=0, help="Sampled responses beside the greedy.")] = 0,
-    temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 1.0,
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", min=0, help="Sampled responses in addition to the greedy one.")
+    ] = 0,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampled responses.")] = 1.0,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     min_p: MinPOption = None,
@@ -180,15 +192,18 @@ def evaluate(
     network: RewardNetwork = None,
     reward_range: RewardRange = None,
     reward_timeout: RewardTimeout = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    again: Annotated[bool, typer.Option("--again", help="Repeat a measurement that was made before.")] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
     timeout: driving.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Measure a model on data sets, without a run file. It is a run of one stage: get, why and compare know it."""
+    """Measure a model on data sets, without a run file.
+
+    The measurement is a run of one stage, which `get`, `why` and `compare` show.
+    """
     settings = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature} | _given(
         pass_at=pass_at or None,
         reward_range=list(reward_range) if reward_range is not None else None,
@@ -207,20 +222,20 @@ def evaluate(
     if output is Output.JSON:
         _measured_json(control, found, timeout)
         return
-    driving.greet(found, again=" (--again measures anew)")
+    driving.greet(found, again=" (--again repeats it)")
     if max_new_tokens is None:
         suite = next(iter(control.manifest(found.run.id).stages[0].params["suites"].values()))
-        say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens says otherwise")
+        say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens sets another limit")
     driving.drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}", output)
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+    """Return the options that the caller gave."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
-    """The reward that scores the responses, and how it is called."""
+    """Return the reward that scores the responses, with its calling options."""
     if reward is None and called:
         raise InputError(f"eval: --{min(called)} is of a reward, and there is none; name it with --reward")
     given = {"secrets" if name == "secret" else name: value for name, value in called.items()}
@@ -250,15 +265,18 @@ def _measured_json(control: Control, found: Submitted, timeout: float | None) ->
 
 def export(
     model: ModelArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or an empty folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Convert the weights: float32, bfloat16 or float16. As they are by default.")
+        str | None, typer.Option(help="Convert the weights to float32, bfloat16 or float16; default: no conversion.")
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write a model as a Hugging Face folder: weights, tokenizer, generation config, model card with its lineage."""
+    """Write a model as a Hugging Face folder.
+
+    The folder contains weights, tokenizer, generation config, and a model card with the model's lineage.
+    """
     if str(folder) in ("", "."):
-        raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
+        raise InputError(f"export: DIR must be a separate folder, got {str(folder)!r}; name a new one")
     control = open_control()
     with _ended_by_sigterm():
         done = control.export(model, folder, dtype=dtype, progress=_progress(model, folder))
@@ -268,5 +286,5 @@ def export(
     answer_json(output, lambda: asdict(done))
     how = f"converted to {done.dtype}" if done.cast else f"{done.dtype}, byte for byte"
     say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")
-    say(f"  {done.folder}", *(["  README.md says how it was made and judged"] if done.card else []))
+    say(f"  {done.folder}", *(["  README.md describes its training and evaluation"] if done.card else []))
     say(f"next:   {done.opened_by}.from_pretrained({str(folder)!r})")

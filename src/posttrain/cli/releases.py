@@ -1,8 +1,8 @@
 """Commands for channels and releases: moves, origins, approvals and policies.
 
-`promote` and `rollback` move what is live; `lineage` shows where it came from, and `verify` proves it. `approve` and
-`reject` decide what a channel's policy leaves to people. `channel` sets what every release of a channel must pass, and
-who may move it.
+`promote` and `rollback` move a channel; `lineage` shows a model's origin, and `verify` checks it. `approve` and
+`reject` decide requests that wait for a person. `channel` sets the gates of every release of a channel, and who may
+move it.
 """
 
 from __future__ import annotations
@@ -43,38 +43,46 @@ if TYPE_CHECKING:
     from posttrain.domain.records import Event
 
 _KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
-_CUT = 72  # characters of a detail (a guideline, say) on a terminal's tree
+_CUT = 72  # characters of a detail, such as a guideline, in a tree on a terminal
 WhatArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN|REQUEST", help="A run, or sha256:… as get shows it.", autocompletion=lazily("runs")),
+    typer.Argument(
+        metavar="RUN|REQUEST",
+        help="Run, or digest of a request, sha256:…, as shown by get.",
+        autocompletion=lazily("runs"),
+    ),
 ]
-ChannelOption = Annotated[str | None, typer.Option(help="Of a run, another one than its run file names.")]
-ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")]
+ChannelOption = Annotated[str | None, typer.Option(help="With a run: another channel than its run file names.")]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason; recorded in the event log.")]
 app = typer.Typer(
-    help="Say what every release of a channel must pass, and whether it may move.",
+    help="Set the policy, protection and freeze of a channel.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 ChannelArgument = Annotated[str, typer.Argument(autocompletion=lazily("channels"))]
-WhyOption = Annotated[str, typer.Option(help="Why; kept in the event log.", show_default=False)]
+WhyOption = Annotated[str, typer.Option(help="Reason; recorded in the event log.", show_default=False)]
 
 
 def promote(
     run: RunArgument,
-    channel: Annotated[str | None, typer.Option(help="By default the channel its run file names.")] = None,
+    channel: Annotated[str | None, typer.Option(help="Channel; default: the one that the run file names.")] = None,
     lift_quarantine: Annotated[
         str | None,
-        typer.Option(metavar="REASON", help="Why a model that was rolled back may come back.", show_default=False),
+        typer.Option(
+            metavar="REASON",
+            help="Lift the quarantine of a model that was rolled back, for this reason.",
+            show_default=False,
+        ),
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
+    """Point a channel at a run's model. Every gate must have passed, and the channel not moved since."""
     lift = _reason(lift_quarantine)
     control = open_control()
     run_id = control.run(run).id
     release = control.manifest(run_id).release
     if channel is None and release is None:
-        raise InputError(f"promote {run_id}: its run file names no channel; say which with --channel")
+        raise InputError(f"promote {run_id}: its run file names no channel; name one with --channel")
     name = channel or (release.channel if release else "")
     entry = control.promote(run_id, name, lift)
     answer_json(output, lambda: asdict(entry))
@@ -82,7 +90,7 @@ def promote(
 
 
 def _reason(given: str | None) -> str:
-    """The reason of a lift; empty: none is asked for."""
+    """Return the reason for lifting a quarantine; empty: no lift was requested."""
     if given is not None and not given.strip():
         raise InputError("--lift-quarantine must give a reason, got an empty one")
     return given or ""
@@ -92,19 +100,25 @@ def rollback(
     channel: Annotated[str, typer.Argument(autocompletion=lazily("channels"))],
     to: Annotated[
         str | None,
-        typer.Option(help="A release number, run id or model digest; the newest not quarantined by default."),
+        typer.Option(help="Release number, run id or model digest; default: the newest release not quarantined."),
     ] = None,
     since: Annotated[
-        int | None, typer.Option("--from", help="The release that must be live: a repeated rollback goes back once.")
+        int | None,
+        typer.Option("--from", help="Release that must be live, so that a repeated command rolls back once."),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why; the event log keeps it.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason; recorded in the event log.")] = "",
     lift_quarantine: Annotated[
         str | None,
-        typer.Option(metavar="REASON", help="Why the quarantined model of --to may come back.", show_default=False),
+        typer.Option(
+            metavar="REASON", help="Lift the quarantine of the model of --to, for this reason.", show_default=False
+        ),
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Point a channel back at the newest release that is not quarantined, or at --to. Waits for no gate."""
+    """Point a channel back at an earlier release.
+
+    The release is that of --to, or the newest one that is not quarantined. The command waits for no gate.
+    """
     lift = _reason(lift_quarantine)
     control = open_control()
     before = control.channel(channel).live
@@ -129,13 +143,19 @@ def lineage(
     target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN|ASSET", autocompletion=lazily("lineages"))],
     output: OutputOption = Output.TEXT,
     downstream: Annotated[
-        bool, typer.Option("--downstream", help="What was made from it: stages, models, releases. Takes a digest too.")
+        bool,
+        typer.Option(
+            "--downstream", help="Show everything made from it: stages, models, releases. Also takes a digest."
+        ),
     ] = False,
     limit: Annotated[
-        int, typer.Option(min=1, max=10**6, help="With --downstream: so many things, the nearest first.")
+        int, typer.Option(min=1, max=10**6, help="With --downstream: maximum number of objects, nearest first.")
     ] = 200,
 ) -> None:
-    """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
+    """Print the tree from weights back to their sources.
+
+    The sources are prompts, reward source, base model and manifest.
+    """
     control = open_control()
     found = control.downstream(target, limit) if downstream else None
     node = found.tree if found else control.lineage(target)
@@ -151,14 +171,14 @@ def verify(
         str | None,
         typer.Argument(
             metavar="[CHANNEL|RUN|ASSET]",
-            help="By default what every channel serves.",
+            help="Default: the models that channels serve.",
             autocompletion=lazily("lineages"),
             show_default=False,
         ),
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Hash a lineage and the event log again. Exit code 8 when something does not match."""
+    """Hash a lineage and the event log again. The exit code is 8 if a hash does not match."""
     report = open_control().verify(target or "")
     target = target or (f"channels {', '.join(report.channels)}" if report.channels else "no channel has a release")
     if output is Output.JSON:
@@ -209,10 +229,13 @@ def _as_json(node: Node) -> dict[str, Any]:
 def approve(
     what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
 ) -> None:
-    """Approve a release, or another request, as an approver that the channel's policy names. Not one's own."""
+    """Approve a release or another request.
+
+    The channel's policy must name you as an approver. You cannot approve your own request.
+    """
     control = open_control()
     named = _named(control, what)
-    card = None if output is Output.JSON or named.startswith(DIGEST_PREFIX) else control.why(named)  # before it is said
+    card = None if output is Output.JSON or named.startswith(DIGEST_PREFIX) else control.why(named)  # as asked
     found = control.approve(named, channel, reason)
     answer_json(output, found.to_json)
     from posttrain.cli.screens import card_lines
@@ -226,7 +249,10 @@ def approve(
 def reject(
     what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
 ) -> None:
-    """Reject a release, or another request: the release stage that waits for it ends. `approve` takes it back."""
+    """Reject a release or another request.
+
+    The release stage that waits for the approval ends. `approve` withdraws the rejection.
+    """
     control = open_control()
     found = control.reject(_named(control, what), channel, reason)
     answer_json(output, found.to_json)
@@ -243,19 +269,22 @@ def _what(found: Standing) -> str:
 
 def _next(found: Standing) -> str:
     run = found.request.run_id
-    return f"next: posttrain get {run}" if run else "next: whoever asked for it asks again"
+    return f"next: posttrain get {run}" if run else "next: the requester repeats the command"
 
 
 @app.command("policy")
 def policy(
     channel: ChannelArgument,
-    history: Annotated[bool, typer.Option("--history", help="Every policy that it had, and who set it.")] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="List every policy that the channel had, and who set it.")
+    ] = False,
     asked: Annotated[
-        str | None, typer.Option("--asked", metavar="REQUEST", help="The one that an approval request asks for.")
+        str | None,
+        typer.Option("--asked", metavar="REQUEST", help="Print the policy that an approval request proposes."),
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Print a channel's policy, as a file that `set-policy` takes."""
+    """Print a channel's policy as a file for `set-policy`."""
     control = open_control()
     pinned, told = control.policy(channel, asked), control.policies(channel) if history else []
     shown = {"digest": pinned.digest, "policy": pinned.policy.to_json()} if pinned else {"digest": None, "policy": None}
@@ -274,9 +303,12 @@ def policy(
 @app.command("set-policy")
 def set_policy(
     channel: ChannelArgument,
-    file: Annotated[Path, typer.Argument(metavar="POLICY.yaml", help="Gates, suites, approvers.")],
+    file: Annotated[Path, typer.Argument(metavar="POLICY.yaml", help="File with gates, suites and approvers.")],
 ) -> None:
-    """Let every release of a channel pass a policy from now on. What was judged under another must be judged again."""
+    """Set the policy that every release of a channel must pass.
+
+    It applies from the next release. A model judged under another policy must be judged again.
+    """
     control = open_control()
     before = control.channel_record(channel)
     pinned, notes = control.set_policy(channel, file)
@@ -294,23 +326,26 @@ def set_policy(
 
 @app.command("remove-policy")
 def remove_policy(channel: ChannelArgument) -> None:
-    """Let releases pass what their run files say, and nothing else."""
+    """Remove a channel's policy. Releases then need to pass only the gates of their run files."""
     control = open_control()
     had = control.channel_record(channel).policy
     control.remove_policy(channel)
-    say(f"channel {channel} has no policy{f' any more; it was {digest(had)}' if had else ''}")
+    say(f"channel {channel} has no policy{f' now; it was {digest(had)}' if had else ''}")
 
 
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: WhyOption = "") -> None:
-    """Make releases to a channel, and changes of its policy and quarantine, wait for another person's approval."""
+    """Require another person's approval for changes of a channel.
+
+    Releases, and changes of the policy and quarantine, wait for the approval.
+    """
     open_control().protect(channel, protected=True, why=reason)
     say(f"channel {channel} is protected: releases and changes of its policy wait for another person's approval")
 
 
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: WhyOption = "") -> None:
-    """End the protection of a channel; another person approves that first."""
+    """End the protection of a channel. Another person must approve that first."""
     open_control().protect(channel, protected=False, why=reason)
     say(f"channel {channel} is not protected")
 
@@ -319,9 +354,9 @@ def unprotect(channel: ChannelArgument, reason: WhyOption = "") -> None:
 def freeze(
     channel: ChannelArgument,
     reason: WhyOption = "",
-    rollbacks: Annotated[bool, typer.Option("--rollbacks", help="No rollback either.")] = False,
+    rollbacks: Annotated[bool, typer.Option("--rollbacks", help="Stop rollbacks too.")] = False,
 ) -> None:
-    """Let nothing be released to a channel; rollbacks go on, unless --rollbacks stops them too."""
+    """Stop releases to a channel. Rollbacks remain possible, unless --rollbacks stops them too."""
     from posttrain.cli.screens import frozen_by
 
     control = open_control()
@@ -339,7 +374,7 @@ def freeze(
 
 @app.command("unfreeze")
 def unfreeze(channel: ChannelArgument, reason: WhyOption = "") -> None:
-    """Let a channel move again."""
+    """Allow a frozen channel to move again."""
     control = open_control()
     before = control.channel_record(channel)
     if control.unfreeze(channel, why=reason) == before:

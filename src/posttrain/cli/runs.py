@@ -1,7 +1,7 @@
 """Commands that show runs (`ls`, `get`, `logs`, `why`, `diff`), and `note`, `dead` and `signal`.
 
-`note` records what a person writes about a run. `dead` lists what was set aside because looks at it failed again and
-again. `signal` lets a run go on where it waits for a word.
+`note` records a person's note on a run. `dead` lists objects that drivers set aside after repeated failures. `signal`
+lets a waiting stage continue.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from posttrain.domain.approvals import Standing
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
-_MOVES = 50  # of a channel that a person is shown, the newest
+_MOVES = 50  # the newest moves of a channel that a person sees
 _NO_RUNS = "no runs yet; next: posttrain run RUN.yaml"
-_POLL = 0.25  # seconds between looks while watching
+_POLL = 0.25  # seconds between reads while watching
 
 
 def ls(
-    limit: Annotated[int, typer.Option(min=1, max=10**6, help="The newest so many.")] = 20,
-    tag: Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs that have it.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Maximum number of runs.")] = 20,
+    tag: Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs with this tag.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """List runs, newest first, and what the channels point at."""
+    """List runs, newest first, and the model of each channel."""
     if tag and len(tag) > 1:
         raise InputError(f"ls: --tag must be given once, got {' and '.join(tag)}; leave the others out")
     control, wanted = open_control(), tag[0] if tag else None
@@ -62,7 +62,7 @@ def ls(
     barred = control.recalled(*(entry.model_digest for entry in live))
     answer_json(output, lambda: {"runs": [asdict(run) for run in runs], "channels": [asdict(entry) for entry in live]})
     if not runs:
-        say(f"no run has the tag {wanted}; posttrain note RUN --tag {wanted} gives it" if wanted else _NO_RUNS)
+        say(f"no run has the tag {wanted}; posttrain note RUN --tag {wanted} adds it" if wanted else _NO_RUNS)
         _say_channels(live, records, barred)
         return
 
@@ -87,16 +87,17 @@ def ls(
 
 def note(
     run: RunArgument,
-    text: Annotated[
-        str, typer.Argument(metavar="TEXT", help="What to write down, in quotes; at most 1000 characters.")
-    ] = "",
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Note, in quotes; at most 1000 characters.")] = "",
     tag: TagOption = None,
     untag: Annotated[
-        list[str] | None, typer.Option("--untag", metavar="TAG", help="Take this tag off; again for more.")
+        list[str] | None, typer.Option("--untag", metavar="TAG", help="Tag to remove; repeatable.")
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write something down of a run, or give it one of 8 tags. `get`, `why` and the console show it; see `ls --tag`."""
+    """Record a note on a run, or tag it.
+
+    A run has at most 8 tags; `ls --tag` lists runs by tag. `get`, `why` and the console show notes and tags.
+    """
     control = open_control()
     run_id = control.run(run).id
     found = control.note(run_id, text, tag or (), untag or ())
@@ -108,7 +109,7 @@ def note(
 def _say_channels(
     live: list[ReleaseEntry], records: dict[str, ChannelRecord], barred: Mapping[str, AssetStatus]
 ) -> None:
-    """What each channel points at; one with a policy and no release yet too."""
+    """Print the model of each channel, and channels with a policy or freeze that have no release yet."""
     for entry in live:
         record = records.pop(entry.channel, None)
         still = (", frozen" if record and record.frozen else "") + (", recalled" * (entry.model_digest in barred))
@@ -122,16 +123,19 @@ def _say_channels(
 
 def get(
     run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL", autocompletion=lazily("runs_and_channels"))],
-    watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends; this does not drive it.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Write its report and learning curves again.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends, without driving it.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write the run's report and learning curves again.")] = False,
     timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show one run (stages, scores, reason, next action), or the release history of a channel."""
+    """Show one run, or the release history of a channel.
+
+    A run is shown with its stages, scores, reason and next action.
+    """
     if watch and output is Output.JSON:
-        raise InputError("get: --watch draws for people, got -o json; ask again without --watch")
+        raise InputError("get: --watch shows a display for people, got -o json; leave --watch out")
     if timeout is not None and not watch:
-        raise InputError(f"get: --timeout belongs to --watch, got {timeout:g} without it")
+        raise InputError(f"get: --timeout needs --watch, got {timeout:g} without it")
     control = open_control()
     if control.channel_record(run).generation:
         _get_channel(control, run, output)
@@ -173,10 +177,10 @@ def get(
 
 
 def _run_or_channel(control: Control, word: str) -> str:
-    """The id of the run that a word means.
+    """Return the id of the run that a word names.
 
     Raises:
-        NotFoundError: it means none; where it is like a channel, that is said too.
+        NotFoundError: no such run; the message names a channel with a similar name.
     """
     try:
         return control.run(word).id
@@ -214,7 +218,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
             "trackers": [one.to_json() for one in trackers],
         },
     )
-    earlier = ReleaseState.SUPERSEDED in channel.states.values()  # what a rollback goes back to
+    earlier = ReleaseState.SUPERSEDED in channel.states.values()  # a rollback needs an earlier release
     back = f"posttrain rollback {name}, " if earlier else ""
     lines: list[Any] = [
         *channel_lines(record, channel.frozen, recall),
@@ -231,7 +235,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
 
 
 def _cards(control: Control, asked: Iterable[Standing]) -> Iterator[tuple[str, Why]]:
-    """What an approver reads of each run; one that cannot be read hides no other."""
+    """Yield what an approver reads about each run; a run that cannot be read is left out with a warning."""
     for run_id in dict.fromkeys(one.request.run_id for one in asked if one.request.run_id):
         try:
             yield run_id, control.why(run_id)
@@ -241,16 +245,16 @@ def _cards(control: Control, asked: Iterable[Standing]) -> Iterator[tuple[str, W
 
 def logs(
     run: RunArgument,
-    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="All stages by default.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="Stage; default: all stages.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the logs until the run ends.")] = False,
     timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Print what a run's jobs printed. Of a reused stage, what was printed where it was computed."""
+    """Print the output of a run's jobs. For a reused stage, the output is that of the run that computed it."""
     if follow and output is Output.JSON:
-        raise InputError("logs: -f goes on and on, got -o json; ask again without -f")
+        raise InputError("logs: -f prints until the run ends, got -o json; leave -f out")
     if timeout is not None and not follow:
-        raise InputError(f"logs: --timeout belongs to -f, got {timeout:g} without it")
+        raise InputError(f"logs: --timeout needs -f, got {timeout:g} without it")
     control = open_control()
     run_id = control.run(run).id
     pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
@@ -293,7 +297,10 @@ def _why_json(found: Why) -> dict[str, Any]:
 
 
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
-    """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
+    """Explain why a run is in its state, and what to do next.
+
+    For a gate, the command shows which number missed, by how much, and with what confidence.
+    """
     control = open_control()
     found = control.why(control.run(run).id)
     status, scores, trackers, action = found.status, found.scores, found.trackers, found.next_action
@@ -315,7 +322,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     screen.print(*regression_lines(scores), run_tree(status), sep="\n")
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
-    gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
+    gated = words and status.run.reason.startswith("Gate")  # the verdicts below have the details
     say(f"reason: {words if gated else status.why or meaning(status.reason)} ({status.reason})")
     said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
     show(*verdict_lines(verdicts), *score_lines(scores), *said)
@@ -326,11 +333,11 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A run.", autocompletion=lazily("runs"))],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=lazily("runs"))],
+    first: Annotated[str, typer.Argument(metavar="A", help="First run.", autocompletion=lazily("runs"))],
+    second: Annotated[str, typer.Argument(metavar="B", help="Second run.", autocompletion=lazily("runs"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show what differs between two runs: manifests, changed assets, measured numbers."""
+    """Show the differences between two runs: manifests, changed assets and measured numbers."""
     found = open_control().diff(first, second)
     one, other = found.metrics
     both = sorted(one.keys() & other.keys())
@@ -343,7 +350,7 @@ def diff(
     show(*difference_lines(found.differences))
     if not found.differences:
         say("the manifests decide the same result: nothing differs")
-    for row in metrics:  # what an optimiser did last is for programs: -o json
+    for row in metrics:  # -o json also has the optimiser's last numbers
         if row["metric"].partition("/")[0] in found.measured or row["metric"].endswith("reward/mean"):
             say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
 
@@ -366,33 +373,36 @@ def dead(
         str | None,
         typer.Argument(
             metavar="[RUN[/STAGE]]",
-            help="Only this run or stage, with what was raised.",
+            help="Only this run or stage, with its traceback.",
             autocompletion=lazily("runs"),
             show_default=False,
         ),
     ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Look at it again: its cause is mended.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Process it again, once the cause is fixed.")] = False,
     assume_dead: Annotated[
-        bool, typer.Option("--assume-dead", help="The job of RUN/STAGE, of which nothing is seen, is dead.")
+        bool, typer.Option("--assume-dead", help="Record that the job of RUN/STAGE, which is not visible, is dead.")
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
+    """List what drivers set aside after repeated failures.
+
+    The list shows the reason of each. `--retry` lets a driver process it again.
+    """
     if retry and name is None:
-        raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")
+        raise InputError("dead: --retry needs the run or stage to process again; posttrain dead lists them")
     if assume_dead and (retry or name is None):
         raise InputError("dead: --assume-dead needs RUN/STAGE and no --retry; posttrain why RUN names the stage")
     control = open_control()
     if assume_dead and name:
         attempt = control.assume_dead(name)
         answer_json(output, lambda: asdict(attempt))
-        say(f"{attempt.name} is taken for dead", f"next: posttrain attach {attempt.run_id}")
+        say(f"{attempt.name} is recorded as dead", f"next: posttrain attach {attempt.run_id}")
         return
     found = control.look_again(name) if retry and name else control.dead(name)
     answer_json(output, lambda: [asdict(one) for one in found])
     if retry:
         run = found[0].object.partition("/")[0]
-        say(*(f"{one.object}: will be looked at again" for one in found), f"next: posttrain attach {run}")
+        say(*(f"{one.object}: a driver will process it again" for one in found), f"next: posttrain attach {run}")
     elif not found:
         say("nothing was set aside")
     for one in found if not retry else ():
@@ -406,10 +416,13 @@ def dead(
 
 def signal(
     run: RunArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The signal, as the run file calls it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the signal in the run file.")],
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")] = "",
 ) -> None:
-    """Let a run go on where a stage waits for a signal. Sent before the stage is reached it counts; twice is once."""
+    """Send a signal to a run, so that a waiting stage continues.
+
+    A signal sent before the stage begins counts. Sending it twice has the effect of once.
+    """
     control = open_control()
     sent, new = control.signal(control.run(run).id, name, reason)
     before = "" if new else f" {ago(sent.at)} already, by {sent.actor}"

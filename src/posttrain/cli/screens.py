@@ -1,8 +1,8 @@
 """One-screen views (a run, its summary, verdicts, differences, a plan), and tables that cut nothing.
 
-The view of a plan's stage shows where its roles run, what is resident when, and the sizes that were chosen for it.
+The view of a plan's stage shows where its roles run, the memory that they hold in each phase, and the chosen sizes.
 
-Where the columns of a table do not fit a terminal, each row becomes a block of lines.
+If the columns of a table do not fit a terminal, each row becomes a block of lines.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ if TYPE_CHECKING:
     from posttrain.domain.approvals import Standing
 
 _GAP, _INDENT = 2, 2  # columns between two cells, and before the lines of a block
-_WRAPPED = 16  # columns that a text which may be wrapped has at the least, or its longest word
+_WRAPPED = 16  # minimum columns of a text that may wrap, or its longest word
 _NOTE = 400  # characters of a note (a guideline) that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. What is not said to wrap is never broken: ids, digests, numbers with their intervals."""
+    """One column. A column that does not wrap is never broken: ids, digests, numbers with their intervals."""
 
     title: str = ""
     right: bool = False
     wraps: bool = False  # between words
-    spare: bool = False  # left out first where there is no room for all
+    spare: bool = False  # left out first if not all fit
 
 
 @dataclass(slots=True)
 class Grid:
-    """Rows of text under titles; a column in which no row has anything is left out.
+    """Rows of text under titles; a column without text in any row is left out.
 
     Args:
-        heads: so many columns begin a row's block where the table does not fit.
+        heads: the number of columns that begin a row's block if the table does not fit.
     """
 
     columns: Sequence[Column]
@@ -81,11 +81,11 @@ class Grid:
     rows: list[list[Text]] = field(default_factory=list)
 
     def row(self, *cells: str | Text) -> None:
-        """Add a row, a cell for each column."""
+        """Add a row with a cell for each column."""
         self.rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """As a table, else without its spare columns, else as blocks."""
+        """Yield a table, else a table without the spare columns, else blocks."""
         told = [n for n in range(len(self.columns)) if any(row[n].plain for row in self.rows)]
         if self.title:
             yield Text(self.title, style="dim")
@@ -98,7 +98,7 @@ class Grid:
             yield from self._block(row, told, options.max_width)
 
     def _widths(self, shown: Sequence[int], most: int) -> list[int]:
-        """Of each column; empty where they do not fit."""
+        """Return the width of each column; empty if they do not fit."""
         texts = [[self.columns[n].title, *(row[n].plain for row in self.rows)] for n in shown]
         whole = [max(map(cell_len, cells)) for cells in texts]
         widths = [
@@ -126,7 +126,7 @@ class Grid:
         return table
 
     def _block(self, row: Sequence[Text], told: Sequence[int], most: int) -> Iterator[RenderableType]:
-        """The heads on a line, below it everything else with its title, as much on a line as there is room for."""
+        """Yield a line with the heads, then the other cells with their titles, as many on a line as fit."""
         head = Text("  ").join([row[n] for n in told if n < self.heads and row[n].plain])
         if head.plain:
             yield head
@@ -145,14 +145,14 @@ class Grid:
 
 
 def sized(stage: StagePlan) -> Iterator[Text]:
-    """What was chosen for a stage that computes, and why."""
+    """Yield the sizes of a stage that computes, and the reasons for them."""
     for size in () if stage.cached_from else stage.sizes:
         whose = "" if size.chosen else " (as written)"
         yield Text(f"{size.name}: {size.said}{whose}" + (f": {size.why}" if size.why else ""), style="dim")
 
 
 def placed(stage: StagePlan) -> Iterator[Text | Table]:
-    """Where a training stage runs: one line in one process, else pools and what is resident in them when."""
+    """Yield where a training stage runs: a line for one process, else the pools and their memory per phase."""
     if stage.load is None or stage.cached_from:
         return
     placement, found = stage.load.placement, stage.residency
@@ -181,7 +181,7 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
 
 
 def _residency_table(found: Residency) -> Table:
-    """Bytes of one rank: a row for each role, a column for each phase; the fullest phase of a pool is bold."""
+    """Return the bytes of one rank: a row per role, a column per phase; the fullest phase of a pool is bold."""
     table = plain_table("pool", "role", *found.phases, right=found.phases)
     table.title, table.title_style, table.title_justify = "resident per rank", "dim", "left"
     for peak in found.peaks:
@@ -196,7 +196,7 @@ def _residency_table(found: Residency) -> Table:
 
 
 def run_tree(status: RunStatus) -> Tree:
-    """The run, its stages, and every attempt that needs telling."""
+    """Return the run, its stages, and each attempt that failed, was lost or is one of several."""
     run = status.run
     head = Text.assemble(
         (f"{glyph(run.state)} {run.id}", f"bold {style(run.state)}"),
@@ -218,7 +218,7 @@ def run_tree(status: RunStatus) -> Tree:
 
 
 def run_footer(status: RunStatus) -> list[Text]:
-    """Why the run is where it is, and the next action."""
+    """Return the reason of the run's state, and the next action."""
     run, driver = status.run, status.driver
     lines = [Text(f"reason: {status.why or run.reason}"), Text(as_typed(f"next:   {status.next_action}"), style="bold")]
     if driver is not None:
@@ -229,7 +229,7 @@ def run_footer(status: RunStatus) -> list[Text]:
 
 
 def signal_lines(status: RunStatus) -> Iterator[Text]:
-    """Who told it to go on, and why."""
+    """Yield the signals that people sent to the run, and why."""
     yield from (
         Text(f"signal: {sent.name}, sent by {sent.actor} {ago(sent.at)}" + (f": {sent.reason}" if sent.reason else ""))
         for sent in status.signals
@@ -237,7 +237,7 @@ def signal_lines(status: RunStatus) -> Iterator[Text]:
 
 
 def note_lines(status: RunStatus) -> Iterator[Text]:
-    """Its tags, and what people wrote down of it."""
+    """Yield the run's tags and notes."""
     if status.tags:
         yield Text(f"tags: {', '.join(status.tags)}")
     for note in status.notes:
@@ -247,7 +247,7 @@ def note_lines(status: RunStatus) -> Iterator[Text]:
 
 
 def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
-    """What was said of what was asked for, and what that counts."""
+    """Yield the approvals and rejections of requests, and whether they count."""
     for one in standings:
         what = f"channel {one.request.channel}, {one.request.words} ({digest(one.request.digest)}):"
         for approval in [*one.given, *([one.refusal] if one.refusal else [])]:
@@ -260,7 +260,7 @@ def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
 
 
 def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> Iterator[Grid | Text]:
-    """What waits for approvals on a channel, and who may give them.
+    """Yield the requests that wait for approvals on a channel, and who may give them.
 
     Args:
         cards: run id → its scores and verdicts, which an approver reads first.
@@ -278,7 +278,7 @@ def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> It
 
 
 def card_lines(found: Why | None) -> Iterator[Grid | Text]:
-    """What an approver reads of a run: regressions first, then verdicts and scores."""
+    """Yield what an approver reads about a run: regressions first, then verdicts and scores."""
     if found is not None:
         yield from regression_lines(found.scores)
         yield from verdict_lines(found.report.verdicts if found.report else ())
@@ -286,12 +286,12 @@ def card_lines(found: Why | None) -> Iterator[Grid | Text]:
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:
-    """What its jobs warned of, and what its probes chose that tells or ships less than it seems to."""
+    """Yield the warnings of the run's jobs, and of choices by probes that show or release less than they seem to."""
     yield from (Text(f"warning: {warning}", style=style("warn")) for warning in status.warnings)
 
 
 def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
-    """Where each tracker is; of one in trouble, what it is and what to do."""
+    """Yield the state of each tracker; of a failing one, the error and the remedy."""
     for one in trackers:
         if one.in_trouble:
             yield Text(f"warning: tracker {one.kind} ({one.where}): {one.message}", style=style("warn"))
@@ -301,7 +301,7 @@ def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
 
 
 def attempt_line(attempt: AttemptRecord) -> Text:
-    """`attempt 2  lost  its supervisor is gone`."""
+    """Return `attempt 2  lost  its supervisor ended`."""
     words = f"attempt {attempt.number}  {attempt.state}  {attempt.message or meaning(attempt.reason)}"
     resumed = "  (resumed from a checkpoint)" if attempt.resume else ""
     stopped = f"  (stopped: {attempt.stop_cause})" if attempt.stop_cause else ""
@@ -330,7 +330,7 @@ def _stage_line(stage: StageStatus) -> Text:
 
 
 def stage_table(status: RunStatus) -> Grid:
-    """The stages of an ended run."""
+    """Return the stages of an ended run."""
     counts = [Column(title, right=True) for title in ("attempts", "seconds", "tokens")]
     names = [Column(), Column("stage"), Column("kind", spare=True), Column("state")]
     table = Grid([*names, *counts, Column("output", wraps=True), Column(wraps=True)], heads=2)
@@ -356,7 +356,7 @@ def _made(stage: StageStatus) -> str:
 
 
 def history_table(history: Sequence[Move]) -> Grid:
-    """A channel's moves, newest first."""
+    """Return a channel's moves, newest first."""
     titles = ("release", "action", "model", "of run", "state", "by", "at", "gate report")
     table = Grid([*(Column(title) for title in titles), Column("why", wraps=True)], heads=2)
     for move in history:
@@ -377,7 +377,7 @@ def history_table(history: Sequence[Move]) -> Grid:
 
 
 def frozen_by(told: Event) -> str:
-    """`since 2026-03-01 12:00:00 by user:ann: the fair`, of the event of a freeze."""
+    """Return `since 2026-03-01 12:00:00 by user:ann: the fair` for the event of a freeze."""
     why = told.payload.get("why", "")
     return f"since {moment(told.at)} by {told.actor}{f': {why}' if why else ''}"
 
@@ -385,11 +385,11 @@ def frozen_by(told: Event) -> str:
 def channel_lines(
     record: ChannelRecord, frozen: Event | None = None, recall: AssetStatus | None = None
 ) -> Iterator[Text]:
-    """What holds for a channel, where anything does.
+    """Yield a channel's recall, policy, protection and freeze, if it has them.
 
     Args:
-        frozen: the event of its last freeze.
-        recall: of something that it serves, or that this was made from.
+        frozen: the event of the last freeze.
+        recall: the recall of the served model, or of a version that it was made from.
     """
     if recall:
         words = f"recalled: what it serves comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}"
@@ -400,7 +400,7 @@ def channel_lines(
         words = "protected: releases and changes of its policy wait for another person's approval"
         yield Text(words, style=style("warn"))
     if record.frozen:
-        still = "and not rolled back" if record.frozen == "all" else "rollbacks go on"
+        still = "and rollbacks are stopped" if record.frozen == "all" else "rollbacks go on"
         words = as_typed(f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})")
         yield Text(words, style=style("warn"))
         if frozen is not None:
@@ -408,9 +408,9 @@ def channel_lines(
 
 
 def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:
-    """What may not be promoted to a channel again, and how often the data that judged it was evaluated."""
+    """Yield a channel's quarantined models, and how often the data behind its release was evaluated."""
     for one in barred:
-        words = f"quarantined: {digest(one.model_digest)}, taken off by release {one.release} ({one.actor})"
+        words = f"quarantined: {digest(one.model_digest)}, rolled back by release {one.release} ({one.actor})"
         yield Text(words, style=style("warn"))
     if looks:
         times = f"{len(looks)} evaluation{'s' if len(looks) > 1 else ''}"
@@ -418,7 +418,7 @@ def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterat
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
-    """One line per gate: outcome, and the sentence that has its numbers."""
+    """Yield one line per gate: its outcome, and a sentence with its numbers."""
     for verdict in verdicts:
         passed = verdict.outcome is Outcome.PASS
         line = Text.assemble(
@@ -430,12 +430,12 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
 
 
 def regression_lines(scores: Scores) -> Iterator[Text]:
-    """What got significantly worse than before: the first thing to read of a run."""
+    """Yield the metrics that are significantly worse than before; a reader needs them first."""
     yield from (Text(f"warning: {regression}", style=style("error")) for regression in scores.regressions)
 
 
 def score_lines(scores: Scores) -> Iterator[Grid | Text]:
-    """What was measured, before and after, with intervals; the methods' names below."""
+    """Yield the scores before and after, with intervals; below them, the names of the methods."""
     yield from (Text(f"score left out: {trouble}", style=style("warn")) for trouble in scores.troubles)
     if not scores.rows:
         return
@@ -465,7 +465,7 @@ def _score_table(scores: Scores) -> Grid:
 
 
 def _value_table(scores: Scores) -> Grid:
-    """Of a run that trained nothing."""
+    """Return the scores of a run that trained nothing."""
     table = Grid([Column("score"), Column("items", right=True), Column("value")])
     for row in scores.rows:
         table.row(f"{row.metric}  ({row.of})", str(row.estimate.items), str(row.estimate))
@@ -473,7 +473,7 @@ def _value_table(scores: Scores) -> Grid:
 
 
 def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
-    """Every field that is not the same, with the story of changed assets."""
+    """Yield every field that differs, with notes on changed assets."""
     for difference in differences:
         yield Text(difference.path, style="bold")
         yield Text(f"  - {excerpt(difference.before, _NOTE)}", style="red")
@@ -482,7 +482,7 @@ def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
 
 
 def plan_tree(view: PlanView) -> Tree:
-    """The stage graph with inputs, cache and cost."""
+    """Return the stage graph with inputs, cache and cost."""
     manifest = view.manifest
     root = Tree(branch(Text(f"{manifest.name}  {manifest.digest}", style="bold")), guide_style="dim")
     if manifest.image:
@@ -493,7 +493,7 @@ def plan_tree(view: PlanView) -> Tree:
         kind = stage.kind + "".join(f" ({package})" for package in stage.packages)
         head = Text.assemble((stage.name, "bold"), (f"  {kind}", "cyan"), (f"  {state}", tint))
         below = root.add(branch(head))
-        inputs = stage.inputs if kind_of(stage.kind).driver is Driver.JOB else ()  # of the others the tree shows them
+        inputs = stage.inputs if kind_of(stage.kind).driver is Driver.JOB else ()  # the tree shows other inputs
         for slot, name, full in inputs:
             below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
         if stage.passes:
@@ -504,7 +504,7 @@ def plan_tree(view: PlanView) -> Tree:
 
 
 def plan_lines(view: PlanView) -> Iterator[Text]:
-    """Totals, the power of the gates, warnings, and what submitting would do."""
+    """Yield totals, the power of the gates, warnings, and an earlier run of the manifest."""
     known = [stage.estimate for stage in view.stages]
     tokens, seconds = [e.tokens for e in known], [e.seconds for e in known]
     total = count(sum(t for t in tokens if t is not None)) + (" and more" if None in tokens else "")
@@ -533,7 +533,7 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
 
 
 def _stall_lines(view: PlanView) -> Iterator[Text]:
-    """After how long without progress a job is taken for hung: stages that say the same in one line."""
+    """Yield the time without progress after which a job counts as hung; stages with one limit share a line."""
     limits: dict[float, list[str]] = {}
     for stage in view.stages:
         if stage.stall_after is not None and not stage.cached_from:

@@ -1,4 +1,4 @@
-"""`serve`, `login`, `logout`, and who may do what on a server: `whoami`, `project`, `member`, `token`."""
+"""`serve`, `login`, `logout`, and permissions on a server: `whoami`, `project`, `member`, `token`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,38 @@ if TYPE_CHECKING:
     from posttrain.api.assets import Issued
     from posttrain.domain.records import Token
 
-project_app = typer.Typer(help="Projects of a server.", no_args_is_help=True, rich_markup_mode=None)
-member_app = typer.Typer(help="Who may do what in a project.", no_args_is_help=True, rich_markup_mode=None)
-token_app = typer.Typer(help="Tokens, by which a server knows people.", no_args_is_help=True, rich_markup_mode=None)
-ServerArgument = Annotated[str, typer.Argument(metavar="URL", help="http://127.0.0.1:8460, or https://…")]
-PrincipalArgument = Annotated[str, typer.Argument(metavar="PRINCIPAL", help="user:NAME or service:NAME")]
-DaysOption = Annotated[float, typer.Option(help="That it is good for; at most 366.")]
+project_app = typer.Typer(
+    help="Manage the projects of a server and their images.", no_args_is_help=True, rich_markup_mode=None
+)
+member_app = typer.Typer(
+    help="Manage the roles of people and services in a project.", no_args_is_help=True, rich_markup_mode=None
+)
+token_app = typer.Typer(
+    help="Manage the tokens that identify callers to a server.", no_args_is_help=True, rich_markup_mode=None
+)
+ServerArgument = Annotated[str, typer.Argument(metavar="URL", help="Server, as http://127.0.0.1:8460 or https://HOST.")]
+PrincipalArgument = Annotated[str, typer.Argument(metavar="PRINCIPAL", help="user:NAME or service:NAME.")]
+DaysOption = Annotated[float, typer.Option(help="Days until the token expires; at most 366.")]
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8460,
-    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
-    behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front of it ends TLS.")] = False,
-    advertise: Annotated[str, typer.Option(metavar="URL", help="Where servers of other hosts reach it.")] = "",
-    log_format: Annotated[str, typer.Option(help="json or text; text on a terminal, else json.")] = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    no_token: Annotated[bool, typer.Option("--no-token", help="Show no first token: what is said is kept.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8460,
+    tls_certificate: Annotated[Path | None, typer.Option(help="TLS certificate: PEM file.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate: PEM file.")] = None,
+    behind_proxy: Annotated[
+        bool, typer.Option("--behind-proxy", help="A proxy in front of the server ends TLS.")
+    ] = False,
+    advertise: Annotated[
+        str, typer.Option(metavar="URL", help="Address at which servers of other hosts reach it.")
+    ] = "",
+    log_format: Annotated[str, typer.Option(help="json or text; default: text on a terminal, else json.")] = "",
+    log_level: Annotated[str, typer.Option(help="Lowest level: debug, info, warning or error.")] = "info",
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Do not print the first token, for output that is stored.")
+    ] = False,
 ) -> None:
-    """Serve the workspace to a team: the same verbs over HTTP, and somebody who drives every run."""
+    """Serve the workspace to a team over HTTP. The server answers the same verbs and drives every run."""
     from posttrain.app.workspace import open_workspace
 
     try:
@@ -56,15 +68,18 @@ def serve(
 def login(
     url: ServerArgument,
     project: Annotated[
-        str | None, typer.Option(help="That commands ask; default: what the token is of.", show_default=False)
+        str | None, typer.Option(help="Project of later commands; default: the token's.", show_default=False)
     ] = None,
 ) -> None:
-    """Keep a token for a project of a server, which is asked for, or read from stdin where that is no terminal."""
+    """Store a token for a project of a server.
+
+    The command prompts for the token, or reads it from stdin if that is not a terminal.
+    """
     from posttrain.client.logins import log_in, login_of, project_of
     from posttrain.client.remote import remote_control
     from posttrain.client.transport import Transport
 
-    Transport(url, "").look("/v1/version")  # where nobody answers there is nothing to wait for
+    Transport(url, "").look("/v1/version")  # without a server, fail before the prompt
     token = str(typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()).strip()
     project = project_of(Transport(url, token), project or os.environ.get(PROJECT_VARIABLE, ""))
     found = remote_control(url, token, project).whoami()
@@ -79,20 +94,20 @@ def login(
 
 def logout(
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Of POSTTRAIN_SERVER by default.", show_default=False)
+        str | None, typer.Argument(metavar="[URL]", help="Server; default: POSTTRAIN_SERVER.", show_default=False)
     ] = None,
     project: Annotated[
-        str | None, typer.Option(help="Default: what commands ask that name none.", show_default=False)
+        str | None, typer.Option(help="Project; default: that of commands without --project.", show_default=False)
     ] = None,
 ) -> None:
-    """Forget the token for a project of a server. `token revoke` makes it worthless."""
+    """Delete the stored token for a project of a server. `token revoke` makes it invalid."""
     from posttrain.client.logins import TOKEN_VARIABLE, log_out, login_of, servers
 
     url = url or os.environ.get(SERVER_VARIABLE)
     known = servers()
     if not url:
         which = f"you are logged in to {', '.join(known)}" if known else "you are logged in nowhere"
-        raise InputError(f"logout: must be of a server, got none, and {SERVER_VARIABLE} names none; {which}")
+        raise InputError(f"logout: URL must be that of a server, got none, and {SERVER_VARIABLE} is not set; {which}")
     project = project or os.environ.get(PROJECT_VARIABLE, "")
     found, left = log_out(url, project), login_of(url).tokens
     if found:
@@ -102,13 +117,13 @@ def logout(
     else:
         say(f"there was no token for {url}{nearest(url, known)}")
     if found and left:
-        say(f"you are still logged in there to {', '.join(left)}: --project NAME says which you leave")
+        say(f"you are still logged in there to {', '.join(left)}: --project NAME selects the one to leave")
     if os.environ.get(TOKEN_VARIABLE):
-        aside(f"warning: {TOKEN_VARIABLE} is set, and commands go on showing that token; unset it")
+        aside(f"warning: {TOKEN_VARIABLE} is set, and commands still use that token; unset it")
 
 
 def whoami(output: OutputOption = Output.TEXT) -> None:
-    """Who you are, and what you may do."""
+    """Show who you are, and what you may do."""
     found = open_control().whoami()
     answer_json(output, lambda: asdict(found))
     say(f"{found.principal}, {found.role or 'no role'} of {found.project} (known by {found.auth})")
@@ -119,83 +134,86 @@ def whoami(output: OutputOption = Output.TEXT) -> None:
 
 @project_app.command("add")
 def project_add(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Make a project, whose admin you become. Asked by an admin of the project `default`."""
+    """Create a project and become its admin. The caller must be an admin of the project `default`."""
     open_control().add_project(name)
-    say(f"project {name} made; commands with --project {name}, or POSTTRAIN_PROJECT={name}, ask it")
+    say(f"project {name} created; commands with --project {name}, or POSTTRAIN_PROJECT={name}, use it")
 
 
 @project_app.command("ls")
 def project_ls(output: OutputOption = Output.TEXT) -> None:
-    """Projects that you have a role in."""
+    """List the projects in which you have a role."""
     found = open_control().whoami()
     known = {found.project: found.role or "none", **found.projects}
     answer_json(output, lambda: known)
     say(*(f"{name}  {role}" for name, role in sorted(known.items())))
 
 
-_IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:… or, for every digest, REGISTRY/NAME@*.")
+_IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:…, or REGISTRY/NAME@* for every digest.")
 
 
 @project_app.command("images")
 def project_images(output: OutputOption = Output.TEXT) -> None:
-    """Images that runs of the project may name in their run files."""
+    """List the images that run files of the project may name."""
     found = open_control().images()
     answer_json(output, lambda: found)
     if found is None:
-        say("nobody said: over a server runs may name no image, in the folder of the workspace any")
+        say("no list is set: over a server, runs may name no image; in the folder of the workspace, any image")
     else:
         say(*(found or ["none"]))
 
 
 @project_app.command("allow-image")
 def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
-    """Let runs of the project name an image, and over a server bring a recipe that runs in it."""
+    """Allow runs of the project to name an image. Over a server, they may also bring a recipe that runs in it."""
     open_control().allow_image(image)
     say(f"runs may name {image}")
 
 
 @project_app.command("remove-image")
 def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
-    """Let no new run of the project name an image. Runs that were submitted keep theirs; posttrain stop ends them."""
+    """Stop allowing new runs of the project to name an image.
+
+    Submitted runs keep their image; `posttrain stop` ends them.
+    """
     open_control().remove_image(image)
     say(f"no new run may name {image}")
 
 
 @member_app.command("ls")
 def member_ls(output: OutputOption = Output.TEXT) -> None:
-    """Everybody who was given a role in the project."""
+    """List everyone with a role in the project."""
     found = open_control().members()
     answer_json(output, lambda: found)
     say(*(f"{name}  {role}" for name, role in found.items()))
     if not found:
-        say("nobody was given a role; whoever can open the workspace is its admin")
+        say("no one has a role; every user who can open the workspace is its admin")
 
 
 @member_app.command("set")
 def member_set(
     principal: PrincipalArgument,
-    role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin")],
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin.")],
 ) -> None:
-    """Give somebody a role, or another one."""
+    """Give a person or service a role in the project. It replaces an earlier role."""
     open_control().set_member(principal, role)
-    say(f"{principal} is {role}; a token goes no further than it was issued for: posttrain token issue {principal}")
+    say(f"{principal} is {role}; a token keeps the role it was issued with: posttrain token issue {principal}")
 
 
 @member_app.command("remove")
 def member_remove(principal: PrincipalArgument) -> None:
-    """Take somebody's role away; their tokens are good for nothing here from this moment on."""
+    """Remove the role of a person or service. Their tokens become invalid in this project immediately."""
     open_control().set_member(principal, None)
-    say(f"{principal} has no role any more")
+    say(f"{principal} no longer has a role")
 
 
 @token_app.command("issue")
 def token_issue(
     principal: PrincipalArgument,
-    role: Annotated[str | None, typer.Option(help="The most that may be done with it; default: the member's.")] = None,
+    role: Annotated[str | None, typer.Option(help="Highest role of the token; default: the member's.")] = None,
     days: DaysOption = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Issue a token for somebody. It is shown once, and kept nowhere."""
+    """Issue a token for a person or service. The command shows it once; the server does not store it."""
     control = open_control()
     issued = control.issue_token(principal, role, days)
     if principal not in control.members():
@@ -207,20 +225,20 @@ def token_issue(
 def token_rotate(
     token: Annotated[str, typer.Argument(metavar="ID")], days: DaysOption = 30.0, output: OutputOption = Output.TEXT
 ) -> None:
-    """Issue a token in the place of another one, which is good for nothing from this moment on."""
+    """Replace a token with a new one. The old token becomes invalid immediately."""
     _show(open_control().rotate_token(token, days), output)
 
 
 @token_app.command("revoke")
 def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Let a token be good for nothing from this moment on."""
+    """Revoke a token. It becomes invalid immediately."""
     open_control().revoke_token(token)
     say(f"token {token} is revoked")
 
 
 @token_app.command("ls")
 def token_ls(output: OutputOption = Output.TEXT) -> None:
-    """Tokens of the project; of what is shown with them nothing is known."""
+    """List the tokens of the project. Their secrets are not stored, so the list has none."""
     found = open_control().tokens()
     answer_json(output, lambda: [asdict(one) for one in found])
     say(*(_line(one) for one in found))
@@ -231,18 +249,18 @@ def _show(issued: Issued, output: Output) -> None:
     answer_json(output, lambda: {"secret": issued.secret, **asdict(token)})
     most = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
     until = moment(token.expires_at)
-    say(f"token {token.id} of {token.actor}, at most {most}, good until {until}, shown once:", issued.secret)
+    say(f"token {token.id} of {token.actor}, at most {most}, valid until {until}, shown once:", issued.secret)
 
 
 def _line(token: Token) -> str:
     what = (
         "revoked" if token.revoked_at else f"ends {moment(token.expires_at)}"
-    )  # whether it has: by the server's clock
+    )  # whether it has ended depends on the server's clock
     scopes = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
     return f"{token.id}  {token.actor}  {scopes}  {what}"
 
 
 def _say_now(line: str) -> None:
-    """Whoever waits for it behind a pipe reads it at once."""
+    """Print a line and flush it, so that a reader of a pipe gets it immediately."""
     say(line)
     sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Commands for sinks and trackers.
 
-`sink` manages the places outside that receive events. `track` writes at once what trackers lack of a run or a channel.
+`sink` manages external receivers of events. `track` immediately writes the records that the trackers of a run or a
+channel lack.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from posttrain.api.values import TrackerState
 
 app = typer.Typer(
-    help="Tell the outside of events: a signed webhook, a file of JSON lines, e-mail.",
+    help="Send events to webhooks, files of JSON lines and e-mail.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -41,7 +42,7 @@ TrackerOption = Annotated[
     typer.Option(
         "--tracker",
         metavar="KIND[=WHERE]",
-        help="csv, parquet, tensorboard (=DIR), mlflow (=URI), wandb (=[ENTITY/]PROJECT); repeat it. none: no tracker.",
+        help="csv, parquet, tensorboard (=DIR), mlflow (=URI), wandb (=[ENTITY/]PROJECT); repeatable. none: no tracker.",
         show_default=False,
     ),
 ]
@@ -49,38 +50,47 @@ TrackerOption = Annotated[
 
 @app.command("add")
 def add(
-    name: Annotated[str, typer.Argument(help="What it is called.")],
-    webhook: Annotated[str, typer.Option(metavar="URL", help="POST each event there.")] = "",
+    name: Annotated[str, typer.Argument(help="Name of the sink.")],
+    webhook: Annotated[str, typer.Option(metavar="URL", help="URL that receives each event by POST.")] = "",
     webhook_env: Annotated[
-        str, typer.Option(metavar="VAR", help="The variable that holds the URL, where that is a secret.")
+        str, typer.Option(metavar="VAR", help="Environment variable with the webhook's URL, if that is secret.")
     ] = "",
-    secret_env: Annotated[str, typer.Option(metavar="VAR", help="The variable that holds what signs the posts.")] = "",
-    secret_file: Annotated[str, typer.Option(metavar="PATH", help="The file that holds it.")] = "",
-    jsonl: Annotated[str, typer.Option(metavar="PATH", help="Append a line for each event to this file.")] = "",
-    email: Annotated[str, typer.Option(metavar="TO", help="Mail each event to this address.")] = "",
-    smtp: Annotated[str, typer.Option(metavar="HOST:PORT", help="By this server.")] = "",
-    sender: Annotated[str, typer.Option("--from", metavar="ADDRESS", help="As this sender.")] = "",
-    smtp_security: Annotated[str, typer.Option(metavar="starttls|none", help="How it is secured.")] = "starttls",
-    smtp_user_env: Annotated[str, typer.Option(metavar="VAR", help="The variable that holds the user.")] = "",
-    smtp_password_env: Annotated[str, typer.Option(metavar="VAR", help="And the password.")] = "",
+    secret_env: Annotated[
+        str, typer.Option(metavar="VAR", help="Environment variable with the secret that signs the POSTs.")
+    ] = "",
+    secret_file: Annotated[str, typer.Option(metavar="PATH", help="File with the secret that signs the POSTs.")] = "",
+    jsonl: Annotated[str, typer.Option(metavar="PATH", help="File that receives one line for each event.")] = "",
+    email: Annotated[str, typer.Option(metavar="TO", help="Address that receives a mail for each event.")] = "",
+    smtp: Annotated[str, typer.Option(metavar="HOST:PORT", help="SMTP server that sends the mail.")] = "",
+    sender: Annotated[str, typer.Option("--from", metavar="ADDRESS", help="Sender of the mail.")] = "",
+    smtp_security: Annotated[
+        str, typer.Option(metavar="starttls|none", help="Security of the SMTP connection.")
+    ] = "starttls",
+    smtp_user_env: Annotated[str, typer.Option(metavar="VAR", help="Environment variable with the SMTP user.")] = "",
+    smtp_password_env: Annotated[
+        str, typer.Option(metavar="VAR", help="Environment variable with the SMTP password.")
+    ] = "",
     on: Annotated[
         str,
         typer.Option(
             metavar="WHAT,…",
-            help="run-ended (run-succeeded, run-failed, run-rejected, run-stopped), gate-failed, budget-80, "
-            "approval-needed, channel-moved, dead-letter, sink-paused, or all. Without it: all of a file, the first "
-            "of each of the others.",
+            help="Events: run-ended (run-succeeded, run-failed, run-rejected, run-stopped), gate-failed, budget-80, "
+            "approval-needed, channel-moved, dead-letter, sink-paused; or all. Default: all for a file, else those "
+            "outside the parentheses.",
         ),
     ] = "",
-    run: Annotated[str, typer.Option(metavar="GLOB", help="Only of runs of such names.")] = "",
-    owner: Annotated[str, typer.Option(help="Only of this owner's runs.")] = "",
-    channel: Annotated[str, typer.Option(help="Only of this channel, and of runs that release to it.")] = "",
+    run: Annotated[str, typer.Option(metavar="GLOB", help="Only events of runs with a matching name.")] = "",
+    owner: Annotated[str, typer.Option(help="Only events of runs of this owner.")] = "",
+    channel: Annotated[str, typer.Option(help="Only events of this channel, and of runs that release to it.")] = "",
     words: Annotated[
-        bool, typer.Option("--words", help="Send free text too. What was sent is reached by no erasure.")
+        bool, typer.Option("--words", help="Also send free text, which erase cannot remove at the receiver.")
     ] = False,
-    from_start: Annotated[bool, typer.Option("--from-start", help="Every event that the log has, too.")] = False,
+    from_start: Annotated[bool, typer.Option("--from-start", help="Also send every earlier event of the log.")] = False,
 ) -> None:
-    """Tell a place of events from now on. Secrets are named, never given: whoever delivers reads them."""
+    """Add a sink, which receives events from now on.
+
+    Options name secrets and never contain them: the process that delivers events reads them.
+    """
     web = {"url": webhook, "url_env": webhook_env, "secret_env": secret_env, "secret_file": _absolute(secret_file)}
     mail = {"to": email, "from": sender, "security": smtp_security if email else ""}
     mail |= {"user_env": smtp_user_env, "password_env": smtp_password_env}
@@ -106,7 +116,7 @@ def add(
 
 
 def _refuse_others(name: str, kind: str, web: dict[str, str], mail: dict[str, str]) -> None:
-    """Refuse what belongs to another kind of sink: whoever gives it expects that it does something."""
+    """Refuse options of another kind of sink, which would have no effect."""
     others = {"webhook": mail, "jsonl": web | mail, "email": web}[kind]
     strange = next((option for option, said in others.items() if said), None)
     if strange is not None:
@@ -120,13 +130,13 @@ def _absolute(path: str) -> str:
 def _server(smtp: str) -> dict[str, Any]:
     host, _, port = smtp.rpartition(":")
     if not host or not port.isdecimal():
-        raise InputError(f"sink add: --smtp must be HOST:PORT, got {smtp!r}; 587 is the port of most")
+        raise InputError(f"sink add: --smtp must be HOST:PORT, got {smtp!r}; most servers use port 587")
     return {"host": host.strip("[]"), "port": int(port)}
 
 
 @app.command("ls")
 def ls(output: OutputOption = Output.TEXT) -> None:
-    """List the sinks: what each is told of, how far behind it is, and what went wrong last."""
+    """List the sinks, with their events, backlog and last error."""
     from dataclasses import asdict
 
     from posttrain.cli.screens import Column, Grid
@@ -136,7 +146,7 @@ def ls(output: OutputOption = Output.TEXT) -> None:
     if not found:
         say("there is no sink; next: posttrain sink add NAME --webhook URL --secret-env VAR")
         return
-    grid = Grid([Column("SINK"), Column("WHERE", wraps=True), Column("TOLD OF", wraps=True), Column("STATE")])
+    grid = Grid([Column("SINK"), Column("WHERE", wraps=True), Column("EVENTS", wraps=True), Column("STATE")])
     for one in found:
         grid.row(one.name, f"{one.kind} {one.where}", _told(one.rules), _state(one))
     console().print(grid)
@@ -152,13 +162,13 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 
 @app.command("test")
 def test(name: SinkArgument) -> None:
-    """Send a message that is marked as a test, from here."""
+    """Send a message that is marked as a test to a sink."""
     say(f"sink {name}: {open_control().test_sink(name)} took a test message")
 
 
 @app.command("pause")
 def pause(name: SinkArgument) -> None:
-    """Tell a sink of nothing for now; what happens meanwhile waits for `resume`."""
+    """Pause a sink. Events that happen meanwhile wait for `resume`."""
     open_control().pause_sink(name)
     say(f"sink {name} is paused; next: posttrain sink resume {name}")
 
@@ -166,25 +176,25 @@ def pause(name: SinkArgument) -> None:
 @app.command("resume")
 def resume(
     name: SinkArgument,
-    skip: Annotated[bool, typer.Option("--skip", help="Leave out what it was not told of so far.")] = False,
+    skip: Annotated[bool, typer.Option("--skip", help="Skip the events that were not delivered so far.")] = False,
 ) -> None:
-    """Deliver to a sink again, at once, also where it would wait after failures."""
+    """Resume a sink. Delivery starts immediately, even if a failed sink would wait longer."""
     found = open_control().resume_sink(name, skip=skip)
     say(f"sink {name} delivers again, {_behind(found)}")
 
 
 @app.command("remove")
 def remove(name: SinkArgument) -> None:
-    """Forget a sink. What it was told stays where it was sent."""
+    """Remove a sink. Delivered events stay at the receiver."""
     open_control().remove_sink(name)
     say(f"sink {name} is removed")
 
 
 def _told(rules: tuple[Rule, ...]) -> str:
-    """`run-ended, gate-failed of runs sort*, with words`."""
+    """Return `run-ended, gate-failed of runs sort*, with words`."""
     said = []
     for rule in rules:
-        what = "what people want to know" if rule.on == FOR_PEOPLE else ", ".join(rule.on)
+        what = "the default events" if rule.on == FOR_PEOPLE else ", ".join(rule.on)
         limits = [("runs", rule.run), ("owner", rule.owner), ("channel", rule.channel)]
         of = "".join(f" of {name} {value}" for name, value in limits if value)
         said.append(f"{what}{of}{', with words' if rule.words else ''}")
@@ -194,7 +204,7 @@ def _told(rules: tuple[Rule, ...]) -> str:
 def _state(one: SinkView) -> str:
     if one.paused:
         return f"paused ({one.paused}), {_behind(one)}"
-    told = f", last told {ago(one.delivered_at)}" if one.delivered_at else ""
+    told = f", last delivery {ago(one.delivered_at)}" if one.delivered_at else ""
     word = "failing" if one.failures else "cannot deliver" if one.lacks else "delivers"
     return f"{word}, {_behind(one)}{told}"
 
@@ -202,20 +212,21 @@ def _state(one: SinkView) -> str:
 def _behind(one: SinkView) -> str:
     if not one.behind:
         return "nothing waits"
-    return f"{one.behind} event{'s' if one.behind > 1 else ''} behind since {duration(one.behind_seconds)}"
+    return f"{one.behind} event{'s' if one.behind > 1 else ''} behind for {duration(one.behind_seconds)}"
 
 
 def track(
     run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL", autocompletion=lazily("runs_and_channels"))],
     tracker: TrackerOption = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on until the run ends, as whoever drives a run has it done.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue until the run ends, as its driver does.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write what is missing in a run's trackers, or in the registries of a channel. `--tracker` writes one more."""
+    """Write missing records to the trackers of a run or channel.
+
+    The trackers of a channel are model registries. `--tracker` writes to another tracker.
+    """
     if follow and (tracker or output is Output.JSON):
-        raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
+        raise InputError("track: --follow cannot be combined with --tracker or -o json; leave it out")
     control = open_control()
     if any(entry.channel == run for entry in control.live()):
         if follow or tracker:

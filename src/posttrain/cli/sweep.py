@@ -47,15 +47,24 @@ def sweep(
     file: FileArgument,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="PATH=A,B", help="Values to try, e.g. grpo.optimizer.learning_rate=1e-4,3e-4."),
+        typer.Option(
+            "--set", metavar="PATH=A,B", help="Values to try, e.g. grpo.optimizer.learning_rate=1e-4,3e-4; repeatable."
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds of each setting; the first is the file's.")] = 1,
-    metric: Annotated[str | None, typer.Option(help="Rank by it; by default the first gate's.")] = None,
-    better: Annotated[str | None, typer.Option(metavar="higher|lower", help="Which way the metric improves.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which runs it would be.")] = False,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of seeds of each setting; the first is the run file's.")
+    ] = 1,
+    metric: Annotated[str | None, typer.Option(help="Metric of the ranking; default: the first gate's.")] = None,
+    better: Annotated[
+        str | None, typer.Option(metavar="higher|lower", help="Direction in which the metric improves.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the runs, without submitting them.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Run a file under several settings and seeds, and rank them as far as intervals allow. Nothing is released."""
+    """Run a file under several settings and seeds, and rank them.
+
+    The ranking goes as far as the intervals allow. The command releases nothing.
+    """
     from posttrain.domain.errors import InputError
 
     if better not in (None, "higher", "lower"):
@@ -74,13 +83,13 @@ def sweep(
 
     runs: dict[tuple[int, int], str] = {}  # (place of the setting, seed) → its run
     try:
-        for number, point in enumerate(found.points, start=1):  # one that fails stops no other
+        for number, point in enumerate(found.points, start=1):  # a failed run stops no other
             run_id = runs[point.place, point.seed] = control.submit_point(point).run.id
             tell(f"[{number}/{len(found.points)}] {setting_words(point.setting)}, seed {point.seed}: run {run_id}")
             with open_quietly(control, run_id, output) as display:
                 control.drive(run_id, watch=display)
     except KeyboardInterrupt:
-        tell("detached; the job goes on. The same command goes on with the sweep")
+        tell("detached; the job continues. The same command continues the sweep")
         raise typer.Exit(DETACHED) from None
     _show(found, runs, control, output)
     _raise_first(runs.values(), control)
@@ -134,8 +143,7 @@ def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, o
 
 
 def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], str]) -> Grid:
-    """A row for each setting, the best mean first; with what each seed gave."""
-
+    """Return a row for each setting, best mean first, with the value of each seed."""
     from posttrain.cli.screens import Column, Grid
 
     arrow = {"higher": "↑", "lower": "↓"}[found.better]
@@ -143,7 +151,7 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
     names = _short([path for path, _ in found.settings[0]])
     titles = ("rank", *(names[path] for path in paths), f"{found.metric} {arrow}", "each seed", "to the best")
     table = Grid([Column(title) for title in titles])
-    one_each = len(found.seeds) == 1 and all(one.mean for one in ranking.settings)  # it is the mean itself
+    one_each = len(found.seeds) == 1 and all(one.mean for one in ranking.settings)  # the seed's value is the mean
     order = _order(found, ranking)
     for place in order:
         one, setting = ranking.settings[place], dict(found.settings[place])
@@ -162,13 +170,13 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
 
 
 def _the_same(found: Sweep) -> dict[str, Any]:
-    """Paths to which all settings give one value, if there are several settings."""
+    """Return the paths to which all settings give one value, if there are several settings."""
     first, *others = [dict(setting) for setting in found.settings]
     return {path: value for path, value in first.items() if others and all(one[path] == value for one in others)}
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:
-    """Path → as many of its last parts as tell it from the others."""
+    """Return path → the shortest tail of it that no other path has."""
     parts = {path: path.split(".") for path in paths}
     return {
         path: next(
@@ -193,7 +201,7 @@ def _seed_words(value: float | None, state: str) -> str:
 
 
 def _to(ranking: Ranking, best: int, place: int) -> str:
-    """The difference to the setting with the best mean."""
+    """Return the difference to the setting with the best mean."""
     if place == best:
         return ""
     for one in ranking.differences:
@@ -233,14 +241,19 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C …]",
-            help="Runs, RUN/STAGE of evaluate stages, model folders, history:NAME of an imported run; held against A.",
+            help="Runs, RUN/STAGE of evaluate stages, model folders, history:NAME of an imported run. The first, A, is the baseline.",
             autocompletion=lazily("subjects"),
         ),
     ],
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page of it too.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write the comparison as a page.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Compare what runs scored, item by item: won, lost and tied against the first, with intervals."""
+    """Compare the scores of runs, item by item.
+
+    The command shows the items won, lost and tied against the first run, with intervals.
+    """
     found = open_control().compare(what, html)
     answer_json(output, lambda: found.to_json() | ({"page": str(html)} if html else {}))
     _show_comparison(found)
@@ -261,7 +274,7 @@ def _show_comparison(found: Comparison) -> None:
 
 
 def metric_table(found: Comparison) -> Grid:
-    """A row for each metric and subject; differences are to the first subject."""
+    """Return a row for each metric and subject; differences are to the first subject."""
     from posttrain.cli.screens import Column, Grid
 
     counts = ("items", "won", "lost", "tied")
@@ -278,7 +291,7 @@ def metric_table(found: Comparison) -> Grid:
 
 
 def history_table(found: Comparison) -> Grid:
-    """The metrics of imported runs: their steps, and the first, last, least and greatest values."""
+    """Return the metrics of imported runs: their steps, and the first, last, least and greatest values."""
     from posttrain.cli.screens import Column, Grid
 
     numbers = ("points", "steps", "first", "last", "least", "most")
@@ -291,7 +304,7 @@ def history_table(found: Comparison) -> Grid:
 
 
 def _against(row: MetricRow, cell: Cell) -> Iterator[Text | str]:
-    """Difference, won, lost, tied. Of a metric that no way improves, how many items have more and how many less."""
+    """Yield difference, won, lost, tied; for a metric without a direction, the items with more and with less."""
     pair = cell.paired
     if pair is None:
         yield tinted(f"not paired: {cell.unpaired}" if cell.unpaired else "", "dim")
@@ -311,7 +324,7 @@ def _notes_below(found: Comparison) -> Iterator[Text]:
 
 
 def parameter_table(found: Comparison) -> Grid:
-    """Fields that are not the same for all, a column for each subject."""
+    """Return the fields that differ, with a column for each subject."""
     from posttrain.cli.screens import Column, Grid
 
     subjects = [Column(one.label, wraps=True) for one in found.subjects]

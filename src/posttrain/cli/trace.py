@@ -1,4 +1,4 @@
-"""`trace`: where a run's time went, and one sample's whole way through it."""
+"""`trace`: how a run spent its time, and the history of its recorded samples."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
     from posttrain.api.values import RecordedSample, StageTimeline, WrittenTrace
 
 _EXCERPT = 60  # characters of a response in a list
-_TOLD = 0.0005  # share of a step from which a hand-off is worth a word
+_TOLD = 0.0005  # smallest share of a step with which a hand-off is listed
 
 
 def trace(
     run: RunArgument,
-    sample: Annotated[str | None, typer.Option(metavar="ID", help="Show one recorded sample token by token.")] = None,
+    sample: Annotated[str | None, typer.Option(metavar="ID", help="Show one recorded sample, token by token.")] = None,
     samples: Annotated[bool, typer.Option("--samples", help="List the recorded samples.")] = False,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="With --samples: of this step only (they count from 0).")
-    ] = None,
-    stage: Annotated[str | None, typer.Option(help="Of this stage only.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the files go; default: here.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="With --samples: only this step, counted from 0.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Only this stage.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the files; default: here.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write where a run's time went as files to look at; or show what became of its samples."""
+    """Write the timeline of a run, or show its recorded samples.
+
+    The files show how each role spent its time. `--samples` and `--sample` show what became of the samples.
+    """
     _check(sample, samples, step, out)
     control = open_control()
     run_id = control.run(run).id
@@ -63,9 +64,11 @@ def _check(sample: str | None, samples: bool, step: int | None, out: Path | None
             f"trace: --sample shows one and --samples lists all, got both (--sample {sample}); leave one out"
         )
     if step is not None and not samples:
-        raise InputError(f"trace: --step belongs to --samples, got --step {step} without it; add --samples")
+        raise InputError(f"trace: --step needs --samples, got --step {step} without it; add --samples")
     if out is not None and (sample is not None or samples):
-        raise InputError(f"trace: --out is where files go, got {out} with an option that prints; leave one out")
+        raise InputError(
+            f"trace: --out is the folder of written files, got {out} with an option that prints; leave one out"
+        )
 
 
 def _show_written(written: WrittenTrace, output: Output) -> None:
@@ -85,7 +88,7 @@ def _show_written(written: WrittenTrace, output: Output) -> None:
 
 
 def role_table(stage: StageTimeline) -> Table:
-    """Who was busy and who waited."""
+    """Return how long each role was busy and how long it waited."""
     numbers = ("ranks", "busy", "idle", "idle share", "calls", "sent", "returned", "imbalance")
     table = plain_table("role", "pool", *numbers, right=numbers)
     for role in stage.roles:
@@ -176,7 +179,7 @@ def _show_sample(one: RecordedSample, output: Output) -> None:
 
 
 def token_table(one: RecordedSample) -> Table:
-    """One row per response token; columns only for what was recorded."""
+    """Return one row per response token, with a column for each recorded value."""
     it = one.sample
     columns: list[tuple[str, Sequence[str]]] = [("id", [str(token) for token in it.tokens])]
     if one.pieces:

@@ -1,4 +1,4 @@
-"""The groups of the commands, their examples and exit codes in `--help`, and hints for words that are no command.
+"""The groups of the commands, their examples and exit codes in `--help`, and hints for words that are not commands.
 
 A test parses every example. `main` attaches the examples and codes to the commands.
 """
@@ -118,7 +118,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "token ls": ("posttrain token ls", "posttrain token ls -o json"),
 }
 
-# Beside 0, 1, 2, 10, 13 and 141, which every command may end with.
+# In addition to 0, 1, 2, 10, 13 and 141, with which every command may end.
 _OUTCOME = (3, 4, 5, 6, 7, 8, 9, 11, 12, 130)
 _MOVES = (8, 9)
 CODES: Mapping[str, tuple[int, ...]] = {
@@ -150,13 +150,15 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("resume", "restart", "continue"), "posttrain retry RUN resumes it from its checkpoints"),
     **dict.fromkeys(("cancel", "kill", "abort"), "posttrain stop RUN ends it with a checkpoint"),
     **dict.fromkeys(("delete", "rm", "remove"), "posttrain erase deletes texts, posttrain gc unused artifacts"),
-    **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT asks a model"),
+    **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT samples responses"),
     **dict.fromkeys(("evaluate", "benchmark", "test"), "posttrain eval MODEL SUITE measures a model"),
     **dict.fromkeys(("dataset", "data", "model", "reward", "upload", "register"), "posttrain asset add KIND:NAME PATH"),
     **dict.fromkeys(("console", "dashboard", "ui"), "posttrain serve opens the console"),
-    **dict.fromkeys(("cost", "budget"), "posttrain plan run.yaml estimates it, posttrain get RUN shows what was spent"),
+    **dict.fromkeys(
+        ("cost", "budget"), "posttrain plan run.yaml estimates it, posttrain get RUN shows the tokens and time spent"
+    ),
     **dict.fromkeys(("config", "settings"), "posttrain init records the settings of a workspace"),
-    "log": "posttrain logs RUN prints what its jobs printed",
+    "log": "posttrain logs RUN prints the output of its jobs",
     "help": "posttrain --help",
     "version": "posttrain --version",
 }

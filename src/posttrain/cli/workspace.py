@@ -1,6 +1,6 @@
 """Commands on a workspace: `init`, `erase`, `doctor`, `gc`, `backup` and `restore`.
 
-`gc` deletes what nobody needs. `backup` keeps a second copy of what is needed, and `restore` makes a workspace from it.
+`gc` deletes artifacts that no record needs. `backup` copies the others, and `restore` makes a workspace from the copy.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Rewards(StrEnum):
 
 RewardsOption = Annotated[
     Rewards | None,
-    typer.Option(help="trusted: they may run where the kernel cannot confine them. confined: they may not."),
+    typer.Option(help="trusted: rewards may run where the kernel cannot confine them. confined: they may not."),
 ]
 AdoptedOption = Annotated[
     tuple[str, Path] | None,
     typer.Option(
         "--from",
         metavar="trl|verl FILE",
-        help="Also write run.yaml: what a TRL script, configuration or command, or verl's YAML or script asks for.",
+        help="Also write run.yaml, from a TRL script, configuration or command, or from verl's YAML or script.",
         show_default=False,
     ),
 ]
@@ -61,7 +61,7 @@ LedgerOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="PostgreSQL for a new ledger: postgresql://user@host/database; password by PGPASSWORD or ~/.pgpass.",
+        help="PostgreSQL for a new ledger: postgresql://user@host/database; password: PGPASSWORD or ~/.pgpass.",
         show_default=False,
     ),
 ]
@@ -69,7 +69,7 @@ ExecutorOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Who runs its jobs: local, podman (in containers, where a run names an image), or one of a package.",
+        help="Executor of jobs: local, podman (containers, for runs that name an image), or one of a package.",
         show_default=False,
     ),
 ]
@@ -77,7 +77,7 @@ AttemptChannelsOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where jobs and drivers of a new workspace talk: s3://BUCKET/PREFIX; credentials by AWS_….",
+        help="Attempt channels of a new workspace: s3://BUCKET/PREFIX; credentials: AWS_* variables.",
         show_default=False,
     ),
 ]
@@ -86,7 +86,7 @@ JobVariableOption = Annotated[
     typer.Option(
         "--job-variable",
         metavar="NAME",
-        help="A variable that jobs get of their server's environment, in place of those named before; none: no other.",
+        help="Variable of the server's environment that jobs get; repeatable; replaces the earlier names. none: no name.",
         show_default=False,
     ),
 ]
@@ -95,7 +95,7 @@ ModelLimitOption = Annotated[
     typer.Option(
         "--model-limit",
         metavar="NAME=N",
-        help="Most files, depth (folders in each other) or bytes of a model folder, as files=20000; none: defaults.",
+        help="Limit of a model folder: files, depth (nested folders) or bytes, e.g. files=20000. none: defaults.",
         show_default=False,
     ),
 ]
@@ -103,7 +103,7 @@ ModelLimitOption = Annotated[
 
 def init(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Where; here by default.", show_default=False)
+        Path | None, typer.Argument(metavar="[DIR]", help="Folder of the workspace; default: here.", show_default=False)
     ] = None,
     rewards: RewardsOption = None,
     adopted: AdoptedOption = None,
@@ -114,7 +114,7 @@ def init(
     job_variable: JobVariableOption = None,
     model_limit: ModelLimitOption = None,
 ) -> None:
-    """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
+    """Create a workspace (.posttrain), or change its settings. A repeat changes only the given settings."""
     from posttrain.app.workspace import (
         chosen_places,
         init_workspace,
@@ -142,7 +142,7 @@ def init(
     if executor is not None:
         say(f"executor {workspace.jobs.executor.name}")
     if workspace.served and (rewards or executor or job_variable or chosen):
-        say("its server goes on by what it read when it began: restart posttrain serve")
+        say("its server still uses its earlier settings: restart posttrain serve")
     if attempt_channels is not None:
         say(f"attempt channels {workspace.channel_address}")
     if workspace.ledger_address:
@@ -156,17 +156,17 @@ def init(
 
 
 def _refuse_beside_a_server() -> None:
-    """A workspace that no command would look into.
+    """Refuse to create a workspace that no command would use.
 
     Raises:
-        InputError: the environment names a server, which commands ask.
+        InputError: the environment names a server, which commands use.
     """
     from posttrain.domain.ids import SERVER_VARIABLE
 
     if url := os.environ.get(SERVER_VARIABLE):
         raise InputError(
-            f"init: commands ask the server that {SERVER_VARIABLE} names, {url}, and would not look into a workspace "
-            f"here; go on with the next command, or unset {SERVER_VARIABLE} and make one"
+            f"init: commands use the server that {SERVER_VARIABLE} names, {url}, and would not use a workspace here; "
+            f"continue with the next command, or unset {SERVER_VARIABLE} and create one"
         )
 
 
@@ -176,7 +176,7 @@ def _adopt(trainer: str, source: Path, folder: Path) -> tuple[Path, Draft]:
     if trainer not in tuple(Trainer):
         raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}; name one of them")
     if not folder.is_dir():
-        raise InputError(f"init: {folder} must be a folder that is there, for run.yaml to go to; make it first")
+        raise InputError(f"init: {folder} must be an existing folder for run.yaml; create it first")
     path = folder / RUN_FILE
     return path, adopt(Trainer(trainer), source, path)
 
@@ -197,24 +197,27 @@ def _tell(path: Path, draft: Draft) -> None:
 
 def erase(
     what: Annotated[str, typer.Argument(metavar="RUN|ASSET|user:NAME", autocompletion=lazily("runs"))],
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; kept with the event.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason; recorded with the event.")],
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Erase what people wrote about a run or a version, or a person's name. That it happened stays, and is proved."""
+    """Erase free text on a run or asset, or a person's name.
+
+    The event log keeps the events without the text, and they can still be proved.
+    """
     found = open_control().erase(what, reason)
     answer_json(output, lambda: {"target": found.target, **asdict(found.done), "left": list(found.left)})
-    say(f"{found.target}: erased the words of {found.done.events} events; {found.done.rows} rows say less now")
+    say(f"{found.target}: erased the free text of {found.done.events} events and {found.done.rows} rows")
     if found.left:
-        say("not erased, if it says anything:", *(f"  {line}" for line in found.left))
+        say("not erased, if it contains any text:", *(f"  {line}" for line in found.left))
 
 
 def doctor(
     probe: Annotated[
-        bool, typer.Option("--probe", help="Also start the engine in another process to ask for GPUs.")
+        bool, typer.Option("--probe", help="Also start the engine in another process to detect GPUs.")
     ] = False,
     ray: Annotated[
         str,
-        typer.Option("--ray", metavar="ADDRESS", help="Also ask this Ray cluster whether it takes this machine in."),
+        typer.Option("--ray", metavar="ADDRESS", help="Also check whether this Ray cluster accepts this machine."),
     ] = "",
     end_orphans: Annotated[
         bool, typer.Option("--end-orphans", help="Also end jobs of this workspace that no attempt owns.")
@@ -222,12 +225,14 @@ def doctor(
     accept_loss: Annotated[
         str | None,
         typer.Option(
-            metavar="REASON", help="Accept that the ledger lacks what is kept outside it.", show_default=False
+            metavar="REASON",
+            help="Accept, for this reason, that the ledger lacks records that are kept outside it.",
+            show_default=False,
         ),
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Check this machine, and the workspace or server that commands ask; exit code 10 when one forbids running."""
+    """Check this machine, and the workspace or server in use. The exit code is 10 if a check fails."""
     from posttrain.app.doctor import examine
 
     checks = examine(probe=probe, ray=ray, end=end_orphans, accept=accept_loss)
@@ -247,13 +252,16 @@ def doctor(
 
 
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; only report the deletions.")] = False,
     older_than: Annotated[
-        str, typer.Option(metavar="DURATION", help="What is younger stays: 90s, 10m, 24h, 7d.")
+        str, typer.Option(metavar="DURATION", help="Minimum age of deleted artifacts: 90s, 10m, 24h, 7d.")
     ] = "24h",
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Delete artifacts that nothing recorded needs, and what else is left over. Runs may go on meanwhile."""
+    """Delete artifacts that no record needs, and leftovers.
+
+    Leftovers are cached copies and checkpoints of ended runs, and unfinished uploads. Runs may be active meanwhile.
+    """
     from posttrain.domain.placement import parse_duration
 
     try:
@@ -272,11 +280,14 @@ def gc(
         say(f"kept {blobs.young} that are not, but younger than {older_than} ({_size(blobs.young_bytes)})")
 
 
-FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the backup.")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the backup.")]
 
 
 def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
-    """Copy the ledger and every artifact that it needs, while runs go on. Into an older backup: what is new."""
+    """Copy the ledger and every artifact that it needs.
+
+    Runs may be active meanwhile. Into an existing backup, the command copies only new data.
+    """
     from posttrain.app.workspace import backup as back_up
 
     done = back_up(folder)
@@ -299,7 +310,10 @@ def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
 
 
 def restore(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
-    """Make a workspace here (.posttrain) of a backup. Runs that were under way go on with new attempts."""
+    """Create a workspace here (.posttrain) from a backup.
+
+    Runs that were active continue with new attempts.
+    """
     from posttrain.app.workspace import restore as bring_back
 
     done = bring_back(folder)

@@ -78,7 +78,7 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
 
     Raises:
         InputError: the channel name is not valid in a run file.
-        NotFoundError: the policy of an unused channel should be removed.
+        NotFoundError: the policy of a channel that was never used cannot be removed.
         ApprovalError: the channel is protected, and its approvers have not approved the change yet.
         ChannelClosedError: it is protected, and has no approver.
         ConflictError: another process moved or changed the channel.

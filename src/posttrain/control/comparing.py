@@ -1,7 +1,7 @@
 """Comparisons of evaluations, item by item, and of two runs' manifests, field by field.
 
-Evaluations are compared side by side: what each scored, and by how much it differs from the first. Differences between
-manifests come with the history of each changed asset.
+Evaluations are compared side by side: the scores of each, and their differences from the first. Differences between
+manifests include the history of each changed asset.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store.hosts import Ledger
 
 _ABSENT = "(absent)"
-# settings that numbers depend on; and those that a manifest leaves out by default, with what they are then
+# settings that decide numbers; defaults of settings that a manifest may omit
 _ALWAYS, _SAMPLED = ("extract", "max_new_tokens", "stop"), ("temperature", "samples", "top_k", "top_p", "min_p")
 _UNSAID = {"stop": [], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-MOST = 26  # things compared at once: they are called A to Z
+MOST = 26  # subjects of a comparison: labelled A to Z
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field that is not the same: `stages.grpo.inputs.reward`, before, after, and lines that explain it."""
+    """One field that differs: `stages.grpo.inputs.reward`, before, after, and lines that explain it."""
 
     path: str
     before: str
@@ -38,9 +38,9 @@ class Difference:
 
 
 def compare(ledger: Ledger, first: Manifest, second: Manifest) -> list[Difference]:
-    """Differences that decide results or release; what the runs are called and who owns them is not compared.
+    """Return the differences that decide results or release; names and owners of the runs are not compared.
 
-    An asset that several stages use is told once.
+    An asset that several stages use is listed once.
     """
     found: dict[tuple[str, str], Difference] = {}
     for path, before, after in _walk("", _plain(first), _plain(second)):
@@ -70,7 +70,7 @@ def _walk(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _show(value: Any) -> str:
-    """As one would write it in a run file; of a whole stage its kind: what it says in full stands in its manifest."""
+    """Return a value as written in a run file; for a whole stage only its kind (its manifest contains the rest)."""
     if isinstance(value, InputRef):
         return value.name
     if isinstance(value, dict):
@@ -106,12 +106,12 @@ def _meant(ref: InputRef, key: str) -> str:
 
 
 def _called(ref: InputRef) -> str:
-    """A reward with its function, where its name alone would not tell it from another."""
+    """Return the name of an asset; for a reward with its function, as one file may contain several."""
     return f"{ref.name} ({ref.meta['entry']})" if "entry" in ref.meta else ref.name
 
 
 def _described(ledger: Ledger, ref: InputRef) -> dict[str, Any]:
-    """What the registry knows of an asset; empty for a path that was never registered."""
+    """Return the registry's facts about an asset; empty for a path that was never registered."""
     for asset in ledger.assets_by_digest(ref.digest or ""):
         if asset.ref == ref.name:
             at = datetime.fromtimestamp(asset.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -122,7 +122,7 @@ def _described(ledger: Ledger, ref: InputRef) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One thing compared: a model, and the evaluations that measured it."""
+    """One compared model, with the evaluations that measured it."""
 
     label: str  # A, B …
     run: RunRecord
@@ -132,24 +132,24 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """`RUN/STAGE`, or `RUN/STAGE+STAGE` of several evaluations."""
+        """`RUN/STAGE`, or `RUN/STAGE+STAGE` for several evaluations."""
         return f"{self.run.id}/{'+'.join(one.stage.name for one in self.evaluations)}"
 
     @property
     def model(self) -> str:
-        """As people call it."""
+        """The model's name for people."""
         return model_words(self.manifest, self.evaluations[0].model)
 
     @property
     def digest(self) -> str:
-        """Of the model."""
+        """The model's digest."""
         return self.evaluations[0].digest
 
     def measured(self, metric: str, other: Measured | None = None) -> tuple[Measured, str] | None:
-        """The evaluation that has a metric, and what it calls it.
+        """Return the evaluation that has a metric, and its name for the metric.
 
         Args:
-            other: an evaluation that has the metric; the same data under another suite's name is found by it.
+            other: an evaluation that has the metric; identifies equal data under another suite's name.
         """
         named = next(((one, metric) for one in self.evaluations if metric in one.evidence), None)
         if named or other is None:
@@ -163,8 +163,8 @@ class Subject:
 class Cell:
     """One subject's value of one metric."""
 
-    estimate: Estimate | None  # None: it did not measure it
-    paired: Paired | None = None  # to the first subject; None for the first itself, and where they cannot be paired
+    estimate: Estimate | None  # None: not measured
+    paired: Paired | None = None  # to the first subject; None: it is the first, or cannot be paired
     unpaired: str = ""  # why not
 
 
@@ -179,7 +179,7 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """One field of the manifests that is not the same for all."""
+    """One field that differs between the manifests."""
 
     path: str
     values: tuple[str, ...]  # as the subjects
@@ -188,7 +188,7 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True)
 class ImportedHistory:
-    """Metrics by step of an imported run. Its items are unknown, so nothing of it is paired."""
+    """Metrics by step of an imported run. Its items are unknown, so it cannot be paired."""
 
     label: str
     ref: str
@@ -198,7 +198,7 @@ class ImportedHistory:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that `posttrain compare` shows."""
+    """The output of `posttrain compare`."""
 
     subjects: tuple[Subject, ...]
     metrics: tuple[MetricRow, ...]
@@ -206,17 +206,17 @@ class Comparison:
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
     histories: tuple[ImportedHistory, ...] = ()
-    warnings: tuple[str, ...] = ()  # that fewer seeds than are enough were compared
+    warnings: tuple[str, ...] = ()  # too few seeds for a comparison
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """How the intervals were made, each once."""
+        """The distinct methods of the intervals."""
         cells = [cell for row in self.metrics for cell in row.cells]
         own = [cell.estimate.method for cell in cells if cell.estimate]
         return tuple(dict.fromkeys([*own, *(cell.paired.method for cell in cells if cell.paired)]))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "subjects": [
                 {
@@ -248,13 +248,13 @@ class Comparison:
 
 
 def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Subject:
-    """What one word on the command line names.
+    """Return the subject that one argument of the command line names.
 
     Args:
         stage: an evaluate stage; None: the evaluations of the run's released model, or of the last one it evaluated.
 
     Raises:
-        InputError: the run has no such evaluation, or none that has ended.
+        InputError: the run has no such evaluation, or it has not ended.
     """
     manifest = stores.manifest(run)
     rows = {row.name: row for row in stores.ledger.stages(run.id)}
@@ -278,13 +278,13 @@ def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
 
 
 def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequence[ImportedHistory] = ()) -> Comparison:
-    """Compare everything with the first subject.
+    """Compare all subjects with the first one.
 
     Args:
-        histories: shown beside the subjects, and held against nothing.
+        histories: shown next to the subjects, but not compared.
 
     Raises:
-        InputError: no metric was measured on two of them.
+        InputError: no two subjects share a metric.
     """
     rows = tuple(
         MetricRow(metric, better(metric), _cells(subjects, metric, owner))
@@ -299,7 +299,7 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
 
 
 def _few_seeds(subjects: Sequence[Subject]) -> tuple[str, ...]:
-    """A warning where models of several settings are compared, and one of them has fewer seeds than are enough."""
+    """Return a warning if models of several settings are compared and one setting has too few seeds."""
     seeds: dict[tuple[str, str], set[int]] = {}
     for one in subjects:
         settings = digest_json(one.manifest.model_dump(mode="json", exclude={"name", "owner", "seed"}))
@@ -308,7 +308,7 @@ def _few_seeds(subjects: Sequence[Subject]) -> tuple[str, ...]:
 
 
 def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
-    """Every metric, in the order of its first owner; another name for the same measurement is not told twice."""
+    """Return every metric with its first owner; another name for the same measurement is left out."""
     found: dict[str, Measured] = {}
     for one in subjects:
         for measured in one.evaluations:
@@ -321,7 +321,7 @@ def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
 
 def _cells(subjects: Sequence[Subject], metric: str, owner: Measured) -> tuple[Cell, ...]:
     first: Evidence | None = None
-    told = ""  # what the first is, where another may be measured by another reward
+    told = ""  # identity of the first measurement, as another subject may have another reward
     cells = []
     for place, one in enumerate(subjects):
         held = one.measured(metric, owner)
@@ -355,7 +355,7 @@ def _paired(metric: str, value: Estimate, evidence: Evidence, first: Evidence) -
 
 
 def _settings(first: Subject, other: Subject) -> list[str]:
-    """Where two evaluations measured the same suite by other rules: the numbers differ for that reason too."""
+    """Return notes on suites that were measured with different settings, which also explain differences."""
     found = []
     for mine in first.evaluations:
         for theirs in other.evaluations:
@@ -375,7 +375,7 @@ def _settings(first: Subject, other: Subject) -> list[str]:
 
 
 def _parameters(ledger: Ledger, subjects: Sequence[Subject]) -> list[ParameterRow]:
-    """Fields of the manifests that are not the same for all, a column for each subject."""
+    """Return the fields that differ between the manifests, with a column for each subject."""
     values: dict[str, list[str | None]] = {}
     before: dict[str, str] = {}
     notes: dict[str, tuple[str, ...]] = {}

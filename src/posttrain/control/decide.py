@@ -137,7 +137,7 @@ def _silence(
 
 
 def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
-    """Return whether a job is to be killed for its silence; a job that was only asked for a checkpoint is not."""
+    """Return whether the kill of a job for its silence is decided; a request for a checkpoint alone is not enough."""
     watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     return attempt.reason == Reason.STALLED and watch is not None and _over(watch, limit)
 
@@ -360,10 +360,7 @@ def _failed(kind: FailureClass, message: str, signature: str) -> JobResult:
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
-    """Return a stopped job's result with its cause: silence, budget, another order, or preemption without an order.
-
-    A job that a person stopped keeps its result.
-    """
+    """Turn a stop that no person requested into a failure with the order's cause; without an order: preempted."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
     if _condemned(view, stage, attempt):  # it still reacted to SIGTERM

@@ -1,12 +1,12 @@
-"""The stages that a release adds to a run, and what a probe decides about a stage's model.
+"""The stages that a release adds to a run, and the model selection by a probe.
 
-A release adds evaluations of what gates compare with, the gate, and the release.
+A release adds evaluations of the models that gates compare with, the gate, and the release.
 
-A gate compares item by item, so a baseline is measured by the very evaluators of the released model. They are called
+A gate compares item by item, so the evaluators of the released model also measure its baselines. These stages are named
 `baseline-EVALUATE` (the channel's model) and `baseline-MODEL.EVALUATE` (any other): no stage of a run file has a dot in
-its name (a `/` of MODEL is one). An evaluate stage of the run that measures the same is taken instead.
+its name (a `/` of MODEL becomes one). An equal evaluate stage of the run replaces them.
 
-A probe decides for `keep_best` and `early_stopping` which model a stage leaves; evidence and release follow it.
+With `keep_best` and `early_stopping` a probe decides which model a stage outputs; evidence and release follow it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,25 +32,25 @@ from posttrain.domain.kinds import (
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, deciding
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
 
-ADDED = "baseline-"  # how evaluations begin that no run file asks for
-EVIDENCE, BASELINE, RIVAL = "evidence.", "baseline.", "against."  # how the gate's inputs are called
+ADDED = "baseline-"  # prefix of evaluations that are not in the run file
+EVIDENCE, BASELINE, RIVAL = "evidence.", "baseline.", "against."  # prefixes of the gate's inputs
 
 
 class Models(Protocol):
-    """Finds what a word for a model means."""
+    """Resolves names of models."""
 
     def model(self, field: str, word: str) -> InputRef:
-        """`base`, or a stage that makes a model; refuses any other word for `field`."""
+        """Resolve `base`, or a stage that makes a model; refuse any other name for `field`."""
 
 
 class Decision:
-    """What a run file's gates and release become.
+    """The stages for a run file's gates and release.
 
     Args:
-        models: finds models by the words of the file.
+        models: resolves the names of models in the file.
         source: the file's name, for errors.
-        stages: those that the file has, resolved.
-        contracts: what their trainers said.
+        stages: of the file, resolved.
+        contracts: of these stages, from their trainers.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Decision:
     ) -> None:
         self._models, self._spec, self._source = models, spec, source
         self._stages, self._known = stages, contracts
-        self.contracts: dict[str, StageContract] = {}  # of the evaluations that were added
+        self.contracts: dict[str, StageContract] = {}  # of the added evaluations
 
     def stages(self, check: Callable[[list[StageManifest]], None]) -> list[StageManifest]:
-        """What the release adds; nothing where there is none.
+        """Return the stages that the release adds; empty without a release.
 
         Args:
-            check: asked about the stages that measure the released model; raises InputError.
+            check: called with the stages that measure the released model; raises InputError.
 
         Raises:
-            InputError: a gate or the release names what there is not, or what cannot be judged.
+            InputError: a gate or the release has an unknown name, or a metric that cannot be judged.
         """
         release = self._spec.release
         if release is None:
@@ -113,7 +113,7 @@ class Decision:
         return self._models.model("release.model", release.model)
 
     def _rival(self, rule: GateRule, candidate: InputRef) -> InputRef:
-        """The model that a rule compares with."""
+        """Return the model that a rule compares with."""
         rival = str(rule.rival)
         field = f"gates.{rule.name}.{'better_than' if rule.strict else 'not_worse_than'}"
         model = self._models.model(field, rival)
@@ -130,7 +130,7 @@ class Decision:
         return model
 
     def _measured(self, evaluator: StageManifest, model: InputRef, rival: str) -> StageManifest:
-        """The same evaluation of another model: one that the run has anyway, else one more."""
+        """Return the same evaluation of another model: an existing stage of the run, else a new one."""
         wanted = (evaluator.kind, evaluator.trainer, deciding(evaluator.params), {**evaluator.inputs, "model": model})
         for stage in self._stages.values():
             if (stage.kind, stage.trainer, deciding(stage.params), stage.inputs) == wanted:
@@ -146,7 +146,7 @@ class Decision:
 
 
 def _by_rival(rules: tuple[GateRule, ...]) -> dict[str, list[GateRule]]:
-    """The rules against models of this run, by that model."""
+    """Return the rules that compare with models of this run, by model."""
     found: dict[str, list[GateRule]] = {}
     for rule in rules:
         if rule.rival is not None and not rule.meets_channel:
@@ -173,7 +173,7 @@ def _control_stage(kind: StageKind, inputs: dict[str, InputRef], after: tuple[st
 def _judged_metrics(
     spec: RunSpec, source: str, evaluators: list[StageManifest], contracts: Mapping[str, StageContract]
 ) -> dict[str, str]:
-    """Metric of the released model → the stage that measures it; every gate's is one of them and can be judged."""
+    """Return metric of the released model → the stage that measures it; check that every gate can be judged."""
     made: dict[str, str] = {}
     ranges: dict[str, ItemRange | None] = {}
     for stage in evaluators:
@@ -204,7 +204,7 @@ def _judged_metrics(
 
 
 def measures(rule: GateRule, gate: StageManifest, contracts: Mapping[str, StageContract]) -> Iterator[str]:
-    """The evaluations of the released model that make a rule's metric.
+    """Yield the evaluations of the released model that measure a rule's metric.
 
     Args:
         gate: the run's gate stage.
@@ -221,21 +221,21 @@ _SELECTED = "what was selected on rows is no evidence on them; probe other rows"
 _LEARNT = "what it learnt by heart looks best; probe rows that it is not trained on"
 
 
-_STEP = "best/step"  # the metric that says after which step the best model was kept
+_STEP = "best/step"  # metric: the step after which the best model was kept
 
 
 def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
-    """The data a stage works through: not its reward, its model or its probe."""
+    """Return the data inputs of a stage, without reward, model and probe."""
     return [(slot, ref) for slot, ref in stage.inputs.items() if slot == "data" or slot.startswith("suites.")]
 
 
 def selects(stage: StageManifest) -> bool:
-    """Whether the stage's probe decides anything."""
+    """Return whether the stage's probe selects its model or its end."""
     return "probe" in stage.inputs and bool(stage.params.get("keep_best") or stage.params.get("early_stopping"))
 
 
 def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) -> Iterator[str]:
-    """One warning for each probe that a stage selects by and whose rows a suite measures, or the stage trains on.
+    """Yield a warning for each selecting probe whose rows a suite measures or the stage trains on.
 
     Args:
         rows: digest of a data set → its rows; None: they were not read, so only the digests are compared.
@@ -258,10 +258,10 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
 
 
 def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """What a run trained or its probes chose that tells or ships less than it seems to, one line each.
+    """Yield warnings: probes on used rows, stages that changed no weights, releases of an untrained best model.
 
     Args:
-        metrics: stage → what it measured, as far as it has ended.
+        metrics: stage → its metrics, for stages that have ended.
     """
     yield from selected_on(manifest, {})
     for name, measured in metrics.items():
@@ -270,7 +270,7 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
     if manifest.release is None:
         return
     stages = {stage.name: stage for stage in manifest.stages}
-    name, _, output = manifest.release.model.partition("/")  # a manifest of before may hold a word that is refused now
+    name, _, output = manifest.release.model.partition("/")  # an older manifest may contain a name that is refused now
     while name in stages:
         if output == BEST and metrics.get(name, {}).get(_STEP) == 0:
             yield (
@@ -284,12 +284,12 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
 
 
 def selected(metrics: Mapping[str, float]) -> str:
-    """`probe/accuracy 0.91 at step 40`, of a stage whose probe chose; else empty."""
+    """Return `probe/accuracy 0.91 at step 40` for a stage whose probe selected a model; else empty."""
     found = [name for name in metrics if name.startswith("best/probe/")]
     return f"{found[0].removeprefix('best/')} {metrics[found[0]]:.4g} at step {metrics['best/step']:g}" if found else ""
 
 
 def selection_words(metrics: Mapping[str, float]) -> str:
-    """`best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty where no probe decided anything."""
+    """Return `best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty if no probe selected a model."""
     early = f"; stopped early at step {metrics['stopped_early/step']:g}" if "stopped_early/step" in metrics else ""
     return f"best: {selected(metrics)}{early}" if selected(metrics) else ""

@@ -1,4 +1,4 @@
-"""What was made from something: every stage, version and release that its bytes went into."""
+"""Downstream of bytes or a run: every stage, version and release that used them, directly or indirectly."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ from posttrain.store.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Downstream:
-    """The tree, and the names of what is in it."""
+    """The tree, and the names of its runs and releases."""
 
     tree: Node
     runs: tuple[str, ...]  # whose stages used it
     releases: tuple[str, ...]  # channel:NAME@RELEASE
-    live: tuple[str, ...]  # channels that serve what was made from it
-    left_off: int = 0  # things that are not in the tree
+    live: tuple[str, ...]  # channels that serve a model made from it
+    left_off: int = 0  # nodes that are not in the tree
 
     @property
     def words(self) -> str:
-        """`used by 3 runs; 2 releases, live on prod`."""
+        """One line: `used by 3 runs; 2 releases, live on prod`."""
         if not self.runs and not self.releases:
             return "nothing was made from it"
         runs = f"used by {len(self.runs)} run{'s' * (len(self.runs) != 1)}"
@@ -34,11 +34,11 @@ class Downstream:
 
 
 def of_bytes(ledger: Ledger, digest: str, name: str = "", limit: int = 0) -> Downstream:
-    """What these bytes went into, whatever they were called when they were used.
+    """Return everything that used these bytes under any name.
 
     Args:
-        name: that they are shown by.
-        limit: things in the tree, the nearest first.
+        name: shown for the bytes.
+        limit: number of nodes in the tree, the nearest first.
     """
     with ledger.snapshot() as now:
         held = tuple(("held by", hold.holder) for hold in now.holds(digest))
@@ -47,7 +47,7 @@ def of_bytes(ledger: Ledger, digest: str, name: str = "", limit: int = 0) -> Dow
 
 
 def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
-    """What a run and what it made went into; `limit` as in `of_bytes`."""
+    """Return everything that used a run or its outputs; `limit` as in `of_bytes`."""
     with ledger.snapshot() as now:
         run = now.run(run_id)
         ends = [run_end(run.id), *(stage_end(run.id, stage.name) for stage in now.stages(run.id))]
@@ -58,9 +58,9 @@ def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
 
 
 def _downstream(now: Snapshot, root: Node, first: Sequence[Edge], limit: int) -> Downstream:
-    """Follow edges, all of one distance at a time, so that statements grow with the distance and not with the fan."""
+    """Follow edges breadth first, so that the number of statements grows with the depth and not with the fan-out."""
     by: dict[str, Edge] = {}  # consumer → the first edge that led to it
-    order: dict[str, list[str]] = {"": []}  # whoever was followed → consumers that were new there
+    order: dict[str, list[str]] = {"": []}  # producer → its consumers that were new
     found = [("", edge) for edge in first]
     while found:
         new: list[str] = []
@@ -81,7 +81,7 @@ def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Se
     states = _states(now, {channel for channel, _ in releases.values()})
     digests = {edge.producer: edge.digest for edge in now.made(*(by.keys() - places.keys() - releases.keys()))}
     nodes: dict[str, Node] = {}
-    for end in reversed(list(by)[:limit]):  # what is below was found later, and is farther away
+    for end in reversed(list(by)[:limit]):  # descendants were found later, so they are built first
         below = tuple(nodes[one] for one in order.get(end, ()) if one in nodes)
         used = (("as", by[end].slot),) if by[end].slot else ()
         if end in places:
@@ -102,7 +102,7 @@ def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Se
 
 
 def _states(now: Snapshot, channels: Iterable[str]) -> dict[str, str]:
-    """Release → its state, of every release of these channels."""
+    """Return release → its state, for every release of these channels."""
     states: dict[str, str] = {}
     for channel in sorted(channels):
         history = now.history(channel)

@@ -52,7 +52,7 @@ class Planned:
 
     manifest: Manifest
     contracts: Mapping[str, StageContract]
-    warnings: tuple[str, ...] = ()  # facts that could not be checked before the run, or will probably fail
+    warnings: tuple[str, ...] = ()  # conditions that could not be checked before the run, and probable failures
     changes: tuple[str, ...] = ()  # suggested changes before the run is started
     passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, if it has them
     trackers: Trackers | None = None  # of the run file; they decide no result, so the manifest does not contain them

@@ -95,7 +95,7 @@ class _Job:
 
 
 class Pulse:
-    """Detects changes of the jobs of a driver's runs from the executor and their reports, without the ledger."""
+    """Detects changes of a driver's jobs from the executor's observations and the jobs' reports, without the ledger."""
 
     def __init__(self, clock: Clock, jobs: Jobs) -> None:
         self._clock, self._jobs = clock, jobs

@@ -1,11 +1,11 @@
-"""Scores of a run: every metric of every suite, before and after, and the answers behind them.
+"""Scores of a run: every metric of every suite, before and after, and the responses behind them.
 
-Scores are read from the evaluations' per-item results. *Before* is a model that the run started from: the channel's,
-the base model, or an earlier stage's, where an evaluation of this run measured it on the same suite; and whatever a
+Scores are read from the evaluations' per-item results. *Before* is a model that the run started from (the channel's,
+the base model, or an earlier stage's) if an evaluation of this run measured it on the same suite, or a model that a
 gate compares with. Nothing is estimated from training.
 
-A model's answers in an evaluation are read item by item from `items.parquet`. Texts are read in batches and only those
-that were chosen are kept, so long responses cost no memory.
+A model's responses in an evaluation are read item by item from `items.parquet`. Texts are read in batches and only the
+chosen ones are kept, so long responses cost no memory.
 """
 
 import io
@@ -30,7 +30,7 @@ from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
 T = TypeVar("T")
-_MARGIN = 0.02  # of the gate that a regression names, at most; `plan` prints what it can tell on the items there are
+_MARGIN = 0.02  # maximum of the suggested gate; `plan` prints its power on the present items
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
 _LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
 _TEXTS = ("prompt", "answer", "response", "extracted")
@@ -40,16 +40,16 @@ _BATCH = 512  # rows
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The same metric of a model that the measured one came from, or is to replace."""
+    """The same metric of a model that the measured one was trained from, or would replace."""
 
     of: str  # channel prod | base model:tiny@1 | stage sft
     stage: str  # of the run, that measured it
     estimate: Estimate
-    paired: Paired | None  # after - before; None: they were not measured alike
+    paired: Paired | None  # after - before; None: their measurements differ
     unpaired: str = ""  # why
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         compared = {"difference": paired_json(self.paired), "unpaired": self.unpaired}
         return {"of": self.of, "stage": self.stage, **asdict(self.estimate), **compared}
 
@@ -63,18 +63,18 @@ class Score:
     metric: str  # as gates name it: heldout/accuracy
     of: str  # which model: stage grpo | base … | channel …
     estimate: Estimate
-    before: tuple[Before, ...]  # empty: the run measured none
-    trained: bool = True  # by this run: of a model that it was given there is no before
+    before: tuple[Before, ...]  # empty: the run measured no such model
+    trained: bool = True  # by this run: an input model has no before
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         told = {"stage": self.stage, "suite": self.suite, "metric": self.metric, "of": self.of}
         return {**told, **asdict(self.estimate), "before": [one.to_json() for one in self.before]}
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A run's scores, and what could not be read."""
+    """A run's scores, and the read errors."""
 
     rows: tuple[Score, ...] = ()
     troubles: tuple[str, ...] = ()
@@ -83,22 +83,22 @@ class Scores:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """How the intervals were made, each once."""
+        """The distinct methods of the intervals."""
         own = [row.estimate.method for row in self.rows]
         return tuple(dict.fromkeys([*own, *(b.paired.method for row in self.rows for b in row.before if b.paired)]))
 
     @property
     def lone(self) -> bool:
-        """Whether there is a score of a trained model that no before was measured for."""
+        """Whether a trained model has a score without a measured before."""
         return any(row.trained and not row.before for row in self.rows)
 
     @property
     def trained(self) -> bool:
-        """Whether any of them is of a model that this run trained."""
+        """Whether any score is of a model that this run trained."""
         return any(row.trained for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "confidence": self.confidence,
             "rows": [row.to_json() for row in self.rows],
@@ -117,23 +117,23 @@ class Measured:
 
     @property
     def model(self) -> InputRef:
-        """Where the measured model comes from."""
+        """The ref of the measured model."""
         return self.stage.inputs["model"]
 
     @property
     def digest(self) -> str:
-        """Of the measured model."""
+        """The digest of the measured model."""
         return str(self.record.inputs.get("model", {}).get("digest", ""))
 
     def identity(self, metric: str) -> tuple[str, str]:
-        """What makes it the same measurement in another evaluation: the suite's data, and the metric in it."""
+        """Return the identity of a measurement across evaluations: the suite's data, and the metric in it."""
         suite, _, quantity = metric.partition("/")
         data = self.stage.inputs.get(f"suites.{suite}")
         judged = f" {self.judge(suite)}" if quantity in JUDGED else ""
         return (data.digest or data.name if data else suite), f"{quantity}{judged}"
 
     def judge(self, suite: str) -> str:
-        """Digest of what decides a suite's rewards: functions, weights and range; empty where it has none."""
+        """Return the digest of a suite's reward functions, weights and range; empty without a reward."""
         params, own = self.stage.params.get("suites", {}).get(suite, {}), f"{JUDGES}{suite}"
         slots = {slot: ref for slot, ref in self.stage.inputs.items() if re.split("[:/]", slot)[0] == own}
         if not slots:
@@ -147,7 +147,7 @@ class Measured:
 
 
 def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRecord]) -> Scores:
-    """All scores of a run, as far as it has measured.
+    """Return all scores of a run that are measured so far.
 
     Args:
         rows: stage → its row.
@@ -155,7 +155,7 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
     troubles: list[str] = []
     found = list(measurements(blobs, manifest, rows, troubles))
     scores: dict[str, list[Score]] = {}
-    used: set[str] = set()  # evaluations that stand beside another one as its before
+    used: set[str] = set()  # evaluations that are shown as the before of another one
     for one in found:
         scores[one.stage.name] = list(_scores(one, _earlier(manifest, one, found), manifest, troubles))
         used |= {before.stage for score in scores[one.stage.name] for before in score.before}
@@ -167,10 +167,10 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
 
 
 def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
-    """A line for each model before whose scores are better: where an interval of the difference is on the worse side.
+    """Yield a line for each earlier model with better scores: the whole interval of a difference is on the worse side.
 
-    The metric of a gate comes before others. The gate that a line names fails on such results: a confidence limit is
-    never better than the estimate.
+    The metric of a gate has priority. The gate that a line suggests fails on such results: a confidence limit is never
+    better than the estimate.
     """
     found: dict[str, list[tuple[Score, Before, Paired]]] = {}
     for score in scores:
@@ -209,10 +209,10 @@ def _gate(score: Score, before: Before, pair: Paired) -> str:
 def measurements(
     blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRecord], troubles: list[str]
 ) -> Iterator[Measured]:
-    """Every evaluation of a run that has ended, in the order of its stages.
+    """Yield every ended evaluation of a run, in the order of its stages.
 
     Args:
-        troubles: gets a line for each whose results cannot be read.
+        troubles: gets a line for each evaluation with unreadable results.
     """
     for stage in manifest.stages:
         record = rows.get(stage.name)
@@ -228,7 +228,7 @@ def measurements(
 
 
 def model_words(manifest: Manifest, ref: InputRef) -> str:
-    """A model as people call it."""
+    """Return a model's name for people."""
     if ref.source == "stage":
         return f"stage {ref.word}"
     if ref.source == "channel":
@@ -237,8 +237,8 @@ def model_words(manifest: Manifest, ref: InputRef) -> str:
 
 
 def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[Measured]:
-    """Evaluations of models that this one's came from, and of what its gates compare with: the channel's first, then
-    those of no ancestors, then the oldest.
+    """Return the evaluations of this model's ancestors and of the models that its gates compare with: the channel's
+    first, then those of other models, then the ancestors', the oldest first.
     """
     line = list(_ancestors(manifest, one.model))
     others = [other for other in found if other.model != one.model]
@@ -252,19 +252,19 @@ def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[M
 
 
 def _rivals(manifest: Manifest) -> list[InputRef]:
-    """The models of this run that its gates compare with."""
+    """Return the models of this run that its gates compare with."""
     inputs = [stage.inputs for stage in manifest.stages if kind_of(stage.kind).judges]
     named = [(RIVAL + rule.rival, own) for rule in manifest.gates if rule.rival for own in inputs]
     return [own[slot] for slot, own in named if slot in own]
 
 
 def released(manifest: Manifest) -> str | None:
-    """The model that the run releases, as its file names it."""
+    """Return the name of the released model in the run file; None without a release."""
     return manifest.release.model if manifest.release else None
 
 
 def _ancestors(manifest: Manifest, model: InputRef) -> Iterator[InputRef]:
-    """The models that this one was trained from, the nearest first."""
+    """Yield the models that this one was trained from, the nearest first."""
     while model.source == "stage":
         maker = next(stage for stage in manifest.stages if stage.name == model.name)
         if "model" not in maker.inputs:
@@ -286,7 +286,7 @@ def _scores(one: Measured, earlier: list[Measured], manifest: Manifest, troubles
 
 
 def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manifest) -> Iterator[Before]:
-    """One of each evaluation, however many of its suites measure the same: the suite of the same name before others."""
+    """Yield one result per evaluation; of several equal suites the one with the same name has priority."""
     for other in earlier:
         same = [name for name in other.evidence if other.identity(name) == one.identity(metric)]
         if not same:
@@ -302,7 +302,7 @@ def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manif
 
 
 def paired_json(one: Paired | None) -> dict[str, Any] | None:
-    """Plain JSON."""
+    """Return plain JSON."""
     if one is None:
         return None
     limits = {"value": one.difference, "low": one.low, "high": one.high, "method": one.method}
@@ -319,10 +319,10 @@ class Answered:
     item_id: str
     kind: str  # greedy | sample
     sample: int
-    correct: bool | None  # None: there is no answer to compare with
+    correct: bool | None  # None: no answer to compare with
     truncated: bool
     tokens: int
-    reward: float | None = None  # None: the suite has none
+    reward: float | None = None  # None: the suite has no reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +331,9 @@ class Response:
 
     answered: Answered
     prompt: str
-    answer: str  # what it is compared with
+    answer: str  # the expected answer
     response: str
-    extracted: str | None  # what of the response was compared; None: nothing was found in it
+    extracted: str | None  # the compared part of the response; None: no answer found
     components: Mapping[str, float] = field(default_factory=dict)  # of its reward
 
 
@@ -342,7 +342,7 @@ class Responses:
 
     Args:
         data: of `items.parquet`.
-        source: how errors call it.
+        source: its name in errors.
 
     Raises:
         IntegrityError: it is not such a file.
@@ -365,16 +365,16 @@ class Responses:
         ]
 
     def greedy(self, suite: str) -> list[Answered]:
-        """The greedy answers to a suite, one per item, in its order."""
+        """Return the greedy responses to a suite, one per item, in its order."""
         return [one for one in self.all if one.suite == suite and one.kind == "greedy"]
 
     @property
     def suites(self) -> list[str]:
-        """Their names."""
+        """The names of the suites."""
         return list(dict.fromkeys(one.suite for one in self.all))
 
     def texts(self, chosen: Collection[Answered]) -> dict[int, Response]:
-        """Row → the whole response.
+        """Return row → the whole response.
 
         Raises:
             IntegrityError: the file is damaged.
@@ -399,7 +399,7 @@ class Responses:
 
 
 def spread(rows: Sequence[T], most: int) -> list[T]:
-    """At most so many, evenly from the first to the last: the beginning of a suite need not be like the rest."""
+    """Return at most `most` rows, evenly spaced, since the beginning of a suite may differ from the rest."""
     if len(rows) <= most:
         return list(rows)
     return [rows[place * (len(rows) - 1) // max(1, most - 1)] for place in range(most)]

@@ -191,7 +191,7 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
 def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Fail the stage if the libraries changed since the run started, as they may be manipulated; return whether."""
     image = manifest.image_of(manifest.stage(stage.name))
-    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image has its own libraries
+    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image brings its own
     if not message:
         return False
     stores.update_stage(
@@ -311,7 +311,7 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
 
 
 def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
-    with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order, and is killed after the grace
+    with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order, and is killed later
         jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
     reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     stores.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=order.cause)

@@ -1,6 +1,6 @@
-"""Where a control plane keeps what it knows: what planning, judging, releasing and every look back work on.
+"""The stores of a control plane, for planning, judging, releasing and queries.
 
-Nothing here starts a job or can be asked about one; that is `control.jobs`.
+Nothing here starts or observes a job; `control.jobs` does.
 """
 
 import json
@@ -15,15 +15,15 @@ from posttrain.store.hosts import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Ledger and blobs, and by whom and when they are written."""
+    """Ledger and blobs, with the clock and the actor of their writes."""
 
     ledger: Ledger
     blobs: BlobStore
     clock: Clock
-    actor: str  # who acts, as the audit log names it
+    actor: str  # the acting principal, as named in the audit log
 
     def manifest(self, run: RunRecord) -> Manifest:
-        """The run's locked manifest.
+        """Return the run's locked manifest.
 
         Raises:
             IntegrityError: its bytes no longer match the digest.
@@ -31,11 +31,11 @@ class Stores:
         return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
 
     def update_stage(self, stage: StageRecord, **changes: Any) -> StageRecord:
-        """Change a stage in a transaction of its own; see `Transaction.update_stage`."""
+        """Change a stage in a separate transaction; see `Transaction.update_stage`."""
         with self.ledger.transaction(self.actor) as transaction:
             return transaction.update_stage(stage, **changes)
 
     def update_attempt(self, attempt: AttemptRecord, **changes: Any) -> AttemptRecord:
-        """Change an attempt in a transaction of its own; see `Transaction.update_attempt`."""
+        """Change an attempt in a separate transaction; see `Transaction.update_attempt`."""
         with self.ledger.transaction(self.actor) as transaction:
             return transaction.update_attempt(attempt, **changes)

@@ -1,4 +1,4 @@
-"""Submitting a manifest: the same digest attaches to the run that exists."""
+"""Submit a manifest: the same digest attaches to the existing run."""
 
 import base64
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.trees import stored_sizes
 
 _LONGEST = 55  # characters of a name in an id, which has 64
-_RACES = 100  # that one `--again` may lose
+_RACES = 100  # that one `--again` may lose to other submissions
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The run, and whether it was there before."""
+    """The run, and whether it existed before."""
 
     run: RunRecord
     attached: bool
-    moved: bool = False  # a channel or a run's name means another model than when this run was submitted
+    moved: bool = False  # a channel or a run's name has another target than at the run's submission
 
 
 def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run for this manifest, or attach to the newest one with the same digest.
 
-    One that has not ended is attached to as well where only what a moving word means (`channel:prod`) has changed: a
-    run may move its own channel, and the command that is repeated after a kill means that run.
+    An unfinished run is also attached to if only the target of a name (`channel:prod`) has changed: a run may move its
+    own channel, and a command repeated after a kill must find that run.
 
     Args:
         again: start another run of the same manifest.
-        exact: this very manifest is meant, as of a lock, whatever its words mean by now.
+        exact: match only this manifest, as of a lock, even if the targets of its names have changed.
     """
     existing = stores.ledger.runs(manifest_digest=manifest.digest)
     if existing and not again:
@@ -68,12 +68,12 @@ def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bo
 
 
 def new_run_id(ledger: Ledger, name: str) -> str:
-    """`NAME-<8 characters>`: forty random bits in base32, small letters; of a long name its beginning."""
+    """Return `NAME-<8 characters>`: forty random bits in lower-case base32; a long name is truncated."""
     return f"{name[:_LONGEST]}-{base64.b32encode(ledger.entropy(5)).decode().lower()}"
 
 
 def _unfinished(stores: Stores, manifest: Manifest) -> RunRecord | None:
-    """The newest run that goes on and was submitted by the same words."""
+    """Return the newest unfinished run of the same manifest before pinning."""
     words = manifest.unpinned()
     if words is None:
         return None
@@ -84,7 +84,7 @@ def _unfinished(stores: Stores, manifest: Manifest) -> RunRecord | None:
 
 
 def _artifacts(stores: Stores, manifest: Manifest, digest: str) -> list[Artifact]:
-    """The manifest, and what it names."""
+    """Return the artifacts of the manifest and of its inputs."""
     forms = {ref.digest: str(ref.form) for _, _, ref in manifest.assets() if ref.digest}
     sizes, now = stored_sizes(stores.blobs, {digest: "file", **forms}), stores.clock.now()
     named = [Artifact(one, form, sizes.get(one), "input", now) for one, form in forms.items()]

@@ -1,4 +1,4 @@
-"""What the runs of a sweep measured, ranked: settings × seeds, on one metric of one model's evaluation."""
+"""Rank the runs of a sweep: settings × seeds, on one metric of one model's evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,11 +17,11 @@ Runs = Mapping[int, str]  # seed → run id
 
 
 def swept_model(planned: Planned, released: str | None) -> str:
-    """The model that settings are ranked by, as a run file names it: the one that is released, where an evaluation
+    """Return the model by which settings are ranked, as named in a run file: the released one if an evaluation
     measures it, else that of the last evaluation.
 
     Raises:
-        InputError: no evaluation.
+        InputError: there is no evaluation.
     """
     words = [stage.inputs["model"].word for stage in planned.manifest.stages if stage.measures]
     if not words:
@@ -30,10 +30,10 @@ def swept_model(planned: Planned, released: str | None) -> str:
 
 
 def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named: str | None) -> str:
-    """The metric that settings are ranked by: as named, else the first gate's, else the evaluation's first.
+    """Return the ranking metric: the named one, else the first gate's, else the evaluation's first.
 
     Args:
-        model: as `swept_model` says.
+        model: from `swept_model`.
 
     Raises:
         InputError: no evaluation of the model has that metric.
@@ -47,10 +47,10 @@ def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named:
 
 
 def metric_direction(metric: str, gates: Sequence[GateRule], named: str | None) -> str:
-    """Which way the metric improves.
+    """Return the direction in which the metric improves: higher or lower.
 
     Raises:
-        InputError: nobody says so.
+        InputError: the direction is unknown.
     """
     gate = next((gate for gate in gates if gate.metric == metric), None)
     gated = gate and ("higher" if gate.higher_is_better else "lower")
@@ -63,7 +63,7 @@ def metric_direction(metric: str, gates: Sequence[GateRule], named: str | None) 
 def rank_runs(
     stores: Stores, settings: Sequence[Runs], model: str, metric: str, direction: str
 ) -> tuple[Ranking, tuple[str, ...]]:
-    """Rank settings by what their runs measured of one model so far, and say what could not be read."""
+    """Rank settings by their runs' measurements of one model so far; also return the read errors."""
     troubles: list[str] = []
     measured: list[dict[int, Evidence]] = []
     for runs in settings:
@@ -73,10 +73,10 @@ def rank_runs(
 
 
 def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Plain JSON.
+    """Return plain JSON.
 
     Args:
-        settings: what else is known of each.
+        settings: other facts about each setting.
     """
     rows = [
         {
@@ -101,7 +101,7 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _evidence(stores: Stores, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
-    """What a run measured of that model; another one's number would stand for it."""
+    """Return a run's measurement of exactly that model; None: not measured."""
     manifest, rows = stores.manifest(stores.ledger.run(run_id)), {row.name: row for row in stores.ledger.stages(run_id)}
     found = [
         one

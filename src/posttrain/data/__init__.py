@@ -1,1 +1,1 @@
-"""The data plane: versioned assets (datasets, models, rewards) and what can be said of them."""
+"""The data plane: versioned assets (datasets, models, rewards) and their inspection."""

@@ -58,13 +58,13 @@ _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 def inspect_reward(
     path: Path, entry: str | None = None, *, dialect: str = "auto", guideline: Path | None = None
 ) -> Meta:
-    """Return `{"entry", "dialect", "parameters", "async", "source", "source_digest", "guideline"}` of a reward's source.
+    """Return `{"entry", "dialect", "parameters", "async", "source", "source_digest", "guideline"}` of a reward.
 
     Args:
         path: a Python file, or a folder that contains it.
         entry: `function` or `file.py:function`; by default `score`, `compute_score` or the only public function.
         dialect: the calling convention, when the parameter names are ambiguous.
-        guideline: a text file that describes what is rewarded; by default the function's docstring, or the module's.
+        guideline: a text file that describes the rewarded behaviour; by default the function's or module's docstring.
 
     Raises:
         NotFoundError: no such source, function or guideline file.
@@ -180,7 +180,7 @@ def inspect_recipe(path: Path, entry: str) -> Meta:
 def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # RecursionError, MemoryError: nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
         line, reason = getattr(error, "lineno", None), str(error) or "nested deeper than Python reads"
         raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 

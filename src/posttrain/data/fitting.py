@@ -1,8 +1,8 @@
-"""Do a data set's rows fit a model, before anything runs? Counts tokens as the engine will, without torch.
+"""Checks that a data set's rows fit a model, before a job runs. Counts tokens as the engine does, without torch.
 
-What a row becomes is said by `domain.rendering`, for the engine too; that has transformers for it, which the control
-side does not import. This reads the same two files, `tokenizer.json` and the chat template, with `tokenizers` and
-`jinja2`; a test holds both to the same token ids. A tokenizer without `tokenizer.json` is left to the job.
+`domain.rendering` renders rows, for the engine too, which uses transformers; the control side does not import it. This
+module reads the same two files, `tokenizer.json` and the chat template, with `tokenizers` and `jinja2`; a test compares
+the token ids of both. A tokenizer without `tokenizer.json` is left to the job.
 """
 
 import json
@@ -16,16 +16,16 @@ from posttrain.data.rows import Row
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 
-Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: there is no such file
+Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: it does not exist
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which templates find a message's reasoning
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning in templates
 _SHOWN = 60  # characters of a wrong value in an error
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
-_RENDER_SECONDS = 10.0  # that one rendering may take: a hundred thousand times what one takes
+_RENDER_SECONDS = 10.0  # maximum of one rendering: 100,000 times the usual time
 _MEAN_SECONDS = 0.1
 _MOST_RENDERED = 10**7  # characters of one row
 _SIMPLER = "simplify its loops"
-_MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # characters or items, and bits of a number, that a template may make at once
+_MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # maximum characters or items, and bits of a number, of one operation
 
 
 class PlanTokenizer:
@@ -41,13 +41,13 @@ class PlanTokenizer:
         self._tokenizer, self._special = tokenizer, special
         self._source, self._compiled = template, cast(Any, None)
         self._renders, self._spent = 0, 0.0
-        # the token that ends a sequence; None where the files do not say
+        # the end-of-sequence token; None where the files do not name one
         self.end: int | None = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
     @property
     def raised(self) -> tuple[type[Exception], ...]:
-        """What the template raises of its own accord."""
-        from jinja2 import TemplateError  # here: commands that plan nothing need not load it
+        """The exceptions that the template itself raises."""
+        from jinja2 import TemplateError  # late: only plans need it
 
         return (TemplateError,)
 
@@ -57,7 +57,7 @@ class PlanTokenizer:
         return bool(self._source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
-        """The text of a conversation. Raises InputError: it takes too long, or makes too much."""
+        """Return the text of a conversation. Raises InputError: it takes too long, or is too long."""
         given = [_message(message) for message in messages]
         begun = time.monotonic()
         try:
@@ -80,13 +80,13 @@ class PlanTokenizer:
         return str(text)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        """Token ids of each text; with `special` also those that the tokenizer puts around it."""
+        """Return the token ids of each text; with `special` also the tokenizer's special tokens around it."""
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def open_tokenizer(read: Read) -> PlanTokenizer | None:
-    """The tokenizer of a model; None when it cannot be read without transformers."""
-    import tokenizers  # here: commands that plan nothing need not load it
+    """Return the tokenizer of a model; None when it cannot be read without transformers."""
+    import tokenizers  # late: only plans need it
 
     data = read("tokenizer.json")
     if data is None:
@@ -106,7 +106,7 @@ def open_tokenizer(read: Read) -> PlanTokenizer | None:
 
 
 def context_length(read: Read) -> int | None:
-    """Tokens of prompt and response together by `config.json`; None when it does not say."""
+    """Return the context length in tokens by `config.json`; None when it has none."""
     config = json.loads(read("config.json") or b"{}")
     text = config.get("text_config") or config
     return next((int(text[key]) for key in _CONTEXT if text.get(key)), None)
@@ -157,10 +157,10 @@ def check_prompts(
 
 
 def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: int) -> None:
-    """As `check_prompts` for a model that is not there yet: its tokens will be characters, and marks besides.
+    """As `check_prompts` for a model that does not exist yet: its tokens will be characters and marks.
 
     Raises:
-        InputError: a row that does not fit for its text alone; names data set and row (from 1).
+        InputError: a row whose text alone does not fit; names data set and row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         prompt = row.get("prompt") or ""
@@ -176,14 +176,15 @@ def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: i
 def check_demonstrations(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:
-    """Refuse demonstrations that are too long: they are never cut.
+    """Refuse demonstrations that are too long, since they are never cut.
 
     Args:
         context: the model's limit, tokens of prompt and completion together; None: no limit.
         longest: the stage's own limit.
 
     Raises:
-        InputError: a row that cannot be rendered, shows nothing or does not fit; names data set and row (from 1).
+        InputError: a row that cannot be rendered, has no demonstration or does not fit; names data set and row (from
+            1).
     """
     for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -202,20 +203,20 @@ def _refuse_longer(length: int, longest: int | None, context: int | None, what: 
 
 
 def _begun(prompt: rendering.Ids) -> rendering.Ids:
-    """A prompt's tokens. The first token of a document is predicted from nothing, so one must be given."""
+    """Return a prompt's tokens; refuse an empty prompt, since the first token of a document is not predicted."""
     if not prompt:
         raise InputError("a prompt must have a token at least, got none; write one, or drop the row")
     return prompt
 
 
 def refuse_equal(chosen: object, rejected: object) -> None:
-    """Refuse a preference between two equal responses: it prefers nothing. Raises InputError."""
+    """Refuse a preference between two equal responses. Raises InputError."""
     if chosen == rejected:
         raise InputError("chosen and rejected must differ, got the same response twice; drop the row")
 
 
 def check_responses_differ(rows: Sequence[Row], name: str) -> None:
-    """Refuse pairs of equal responses, whatever tokens they become.
+    """Refuse pairs of equal responses, before tokenisation.
 
     Raises:
         InputError: names data set and row (from 1).
@@ -229,7 +230,7 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
 def check_pairs(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:
-    """Refuse preference pairs that are too long, or are none.
+    """Refuse preference pairs that are too long, or have equal responses.
 
     Args:
         context: the model's limit, tokens of prompt and response together; None: no limit.
@@ -246,7 +247,7 @@ def check_pairs(
         _refuse_longer(length, longest, context, f"{name} row {number}: prompt and response")
 
 
-# --- what transformers reads and gives to a chat template -------------------------------------------------------------
+# --- the inputs of a chat template, as in transformers ----------------------------------------------------------------
 
 
 def _template(read: Read, config: Mapping[str, Any]) -> str | None:
@@ -260,21 +261,21 @@ def _template(read: Read, config: Mapping[str, Any]) -> str | None:
 
 
 def _texts(tokens: Any) -> list[str]:
-    """Tokens written as text, or as `{"content": text, …}`."""
+    """Return the texts of tokens written as text, or as `{"content": text, …}`."""
     values = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
     found = [value.get("content") if isinstance(value, Mapping) else value for value in values]
     return [text for text in found if isinstance(text, str) and text]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is null, and with its reasoning under every name that templates use."""
+    """Return a message without null fields, and with its reasoning under every key that templates use."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in _REASONING if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _huge(operator: str, left: Any, right: Any) -> bool:
-    """Whether a product or power is larger than anything that a prompt could need."""
+    """Whether the result of a product, power or format is larger than any prompt needs."""
     bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
     if operator == "%":
         return isinstance(left, str) and re.search(r"%[^a-zA-Z%]*[0-9*]{4}", left) is not None
@@ -287,11 +288,11 @@ def _huge(operator: str, left: Any, right: Any) -> bool:
 
 
 def _environment() -> Any:
-    """Jinja as chat templates are written for: sandboxed, blocks trimmed, loop controls, `generation` blocks."""
+    """Return the Jinja environment of chat templates: sandboxed, trimmed blocks, loop controls, `generation` blocks."""
     from jinja2 import TemplateError, ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """`{% generation %}` marks what an assistant wrote; for its text it means nothing."""
+        """`{% generation %}` marks an assistant's text; the text itself is unchanged."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -300,7 +301,7 @@ def _environment() -> Any:
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
     class Bounded(sandbox.ImmutableSandboxedEnvironment):
-        """No operation that takes minutes in one step of C."""
+        """An environment without operations that take minutes in a single C call."""
 
         intercepted_binops = frozenset(["*", "**", "%"])
 

@@ -38,7 +38,7 @@ from posttrain.store.trees import file_digest
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = Function | ast.ClassDef | ast.expr | ast.alias
-_TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # decorators that keep parameters
+_TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # keep parameters
 UNCONFINED = (
     "a server runs a dataflow of one's own only in an image, which confines it; name one that the project allows: "
     "image: NAME@sha256:…"
@@ -49,7 +49,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # the name of a run, and its stage
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
-_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # prefixes of models of the workspace → their names
+_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # of models; prefix → names
 
 
 _VERIFIERS = Signature(("state",), takes_all="columns")  # verifiers' rubrics and tasks get all columns
@@ -80,7 +80,7 @@ if importlib.metadata.version("{distribution}") != "{version}":
 
 
 def definitions(module: ast.Module) -> dict[str, _Definition | None]:
-    """Return names bound at a module's top level, also under `if` and `try` → definition; None where it is ambiguous."""
+    """Return names bound at a module's top level, also under `if` and `try` → definition; None where ambiguous."""
     found: dict[str, _Definition | None] = {}
     for name, value, certain in _bindings(module.body, True):
         found[name] = value if certain or name not in found else None

@@ -1,25 +1,24 @@
 """Rows of a data set in one canonical form, and their overlap with training data.
 
-Rows are read in any of several conventions; `data.files` describes what a file may be. A canonical row has one of
+Rows are read in several conventions; `data.files` describes the file formats. A canonical row has one of
 
 * `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages), or `chosen` and
   `rejected` of the same forms: a preference pair;
 * `messages` (a whole conversation);
 * `text`
 
-and, where the row gives one, a reference `answer`: text that a response can be compared with. A null or NaN is no
-answer. A list, map or boolean is left as it is for rewards that read it, but nothing can be compared with it.
+and, where the row has one, a reference `answer`: text to compare a response with. A null or NaN is not an answer. A
+list, map or boolean is kept for rewards that read it, but no response is compared with it.
 
-Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`, `prompt` +
+Every other column is kept. Read directly: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`, `prompt` +
 `chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet (`prompt` as a
 chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; `question` +
-`answer`. A row's number is its position, from 1: in its file where one of several is named, else in the data set.
+`answer`. A row's number is its position, from 1: in its file where the file is named, else in the data set.
 
 Contamination: evaluation rows that were seen in training, on which a score does not measure the task. Three kinds are
-distinguished: the same prompt; the same but for case and blanks, which is another task where case counts; and
-near-duplicates, a large part of whose n-grams of words stand in one training prompt. N-grams that many prompts share
-are the template of a task, not the task: they do not count. Rows that are nothing but a common template are not found,
-nor are short ones.
+distinguished: the same prompt; the same except for case and whitespace, which is another task where case matters; and
+near-duplicates, with a large part of their word n-grams in one training prompt. N-grams shared by many prompts belong
+to the template of a task, so they do not count. Rows that consist of a common template, and short rows, are not found.
 """
 
 import json
@@ -37,19 +36,19 @@ from posttrain.domain.errors import InputError
 
 Row = dict[str, Any]
 NGRAM, OVERLAP = 5, 0.7
-MOST_NGRAMS = 2_000_000  # looked at in one comparison: five seconds of one core
-_LEAST = 8  # counted n-grams of a row that is compared
+MOST_NGRAMS = 2_000_000  # maximum in one comparison: five seconds of one core
+_LEAST = 8  # minimum of counted n-grams for a comparison
 _SHARED, _SHARED_LEAST, _SHARED_MOST = 20, 3, 20  # template: in more than 1/20 of the prompts, at least 3, at most 20
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Rows(list[Row]):
-    """The rows of a data set; `files` says how many each of its files has, in order."""
+    """The rows of a data set; `files` contains the number of rows of each file, in order."""
 
     files: Mapping[str, int]
 
     def located(self, message: str, name: str) -> str:
-        """An error that counts rows over the whole data set, with file and row in it where there are several files."""
+        """Return an error with row numbers of the data set rewritten to file and row, where it has several files."""
         if len(self.files) < 2:
             return message
 
@@ -65,11 +64,11 @@ class Rows(list[Row]):
 
 
 def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
-    """All rows of a data set in canonical form.
+    """Return all rows of a data set in canonical form.
 
     Args:
-        data: a file, a stored folder of files (all of them, sorted by name), or files by name (`data.files`).
-        name: how errors call the data set, e.g. `dataset:sort-train@1`; the file's name by default.
+        data: a file, a stored folder of files (all, sorted by name), or files by name (`data.files`).
+        name: the data set's name in errors, e.g. `dataset:sort-train@1`; the file's name by default.
 
     Raises:
         NotFoundError: no such file.
@@ -85,7 +84,7 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
 
 
 def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str, Row]]:
-    """File and canonical row, one after the other: no more than one is in memory. Raises as `read_rows`."""
+    """Yield file and canonical row, with one row in memory at a time. Raises as `read_rows`."""
     some = False
     for file, path in files.items():
         place = named(file, name, len(files))
@@ -97,20 +96,20 @@ def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str
 
 
 def named(file: str, name: str, files: int) -> str:
-    """How errors call one file of a data set: `dataset:train@1/shard-2.jsonl` where there are several."""
+    """Return the name in errors of a data set's file: `dataset:train@1/shard-2.jsonl` where there are several."""
     return (name or file) if files == 1 else f"{name}/{file}" if name else file
 
 
 def stored_files(path: Path) -> dict[str, Path]:
-    """The files of a data set as it is stored: one, or a folder that holds nothing else."""
+    """Return the files of a stored data set: one file, or all files of a folder."""
     return {file.name: file for file in (sorted(path.iterdir()) if path.is_dir() else [path])}
 
 
 def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
-    """One row in canonical form.
+    """Return a row in canonical form.
 
     Raises:
-        InputError: it has neither prompt, messages nor text, or one of them is ill-formed.
+        InputError: it has no prompt, messages or text, or an ill-formed one.
     """
     place = f"{name} row {number}"
     result = dict(row)
@@ -138,7 +137,7 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
 
 
 def _responses(row: Row) -> list[str]:
-    """The columns that answer the prompt. `chosen` alone is some column, and so is `rejected`."""
+    """Return the columns that answer the prompt. `chosen` or `rejected` alone is an ordinary column."""
     if row.get("prompt") is None:
         return []
     found = ["completion"] if row.get("completion") is not None else []
@@ -147,7 +146,7 @@ def _responses(row: Row) -> list[str]:
 
 
 def _split_preference(row: Row, place: str) -> None:
-    """TRL's implicit prompt: `chosen` and `rejected` are whole conversations, and the prompt is what they share."""
+    """Split TRL's implicit prompt: the common beginning of the whole conversations `chosen` and `rejected`."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     prompted = any(row.get(key) is not None for key in ("prompt", "messages", "text"))
     if prompted or not isinstance(chosen, list) or not isinstance(rejected, list):
@@ -160,12 +159,12 @@ def _split_preference(row: Row, place: str) -> None:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Parquet gives a message every field that some message of its column has."""
+    """Return a message without null fields: Parquet gives every message all fields of its column."""
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message
 
 
 def uniform(rows: Sequence[Row]) -> list[Row]:
-    """Every row with every column that one of them has, None where it has none: as `datasets` gives them."""
+    """Return the rows with the union of their columns, None where a row lacks one, as in `datasets`."""
     columns = dict.fromkeys(name for row in rows for name in row)
     return [{**columns, **row} for row in rows]
 
@@ -176,7 +175,7 @@ def has_answer(row: Mapping[str, Any]) -> bool:
 
 
 def answer_of(row: Mapping[str, Any]) -> str | None:
-    """The reference answer as text: `answer`, `reward_model.ground_truth`, `ground_truth`, `label` or `solution`."""
+    """Return the reference answer: `answer`, `reward_model.ground_truth`, `ground_truth`, `label` or `solution`."""
     model = row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     for value in (row.get("answer"), truth, row.get("ground_truth"), row.get("label"), row.get("solution")):
@@ -186,7 +185,7 @@ def answer_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _is_blank(value: Any) -> bool:
-    """What Parquet has in a column where a row has nothing."""
+    """Whether it is Parquet's value of a missing entry: null or NaN."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
@@ -204,7 +203,7 @@ def _check_content(value: Any, key: str, place: str) -> None:
 
 
 def demonstrations(row: Mapping[str, Any]) -> int:
-    """How many documents a canonical row is to learn from: one for every assistant turn of a conversation."""
+    """Return the number of training documents of a canonical row: one for every assistant turn of a conversation."""
     paired = row.get("prompt") is not None and row.get("completion") is not None
     if paired or row.get("messages") is None:
         return 1
@@ -212,9 +211,9 @@ def demonstrations(row: Mapping[str, Any]) -> int:
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """What makes two rows the same task: the prompt's text, every message as `role: content`.
+    """Return the text that identifies a row's task: the prompt, every message as `role: content`.
 
-    `row` is canonical. Of a conversation it is what comes before the first assistant message.
+    `row` is canonical. Of a conversation it is the part before the first assistant message.
     """
     prompt: Any = row.get("prompt")
     if prompt is None and row.get("messages") is not None:
@@ -226,17 +225,18 @@ def prompt_text(row: Mapping[str, Any]) -> str:
 
 
 def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> list[Row]:
-    """The rows of an evaluation suite without those that repeat an earlier prompt and its answer.
+    """Return the rows of an evaluation suite without those that repeat an earlier prompt and its answer.
 
-    A greedy answer to a repeated prompt is the same answer, so a gate must not count it twice: 20 rows ten times over
-    are 20 items. To sample an item more often, a suite has `samples`.
+    A repeated prompt gets the same greedy answer, so a gate must not count it twice: 20 rows repeated ten times are 20
+    items. For more samples of an item, a suite has `samples`.
 
     Args:
-        name: how errors call the data set.
-        whole: a reward reads the rows, so one that repeats a prompt must repeat every column.
+        name: the data set's name in errors.
+        whole: a reward reads the rows, so a repeated prompt must repeat every column.
 
     Raises:
-        InputError: one prompt with two answers, or with `whole` two of anything; names data set and rows (from 1).
+        InputError: one prompt with two answers, or with `whole` two values of a column; names data set and rows (from
+            1).
     """
     first: dict[str, int] = {}
     for index, row in enumerate(rows):
@@ -257,7 +257,7 @@ def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> li
 
 
 def repeated_rows(name: str, rows: int, items: int) -> str:
-    """What is told of a suite that repeats rows."""
+    """Return the warning for a suite with repeated rows."""
     return f"{name}: {rows - items} of {rows} rows repeat another; they count once, so the suite has {items} items"
 
 
@@ -267,27 +267,27 @@ def _content_text(content: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ContaminationReport:
-    """Evaluation rows that training data gives away. Row numbers count from 1.
+    """Evaluation rows that are in the training data. Row numbers count from 1.
 
     Example: `ContaminationReport(rows=600, exact=(17,), alike=(), similar=(23,), ngram=5, overlap=0.7, left=0)`
     """
 
-    rows: int  # evaluation rows looked at
-    exact: tuple[int, ...]  # the same prompt stands in the training data
-    alike: tuple[int, ...]  # the same but for case and blanks
-    similar: tuple[int, ...]  # neither, but a near-duplicate
-    ngram: int | None  # words and signs per n-gram; None: near-duplicates were not looked for
+    rows: int  # compared evaluation rows
+    exact: tuple[int, ...]  # the same prompt is in the training data
+    alike: tuple[int, ...]  # the same except for case and whitespace
+    similar: tuple[int, ...]  # other near-duplicates
+    ngram: int | None  # words and signs per n-gram; None: no search for near-duplicates
     overlap: float  # share of a row's counted n-grams in one training prompt
-    left: int = 0  # prompts that were not compared for near-duplicates: too many
+    left: int = 0  # prompts beyond the limit, not compared for near-duplicates
 
     @property
     def found(self) -> int:
-        """Rows given away."""
+        """The number of rows found in the training data."""
         return len(self.exact) + len(self.alike) + len(self.similar)
 
     @property
     def share(self) -> float:
-        """Share of evaluation rows given away."""
+        """The share of evaluation rows found in the training data."""
         return self.found / self.rows
 
     def __str__(self) -> str:
@@ -310,9 +310,9 @@ def contamination(
     """Compare prompts of canonical rows.
 
     Args:
-        ngram: words per n-gram; None: do not look for near-duplicates.
-        overlap: share of a row's counted n-grams that must stand in one training prompt to flag it, in (0, 1].
-        most: n-grams to look at; rows beyond are compared for equality only.
+        ngram: words per n-gram; None: no search for near-duplicates.
+        overlap: share of a row's counted n-grams that must be in one training prompt to flag it, in (0, 1].
+        most: maximum of n-grams; rows beyond are compared for equality only.
 
     Raises:
         InputError: no evaluation rows, or a parameter out of range.
@@ -340,14 +340,14 @@ def contamination(
 
 
 def _folded(text: str) -> str:
-    """Prompts that differ in case and blanks only are folded alike."""
+    """Return a key that is equal for prompts that differ in case and whitespace only."""
     return " ".join(text.casefold().split())
 
 
 def _near(
     known: Collection[str], asked: Collection[str], ngram: int, overlap: float, most: int
 ) -> tuple[set[str], int]:
-    """Those of `asked` that are near-duplicates of one of `known`, and how many prompts were left out."""
+    """Return the prompts of `asked` that are near-duplicates of one in `known`, and the number left out."""
     asked_grams = dict(_grams(asked, ngram, most // 2))
     index: dict[int, list[str]] = defaultdict(list)  # n-gram → prompts asked
     for text, grams in asked_grams.items():
@@ -367,12 +367,12 @@ def _near(
 
 
 def _shared(prompts: int) -> int:
-    """In how many prompts an n-gram may stand before it is their template."""
+    """Return the maximum of prompts with an n-gram that is not a template's."""
     return min(max(prompts // _SHARED, _SHARED_LEAST), _SHARED_MOST)
 
 
 def _grams(texts: Iterable[str], length: int, most: int) -> Iterator[tuple[str, set[int]]]:
-    """The n-grams of one text after the other, until there would be more than so many."""
+    """Yield texts with their n-grams, as long as their total is at most `most`."""
     for text in texts:
         grams = _ngrams(text, length)
         most -= len(grams)

@@ -1,6 +1,6 @@
-"""Canonical JSON (RFC 8785), the digests made of it, and derived seeds.
+"""Canonical JSON (RFC 8785), digests of it, and derived seeds.
 
-Seeds are derived, never global: a seed is a hash of the run's seed and of words that name its purpose.
+Seeds are derived, never global: a seed is a hash of the run's seed and of the names of its purpose.
 """
 
 import hashlib
@@ -14,22 +14,22 @@ from posttrain.domain.errors import InputError
 
 DIGEST_PREFIX = "sha256:"
 DIGEST_LENGTH = len(DIGEST_PREFIX) + 64
-_EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
+_EXACT = 2**53  # from here on JSON readers differ in whole numbers
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
 class _UnusualError(Exception):
-    """A value that the standard library's encoder would not write as RFC 8785 does."""
+    """A value that the standard library's encoder writes differently from RFC 8785."""
 
 
 def canonical_json(value: Any) -> bytes:
     """Serialise `value` by RFC 8785: sorted keys, shortest numbers, no white space.
 
-    What nearly every document is made of (ASCII keys, numbers that need no exponent) goes through the standard
-    library's encoder, three times as fast as rfc8785; a property test holds both to the same bytes.
+    Common documents (ASCII keys, numbers without an exponent) use the standard library's encoder, which is three times
+    as fast as rfc8785; a property test checks that both give the same bytes.
 
     Raises:
-        InputError: NaN, infinity, an integer beyond 2^53, or a type JSON does not have.
+        InputError: NaN, infinity, an integer beyond 2^53, or a type that JSON lacks.
     """
     try:
         return _encode(_usual(value)).encode()
@@ -44,10 +44,10 @@ def canonical_json(value: Any) -> bytes:
 
 
 def _usual(value: Any) -> Any:
-    """`value` with whole floats as integers.
+    """Return `value` with whole floats as integers.
 
     Raises:
-        _UnusualError: it holds something that the two encoders write differently, or that JSON does not have.
+        _UnusualError: it contains a value that the two encoders write differently, or that JSON lacks.
     """
     kind = type(value)
     if kind is str or kind is bool or value is None or (kind is int and -_EXACT < value < _EXACT):
@@ -62,12 +62,12 @@ def _usual(value: Any) -> Any:
 
 
 def digest_bytes(data: bytes) -> str:
-    """`sha256:<64 hex digits>` of raw bytes."""
+    """Return `sha256:<64 hex digits>` of raw bytes."""
     return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
 
 
 def digest_chunks(chunks: Iterable[bytes]) -> str:
-    """`sha256:…` of a stream, in constant memory."""
+    """Return `sha256:…` of a stream, in constant memory."""
     state = hashlib.sha256()
     for chunk in chunks:
         state.update(chunk)
@@ -75,10 +75,10 @@ def digest_chunks(chunks: Iterable[bytes]) -> str:
 
 
 def verified(chunks: Iterable[bytes], digest: str, wrong: Callable[[str], Exception]) -> Iterator[bytes]:
-    """A stream as it comes; at its end an error where it has another digest.
+    """Yield a stream unchanged; raise at its end where the digest differs.
 
     Args:
-        wrong: the error, by the digest that it has.
+        wrong: returns the error for the actual digest.
     """
     state = hashlib.sha256()
     for chunk in chunks:
@@ -90,7 +90,7 @@ def verified(chunks: Iterable[bytes], digest: str, wrong: Callable[[str], Except
 
 
 def digest_json(value: Any) -> str:
-    """`sha256:…` of the canonical JSON of `value`."""
+    """Return `sha256:…` of the canonical JSON of `value`."""
     return digest_bytes(canonical_json(value))
 
 
@@ -101,11 +101,11 @@ def is_digest(text: str) -> bool:
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose.
+    """Return a 63-bit seed for one purpose.
 
     Args:
         seed: the manifest's seed.
-        purpose: words and counters, e.g. `("grpo", "prompts", 3)`. Different purposes give independent seeds.
+        purpose: names and counters, e.g. `("grpo", "prompts", 3)`. Different purposes give independent seeds.
     """
     text = "\x1f".join([str(seed), *(f"{type(p).__name__}:{p}" for p in purpose)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

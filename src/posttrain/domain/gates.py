@@ -1,4 +1,4 @@
-"""Gate rules as a person writes them, and the verdicts that judging them leaves. Values only: judging is in `decision`.
+"""Gate rules as written by people, and the verdicts on them. Values only: `decision` contains the judging.
 
 A rule takes exactly one of three forms::
 
@@ -7,8 +7,8 @@ A rule takes exactly one of three forms::
     {name: shorter,       metric: heldout/response_tokens, direction: lower, better_than: channel, by: 0.5}
     {name: rl-helped,     metric: heldout/accuracy, better_than: sft, by: 0.02}
 
-`channel` is the model that the run's release channel points at when the gate looks; any other word is a model as stages
-name it: a stage of the run, or `base`.
+`channel` is the model that the run's release channel points at when the gate judges; any other name is a model as in
+stages: a stage of the run, or `base`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import ItemRange
 from posttrain.domain.validation import Frozen
 
-MOST_ITEMS = 10**7  # that a rule may want of a suite
-CHANNEL = "channel"  # the word for what the release channel points at; no stage is called so
+MOST_ITEMS = 10**7  # maximum of a rule's `min_items`
+CHANNEL = "channel"  # the name of the release channel's model; no stage may have it
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FORMS = ("at_least", "at_most", "not_worse_than", "better_than")
 _RELATIVE_KEYS = ("margin", "by", "direction", "if_channel_empty")
@@ -42,12 +42,12 @@ class Outcome(StrEnum):
 
     @property
     def severity(self) -> int:
-        """0 for PASS up to 3 for ERROR."""
+        """The rank from 0 for PASS to 3 for ERROR."""
         return list(Outcome).index(self)
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """The outcome of several gates: ERROR > FAIL > INCONCLUSIVE > PASS. No gate at all is an ERROR (fail closed)."""
+    """Return the outcome of several gates: ERROR > FAIL > INCONCLUSIVE > PASS. Without gates an ERROR (fail closed)."""
     return max(outcomes, key=lambda outcome: outcome.severity, default=Outcome.ERROR)
 
 
@@ -58,7 +58,7 @@ class Direction(StrEnum):
     LOWER = "lower"
 
 
-# a model as a stage's `model` names it, or the word for the channel's
+# a model as in a stage's `model`, or `channel`
 Rival = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]
 
 
@@ -77,18 +77,18 @@ class GateRule(Frozen):
     not_worse_than: Rival | None = None  # non-inferiority: the loss stays within `margin`
     better_than: Rival | None = None  # superiority: the gain is more than `by`
     margin: FiniteFloat | None = None  # in units of the metric; required by `not_worse_than`
-    by: FiniteFloat | None = None  # in units of the metric; `better_than` takes 0 when it is left out
-    direction: Direction | None = None  # which way the metric improves; relative forms take `higher` when left out
-    if_channel_empty: Literal["pass", "fail"] | None = None  # beside `channel` only, which takes `fail` when left out
+    by: FiniteFloat | None = None  # in units of the metric; default of `better_than`: 0
+    direction: Direction | None = None  # in which the metric improves; default of relative forms: `higher`
+    if_channel_empty: Literal["pass", "fail"] | None = None  # with `channel` only; default: `fail`
     confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
     min_items: Annotated[int, Field(le=MOST_ITEMS)] = (
-        20  # fewer items are not judged: limits of a handful of items say little
+        20  # fewer items are not judged: their confidence limits are too wide
     )
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, data: Any) -> Any:
-        """Write the defaults of the relative forms out, so that a locked rule says all that it means."""
+        """Fill in the defaults of the relative forms, so that a locked rule is complete."""
         if not isinstance(data, Mapping) or all(data.get(key) is None for key in ("not_worse_than", "better_than")):
             return data
         filled = {key: value for key, value in data.items() if value is not None}
@@ -142,13 +142,13 @@ class GateRule(Frozen):
             )
 
     def check_range(self, possible: ItemRange) -> None:
-        """Refuse a threshold that no model could miss, or that none could meet, whatever is measured.
+        """Refuse a threshold that no model could miss, or that no model could meet.
 
         Args:
-            possible: what one item of the metric can be.
+            possible: the range of one item's value.
 
         Raises:
-            InputError: one line with gate, key, constraint, value and what to do.
+            InputError: one line with key, constraint, value and next action.
         """
         low, high = (-possible.span, possible.span) if self.needs_baseline else (possible.low, possible.high)
         up, threshold = self.higher_is_better, self.threshold
@@ -168,17 +168,17 @@ class GateRule(Frozen):
 
     @property
     def rival(self) -> str | None:
-        """The model that the rule compares with, as written: `channel`, `base` or a stage; None: with no model."""
+        """The model that the rule compares with, as written: `channel`, `base` or a stage; None: no model."""
         return self.not_worse_than or self.better_than
 
     @property
     def meets_channel(self) -> bool:
-        """Whether the rule compares with the channel's current model, which there may not be."""
+        """Whether the rule compares with the channel's current model, which may not exist."""
         return self.rival == CHANNEL
 
     @property
     def higher_is_better(self) -> bool:
-        """Which side of the threshold is good."""
+        """Whether values above the threshold are good."""
         return self.at_least is not None or self.direction is Direction.HIGHER
 
     @property
@@ -197,7 +197,7 @@ class GateRule(Frozen):
 
 
 def whose_words(rival: str) -> str:
-    """A gate's baseline as people call it: `the channel's model`, `the base model`, `the model of stage sft`."""
+    """Return a gate's baseline as text: `the channel's model`, `the base model`, `the model of stage sft`."""
     return {CHANNEL: "the channel's model", "base": "the base model"}.get(rival) or f"the model of stage {rival}"
 
 
@@ -220,17 +220,17 @@ class Verdict(Frozen):
     difference: FiniteFloat | None = None  # candidate - baseline
     limit: FiniteFloat | None = None  # the one-sided confidence limit that is compared
     threshold: FiniteFloat | None = None
-    missed_by: FiniteFloat | None = None  # how far `limit` falls short: > 0 missed, < 0 met with that much to spare
+    missed_by: FiniteFloat | None = None  # distance of `limit` to the threshold: > 0 missed, < 0 met with a margin
     details: dict[str, FiniteFloat] = Field(default_factory=dict)  # e.g. discordance, mcnemar_p
-    against: str | None = None  # channel | base | a stage: what the rule compares with; None: no model, or written
-    # before there were others than the channel
-    baseline: str | None = None  # digest of that model; None: there was none
-    look: int | None = None  # 1 for the first evaluation of its items; None: the items are not known
+    against: str | None = None  # channel | base | a stage: the compared model; None: no model, or a verdict of
+    # an older release, which compared with the channel only
+    baseline: str | None = None  # digest of that model; None: no model
+    look: int | None = None  # 1 for the first evaluation of its items; None: the items are unknown
     asked: FiniteFloat | None = None  # the rule's own confidence, where the number of looks raised it
 
     @property
     def against_words(self) -> str:
-        """The model that was compared with, as people call it; empty where none was."""
+        """The description of the compared model; empty without one."""
         rival = self.against or (CHANNEL if self.difference is not None else None)
         return whose_words(rival) if rival else ""
 
@@ -244,14 +244,14 @@ class GateReport(Frozen):
 
     outcome: Outcome
     verdicts: tuple[Verdict, ...]
-    candidate: str  # digest of the model that was judged
-    baseline: str | None = None  # digest of the model the channel pointed at, which a promotion replaces; None: the
-    # channel was empty. What each rule compared with is in its verdict
-    evaluator: str | None = None  # digest of what measured both: suite, code, parameters
-    manifest: str | None = None  # digest of the run's manifest. This and the next ones are None in reports of before
-    policy: str | None = None  # digest of the channel's policy that its gates are of; None: there was none
+    candidate: str  # digest of the judged model
+    baseline: str | None = None  # digest of the channel's model, which a promotion replaces; None: the channel was
+    # empty. Each verdict contains the model that its rule compared with
+    evaluator: str | None = None  # digest of the evaluator of both: suite, code, parameters
+    manifest: str | None = None  # digest of the run's manifest. None, as the next fields, in reports of older releases
+    policy: str | None = None  # digest of the channel's policy with its gates; None: no policy
     channel: str | None = None
-    release: int | None = None  # sequence of what the channel served when the gate looked; 0: nothing
+    release: int | None = None  # sequence of the live release when the gate judged; 0: none
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -264,7 +264,7 @@ class GateReport(Frozen):
     def of(
         cls, verdicts: Iterable[Verdict], *, candidate: str, baseline: str | None = None, evaluator: str | None = None
     ) -> GateReport:
-        """The report of these verdicts; none at all is an ERROR."""
+        """Return the report of these verdicts; without verdicts it is an ERROR."""
         rows = tuple(verdicts)
         return cls(
             outcome=worst(verdict.outcome for verdict in rows),
@@ -281,5 +281,5 @@ class GateReport(Frozen):
 
     @property
     def decisive(self) -> tuple[Verdict, ...]:
-        """The verdicts that made the outcome what it is: the gates to look at first."""
+        """The verdicts with the report's outcome: the gates to inspect first."""
         return tuple(verdict for verdict in self.verdicts if verdict.outcome is self.outcome)

@@ -260,13 +260,13 @@ class StageKind:
     # parameters as written → the stage's contract; None: its trainer parses them itself
     contract: Callable[[Mapping[str, Any]], StageContract] | None = None
     driver: Driver = Driver.JOB
-    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # phase of a step → the roles that work in it, if known
+    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # phase of a step → its roles, if known
     outputs: Mapping[str, str] = field(default_factory=dict)  # of every stage of the kind: name → file | tree
     module: str = ""  # of a job: run as `python -m MODULE ATTEMPT_DIR`
     from_nothing: bool = False  # makes a model from its parameters alone, without reporting progress
     scores: bool = False  # its model scores responses and generates none
     ships: bool = False  # moves a channel
-    sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read in addition to the prompt
+    sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read besides the prompt
     cheaper: str = "make {} smaller"  # advice for a lower cost
     fitting: str = "make it smaller"  # advice for less memory
     algorithm: AlgorithmSpec | None = None  # of the engine's own job

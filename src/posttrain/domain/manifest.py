@@ -117,7 +117,7 @@ class Manifest(Frozen):
         return digest_json(self.to_json())
 
     def unpinned(self) -> dict[str, Any] | None:
-        """Return plain JSON with the names of moving models (`channel:prod`) in place of digests; None: no such name."""
+        """Return plain JSON with names of moving models (`channel:prod`) in place of digests; None: no such name."""
         if not any(NAMED in ref.meta for _, _, ref in self.assets()):
             return None
         stages = [stage.model_dump(mode="json") for stage in self.stages]

@@ -1,7 +1,7 @@
-"""`--set stages.grpo.steps=100,200`: values in the place of those that a run file gives.
+"""`--set stages.grpo.steps=100,200`: values that replace those of a run file.
 
-A path is the keys from the top of the file, with dots; the name of a stage may begin it, without `stages`. Values are
-YAML, separated by commas: `1e-4,3e-4`, `[a, b],[c]`, `null`.
+A path consists of the keys from the top of the file, joined by dots; it may begin with the name of a stage, without
+`stages`. Values are YAML, separated by commas: `1e-4,3e-4`, `[a, b],[c]`, `null`.
 """
 
 import copy
@@ -31,7 +31,7 @@ Setting = tuple[tuple[str, Any], ...]  # (path, value) of each path: one point
 
 
 def parse_override(text: str) -> Override:
-    """Read `PATH=VALUE[,VALUE…]`.
+    """Parse `PATH=VALUE[,VALUE…]`.
 
     Raises:
         InputError: no path, no value, or values that are not YAML.
@@ -40,7 +40,7 @@ def parse_override(text: str) -> Override:
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
         raise InputError(f"--set: must be PATH=VALUE, or PATH=VALUE,VALUE for a sweep, got {text!r}")
-    import yaml  # here: `--help` needs none
+    import yaml  # late: `--help` does not need it
 
     try:
         values = yaml.safe_load(f"[{written}]")
@@ -56,12 +56,12 @@ def parse_override(text: str) -> Override:
 
 
 def _number(value: Any) -> Any:
-    """`1e-4`, which YAML 1.1 takes for text."""
+    """Convert a number such as `1e-4`, which YAML 1.1 reads as text."""
     return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
-    """Read several; no path may come twice.
+    """Parse several overrides; paths must be unique.
 
     Raises:
         InputError: as `parse_override`.
@@ -75,16 +75,16 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
 
 
 def settings(overrides: Sequence[Override]) -> Iterator[Setting]:
-    """Every combination, the last path's values changing fastest; one empty setting where nothing is overridden."""
+    """Yield every combination, the last path's values changing fastest; one empty setting without overrides."""
     for values in itertools.product(*(one.values for one in overrides)):
         yield tuple((one.path, value) for one, value in zip(overrides, values, strict=True))
 
 
 def single(texts: Sequence[str]) -> Setting:
-    """The one setting of overrides that have a value each.
+    """Return the single setting of overrides with one value each.
 
     Raises:
-        InputError: as `parse_overrides`; or one has several values.
+        InputError: as `parse_overrides`; or an override has several values.
     """
     found = parse_overrides(texts)
     many = next((one for one in found if len(one.values) > 1), None)
@@ -96,10 +96,10 @@ def single(texts: Sequence[str]) -> Setting:
 
 
 def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
-    """A run file's content with a setting in it.
+    """Return a run file's content with a setting applied.
 
     Raises:
-        InputError: a path goes through what is no map.
+        InputError: a path leads through a value that is not a map.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(raw))
     stages = changed.get("stages")
@@ -109,7 +109,7 @@ def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
             keys = ["stages", *keys]
         place: Any = changed
         for depth, key in enumerate(keys[:-1]):
-            if place.get(key) is None:  # defaults may stand for a whole map
+            if place.get(key) is None:  # a whole map may be left to defaults
                 if keys[0] == "stages" and depth == 1:
                     names = ", ".join(stages) if isinstance(stages, dict) else "none"
                     raise InputError(f"--set {path}: the run file has no stage {key!r}; it has {names}")
@@ -122,18 +122,18 @@ def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def setting_words(setting: Setting) -> str:
-    """As a person reads it: `grpo.steps 100, seed 3`; where nothing is overridden, `as written`."""
+    """Return a setting as text: `grpo.steps 100, seed 3`; `as written` without overrides."""
     return ", ".join(f"{path} {value_words(value)}" for path, value in setting) or "as written"
 
 
 def value_words(value: Any) -> str:
-    """A value in few characters."""
+    """Return a value as short text."""
     text = value if isinstance(value, str) else written(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def written(value: Any) -> str:
-    """A value as `--set` takes it: YAML that is read back as the same value."""
+    """Return a value in the syntax of `--set`: YAML that parses to the same value."""
     import yaml
 
     if isinstance(value, str) and _reads_back(value):

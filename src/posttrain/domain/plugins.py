@@ -1,8 +1,8 @@
-"""What installed packages add by entry points: `posttrain.kinds`, `posttrain.trainers`,
-`posttrain.executors`.
+"""Extensions of installed packages by entry points: `posttrain.kinds`, `posttrain.trainers`, `posttrain.executors`.
 
-Nobody looks before a name is asked for that Posttrain does not have itself, and nothing is imported before it is used.
-What is wrong with a package is told where its name is asked for, and by `posttrain doctor`; it ends no other command.
+Entry points are read only when a name is requested that Posttrain does not have itself, and nothing is imported before
+it is used. Errors of a package are reported where its name is requested, and by `posttrain doctor`; they end no other
+command.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class Plugin:
         return f"{self.group.removeprefix(_PREFIX).removesuffix('s')} {self.name!r} of {self.distribution}"
 
     def load(self) -> Any:
-        """Import what it names.
+        """Import the object that it names.
 
         Raises:
-            InputError: that fails, whatever the package raises.
+            InputError: the import fails with any error.
         """
         with self.calling(f"loading {self.point.value}"):
             return self.point.load()
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """One line that names the distribution, for whatever its code raises that is no error of Posttrain's own.
+        """Convert errors of the package's code, except Posttrain's own, to one line that names the distribution.
 
         Raises:
-            InputError: it raised something.
+            InputError: the code raised another error.
         """
         try:
             yield
@@ -68,11 +68,11 @@ class Plugin:
             raise InputError(f"{self}: {what} raised {type(error).__name__}: {said}; mend or uninstall it") from error
 
     def code_digest(self, *modules: str) -> str:
-        """Digest of what decides its results: name and version, every file of its package as it is on the disk, and the
-        versions of what it says it requires.
+        """Return the digest of its code: name and version, every file of its package on the disk, and the versions of
+        its declared requirements.
 
         Args:
-            modules: others that it runs, by their dotted names.
+            modules: other modules that it runs, by dotted names.
 
         Raises:
             InputError: its sources cannot be read.
@@ -88,10 +88,10 @@ class Plugin:
 
 
 def find_plugin(group: str, name: str) -> Plugin | None:
-    """The one entry point of that name; None: no installed package has it.
+    """Return the entry point of that name; None: no installed package has it.
 
     Raises:
-        InputError: two packages have it, or the packages that may have it cannot be read.
+        InputError: two packages have it, or it is not found and a package cannot be read.
     """
     found, troubles = _scan()
     plugins = [plugin for plugin in found if (plugin.group, plugin.name) == (group, name)]
@@ -104,15 +104,15 @@ def find_plugin(group: str, name: str) -> Plugin | None:
 
 
 def plugin_names(group: str) -> list[str]:
-    """The names that installed packages add to a group, for hints."""
+    """Return the names that installed packages add to a group, for hints."""
     return sorted({plugin.name for plugin in _scan()[0] if plugin.group == group})
 
 
 def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[str]]:
-    """Everything that is installed, and one line for each thing that is wrong with it; nothing of it is imported.
+    """Return all installed plugins, and one line for each error; no plugin is imported.
 
     Args:
-        own: group → names that Posttrain has itself, which no package can take.
+        own: group → Posttrain's own names, which no package can override.
     """
     found, troubles = list(_scan()[0]), list(_scan()[1])
     for group, name in dict.fromkeys((plugin.group, plugin.name) for plugin in found):
@@ -131,8 +131,8 @@ def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[
 
 @functools.cache
 def _scan() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
-    """Every entry point of ours, and what could not be read. Of packages without any only one file is looked at."""
-    from importlib import metadata  # takes longer than all else here, and most commands need no plugin
+    """Return every entry point of our groups, and the errors. Of other packages only one file is read."""
+    from importlib import metadata  # late: a slow import, and most commands need no plugin
 
     found: dict[tuple[str, str, str], Plugin] = {}
     troubles: list[str] = []
@@ -152,7 +152,7 @@ def _scan() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
 
 
 def _digests(module: str) -> dict[str, str]:
-    """Path below its folder → digest, of the package or module that a dotted name begins with."""
+    """Return path below its folder → digest, of the package or module at the beginning of a dotted name."""
     spec = _outermost(module)
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
     if not folders:
@@ -170,7 +170,7 @@ def _digests(module: str) -> dict[str, str]:
 
 
 def _outermost(module: str) -> ModuleSpec:
-    """Where the first part of a dotted name is that is more than a namespace."""
+    """Return the spec of the first part of a dotted name that is not a namespace package."""
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         spec = find_spec(".".join(parts[:count]))

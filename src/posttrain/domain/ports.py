@@ -1,11 +1,11 @@
 """The ports of artifact store and clock, and crashpoints.
 
 Several packages need these ports. A crashpoint is a marked place where a process may die. A recovery test names one;
-the process then kills itself there, for real.
+the process then kills itself there with SIGKILL.
 
-`POSTTRAIN_CRASHPOINT=name` or `name@3` (third time it is reached in this process) sends SIGKILL to its own process.
-With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just before.
-Without the variable a crashpoint costs one dictionary look-up.
+`POSTTRAIN_CRASHPOINT=name` or `name@3` (the third time it is reached in this process) sends SIGKILL to the process
+itself. With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just
+before. Without the variable a crashpoint costs one dictionary look-up.
 """
 
 import os
@@ -48,56 +48,56 @@ class BlobStore(Protocol):
 
     Every implementation: writes are atomic and write-if-absent (putting the same bytes twice is one blob); reads
     verify the digest and raise `IntegrityError` on corrupt bytes, `NotFoundError` on a missing blob; a full disk or
-    a read-only place is a `WorkspaceError` and leaves nothing half-written.
+    a read-only place is a `WorkspaceError` and leaves no partial blob.
     """
 
     @property
     def url(self) -> str:
-        """Where the store is, so that another process can open the same one."""
+        """The location of the store, with which another process can open it."""
 
     def holding(self) -> AbstractContextManager[None]:
-        """Nothing is deleted for the length of the block: from what is put, or found, to the rows that name it."""
+        """Prevent deletions during the block, which covers putting or finding blobs and writing the rows with them."""
 
     def put(self, data: bytes) -> str:
-        """Store bytes; the digest."""
+        """Store bytes and return their digest."""
 
     def put_file(self, path: Path) -> str:
-        """Store a file in constant memory; the digest."""
+        """Store a file in constant memory and return its digest."""
 
     def get(self, digest: str) -> bytes:
-        """The verified bytes."""
+        """Return the verified bytes."""
 
     def stream(self, digest: str) -> Iterator[bytes]:
-        """The bytes piece by piece. What is wrong with them is raised after the last one: whoever takes them checks."""
+        """Yield the bytes piece by piece. Corruption raises after the last piece, so the caller must read them all."""
 
     def fetch(self, digest: str, path: Path) -> None:
         """Write the verified bytes to `path` (atomically: temporary name, then rename)."""
 
     def check(self, digest: str) -> int:
-        """Hash a blob again in constant memory; its bytes. Raises like `get`."""
+        """Hash a blob again in constant memory and return its size in bytes. Raises like `get`."""
 
     def has(self, digest: str) -> bool:
         """Whether the blob is present (not verified)."""
 
     def size(self, digest: str) -> int:
-        """How many bytes a blob has (not verified). Raises `NotFoundError`."""
+        """Return the bytes of a blob (not verified). Raises `NotFoundError`."""
 
 
 class Clock(Protocol):
-    """Time, so that tests can hold it."""
+    """Time, as a port that tests can replace."""
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
 
 
 def crashpoint(name: str) -> None:
-    """Die here (SIGKILL) if the environment says so.
+    """Kill this process (SIGKILL) if the environment names this crashpoint.
 
     Raises:
-        KeyError: a name that is not registered, so that tests can enumerate them all.
+        KeyError: an unregistered name, so that tests can enumerate all.
     """
     if name not in CRASHPOINTS:
         raise KeyError(f"crashpoint {name!r} is not registered in domain/ports.py")

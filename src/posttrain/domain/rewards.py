@@ -12,7 +12,7 @@ from posttrain.domain.errors import InputError
 
 CONVENTIONAL_FILE = "reward.py"
 CONVENTIONAL_ENTRIES = ("score", "compute_score")
-NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # columns of a row that a dialect passes in another form
+NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # columns that a dialect passes in another form
 _IDS = ("prompt_ids", "completion_ids")
 TURNS = "turns"  # the policy's turns; a column of that name takes precedence
 _OWN = ("prompt", "completion", "response", "row", TURNS, *_IDS)

@@ -1,4 +1,4 @@
-"""Which trackers a run's metrics are written to: `trackers:` of run.yaml, and of the workspace.
+"""The trackers of a run's metrics: `trackers:` of run.yaml, and of the workspace.
 
     trackers: [csv, tensorboard]
     trackers:
@@ -6,7 +6,7 @@
       mlflow: {tracking_uri: "http://127.0.0.1:5000", experiment: sort}
       wandb: team/sort
 
-They decide no result, so they are no part of the manifest.
+They do not affect results, so they are not part of the manifest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _experiment(value: str) -> str:
 
 Word = Annotated[str, AfterValidator(_named)]
 Experiment = Annotated[str, AfterValidator(_experiment)]
-NONE = "none"  # on the command line: no tracker at all
+NONE = "none"  # on the command line: no tracker
 _LONE = ("csv", "parquet", "tensorboard", "mlflow", "wandb")
 
 
 class _Choice(Frozen):
-    """One tracker's words. Where a single word is given, it is the `target`."""
+    """The settings of one tracker. A single string is the `target`."""
 
     target: ClassVar[str]
 
@@ -71,7 +71,7 @@ class MlflowChoice(_Choice):
     target = "tracking_uri"
     tracking_uri: Text | None = None  # None: sqlite, tracking/mlflow.db in the workspace
     experiment: Experiment = "posttrain"
-    registered_model: Word | None = None  # that released models are versions of; None: the experiment's name
+    registered_model: Word | None = None  # the name of released models' versions; None: the experiment's name
 
     @model_validator(mode="after")
     def _no_credentials(self) -> MlflowChoice:
@@ -91,12 +91,12 @@ class WandbChoice(_Choice):
     project: Word = "posttrain"
     entity: Word | None = None  # None: the account's own
     mode: Literal["offline", "online"] = "offline"  # offline needs no key; `wandb sync` uploads it
-    dir: Text | None = None  # None: tracking in the workspace, to which wandb adds its folder `wandb`
+    dir: Text | None = None  # None: tracking in the workspace; wandb adds its folder `wandb`
 
     @model_validator(mode="before")
     @classmethod
     def _entity(cls, value: Any) -> Any:
-        """`team/sort` names both."""
+        """Split `team/sort` into entity and project."""
         value = {"project": value} if isinstance(value, str) else value
         project = value.get("project") if isinstance(value, Mapping) else None
         if isinstance(project, str) and project.count("/") == 1 and "entity" not in value:
@@ -124,26 +124,26 @@ class Trackers(Frozen):
             if twice is not None:
                 raise ValueError(f"must name each tracker once, got {bare(str(twice))!r} twice")
             value = {} if list(value) == [NONE] else {str(kind): {} for kind in value}
-        if isinstance(value, Mapping):  # a tracker without words of its own is there all the same
+        if isinstance(value, Mapping):  # a tracker without settings is selected too
             return {kind: {} if words is None else words for kind, words in value.items()}
         return value
 
     @classmethod
     def of(cls, chosen: Mapping[str, Any]) -> Trackers:
-        """Of choices that are valid already."""
+        """Return the trackers of validated choices."""
         return cls.model_construct(None, **chosen)
 
     def chosen(self) -> dict[str, BaseModel]:
-        """Kind → its words, of those that there are."""
+        """Return kind → settings of the selected trackers."""
         return {kind: words for kind in _LONE if (words := getattr(self, kind)) is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `Trackers.model_validate` is its inverse."""
+        """Return plain JSON; `Trackers.model_validate` is its inverse."""
         return {kind: words.model_dump(mode="json", exclude_none=True) for kind, words in self.chosen().items()}
 
 
 def from_words(words: Sequence[str]) -> dict[str, Any]:
-    """`["csv", "mlflow=http://…"]`, as the command line has them, for `Trackers`."""
+    """Convert arguments of the command line, `["csv", "mlflow=http://…"]`, to the input of `Trackers`."""
     found: dict[str, Any] = {}
     for word in words:
         kind, _, target = word.partition("=")

@@ -1,6 +1,6 @@
-"""One-line explanations of pydantic errors, with file, field, constraint, offending value and the nearest known name.
+"""One-line explanations of pydantic errors, with file, field, constraint, value and the most similar known name.
 
-Words that other trainers use for a field of run.yaml are known, so that a hint names the field that was meant.
+The names of other trainers for fields of run.yaml are known, so that a hint names the intended field.
 """
 
 import re
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from posttrain.domain.errors import InputError, nearest
 
 M = TypeVar("M", bound=BaseModel)
-# word elsewhere (TRL, verl, OpenRLHF, transformers) → our words, the first that the place has
+# name elsewhere (TRL, verl, OpenRLHF, transformers) → our names; the first that exists at the place counts
 FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("lr", "learning-rate", "actor_lr", "critic_lr"), ("learning_rate",)),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), ("schedule",)),
@@ -85,14 +85,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_tokens_total", "token_budget"), ("tokens", "budget")),
     **dict.fromkeys(("timeout", "time_limit", "max_time"), ("wall_clock", "reward_timeout", "budget")),
 }
-# words whose number is in another unit than the field's
+# names with another unit than the field's
 UNITS: Mapping[str, str] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
     **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
     **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
 }
 _WHOLE = "is of a suite with samples; training samples from the whole distribution, which its log-probabilities are of"
-# words of run.yaml, or of others, that a place does not have → why
+# names of run.yaml, or of other trainers, that a place lacks → why
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
     **dict.fromkeys(
@@ -104,7 +104,7 @@ NOT_HERE: Mapping[str, str] = {
     "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
 }
 _BY_PAIRS = "is not there yet; kind: dpo is nearest, or a judge from pairs (kind: reward_model) and kind: ppo"
-# kinds that people know → what there is instead
+# kinds of other trainers → the alternative here
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("ipo", "orpo", "simpo", "cpo", "kto"), _BY_PAIRS),
     "vapo": "is not there yet; kind: ppo is nearest",
@@ -120,16 +120,16 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("gkd", "distillation", "on_policy_distillation"), "is kind: distill"),
 }
 _SHOWN = 120  # characters of a value
-_TARGET = re.compile(r"=|://")  # where a key that was meant as a word with its target begins to hold the target
+_TARGET = re.compile(r"=|://")  # the beginning of a target inside a key
 _TAG = re.compile(r"function-|constrained-|literal\[|lax-or-strict")
 _CREDENTIALS = re.compile(r"://\S*@")
 
 
 def validated(model: type[M], raw: Any, source: str) -> M:
-    """What was written as a model of it; `source` names it in errors.
+    """Return the validated model of raw data; `source` names the data in errors.
 
     Raises:
-        InputError: as `explain` says it.
+        InputError: as `explain` returns it.
     """
     try:
         return model.model_validate(raw)
@@ -138,11 +138,11 @@ def validated(model: type[M], raw: Any, source: str) -> M:
 
 
 def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:
-    """The first complaint of a validation as one line; an unknown key comes first, for it explains a missing one.
+    """Return the first error of a validation as one line; an unknown key comes first, since it explains a missing one.
 
     Args:
-        source: the file (and dotted path in it) the value came from.
-        model: the class that was validated; its fields give the nearest known name.
+        source: the file (and dotted path in it) of the value.
+        model: the validated class; its fields give the most similar name.
     """
     every = error.errors(include_url=False)
     first = min(every, key=lambda found: found["type"] != "extra_forbidden")
@@ -167,9 +167,9 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
 
 
 def bare(key: object) -> str:
-    """A key as an error may show it: what follows `=` or `://` may be a password.
+    """Return a key as an error may show it: the text after `=` or `://` may be a password.
 
-    `mlflow=http://me:secret@host` is shown as `mlflow=…`.
+    `mlflow=http://me:secret@host` becomes `mlflow=…`.
     """
     text = str(key)
     found = _TARGET.search(text)
@@ -188,7 +188,7 @@ _PLAIN = {
     "string_type": "must be text",
     "invalid_key": "must have words as keys",
 }
-_SIDES = {  # of a bound: its word, and where pydantic has its number
+_SIDES = {  # of a bound: its words, and pydantic's key of its number
     "greater_than_equal": ("at least", "ge"),
     "less_than_equal": ("at most", "le"),
     "greater_than": ("more than", "gt"),
@@ -197,7 +197,7 @@ _SIDES = {  # of a bound: its word, and where pydantic has its number
 
 
 def _words(kind: str, about: Mapping[str, Any]) -> str | None:
-    """What pydantic complains of, in the words of these errors; None: its own."""
+    """Return our message for a pydantic error; None: use pydantic's."""
     if kind in _SIDES:
         side, key = _SIDES[kind]
         return f"must be {side} {_plainly(about[key])}"
@@ -207,7 +207,7 @@ def _words(kind: str, about: Mapping[str, Any]) -> str | None:
 
 
 def _plainly(bound: float) -> str:
-    """`1000000`, `0.5`, `1e12`."""
+    """Format a bound: `1000000`, `0.5`, `1e12`."""
     whole = float(bound).is_integer()
     return f"{int(bound)}" if whole and abs(bound) < 1e10 else f"{bound:.17g}" if whole else f"{bound:g}"
 
@@ -218,19 +218,19 @@ def _shortened(given: Any) -> str:
 
 
 def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
-    if get_origin(annotation) is dict:  # whose own values are another matter
+    if get_origin(annotation) is dict:  # values of a map are not the field's value
         return False
     return annotation in kinds or any(_takes(part, kinds) for part in get_args(annotation))
 
 
 def _place(found: Mapping[str, Any]) -> Sequence[int | str]:
-    """Where in the file it is, without the names that pydantic gives the members of a union."""
+    """Return the location in the file, without pydantic's names of union members."""
     place = [part for part in found["loc"] if not (isinstance(part, str) and _TAG.match(part))]
     return place[:-1] if len(place) > 1 and place[-1] in ("int", "float", "str", "bool") else place
 
 
 def unknown_kind(kind: str, known: Iterable[str]) -> str:
-    """`unknown stage kind 'rloo': is kind: grpo with advantage: rloo`, or the nearest of those that there are."""
+    """Return `unknown stage kind 'gspo': it is not there yet; …`, or a hint with the most similar kind."""
     names = list(known)
     told = KINDS.get(kind.lower())
     if told is None:
@@ -239,7 +239,7 @@ def unknown_kind(kind: str, known: Iterable[str]) -> str:
 
 
 def _meant(word: str, model: type[BaseModel], place: Sequence[int | str]) -> str:
-    """` (did you mean 'learning_rate' under 'optimizer'?)`: by our word or another trainer's, else the nearest here."""
+    """Return ` (did you mean 'learning_rate' under 'optimizer'?)`: by our or another trainer's name, else similar."""
     known = _fields_at(model, place)
     below = {name: _fields_at(model, [*place, name]) for name in known}
     unit = f", {UNITS[word.lower()]}" if word.lower() in UNITS else ""
@@ -277,14 +277,14 @@ def _inner(annotation: Any) -> Any:
 
 
 class Frozen(BaseModel):
-    """Immutable, and a key nobody knows is refused."""
+    """An immutable model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_numbers(cls, value: Any) -> Any:
-        """`value`, unless it has true or false where a number belongs: pydantic reads them as 1 and 0."""
+        """Refuse true or false in place of a number, which pydantic would read as 1 or 0; return `value`."""
         for name, field in cls.model_fields.items() if isinstance(value, dict) else ():
             given = value.get(field.alias or name)
             parts = given if isinstance(given, list) else [given]

@@ -1,4 +1,4 @@
-"""Several rewards of one stage with their weights, as run.yaml writes them: `reward: {right: 1.0, brief: 0.2}`."""
+"""Several rewards of one stage with their weights, as in run.yaml: `reward: {right: 1.0, brief: 0.2}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALONE, _WEIGHTED = "function-alone", "function-weighted"  # tags of this form d
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool):  # which pydantic reads as 1 and 0
+    if isinstance(value, bool):  # pydantic would read it as 1 or 0
         raise ValueError(f"must be a number, got {str(value).lower()}; write the number")
     return value
 
@@ -26,7 +26,7 @@ def _weighing(weights: dict[str, float]) -> dict[str, float]:
     return weights
 
 
-# Name → weight; the score is the sum of weight times reward
+# name → weight; the score is the sum of weight times reward
 Weights = Annotated[
     dict[Name, Annotated[float, BeforeValidator(_number), Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]],
     Field(max_length=MOST_REWARDS),

@@ -1,1 +1,1 @@
-"""Background drivers: who drives a run, and giving one away."""
+"""Background drivers: the driver of a run, and its handover."""

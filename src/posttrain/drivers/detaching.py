@@ -1,6 +1,6 @@
-"""Handover of a run to a background driver, and the environment that the driver and its jobs have.
+"""Handover of a run to a background driver, and the environment of the driver and its jobs.
 
-A handover asks for the run, starts a driver where none lives, and waits until the driver has the run.
+A handover writes a request for the run, starts a driver unless one is alive, and waits until the driver has the run.
 
 One background driver serves the runs of one workspace that were handed over from one environment. The driver and its
 jobs have the environment of the command that handed the run over: the variables that jobs inherit
@@ -42,7 +42,7 @@ from posttrain.store.atomic import make_folder, unwritable
 from posttrain.workspace.settings import STORE_VARIABLE, VARIABLE, OpenWorkspace
 
 _SOURCES = Path(__file__).parents[1]
-_OF_A_TERMINAL = frozenset(  # they differ from one terminal to the next, and no job is another one for it
+_OF_A_TERMINAL = frozenset(  # they differ between terminals, but do not affect jobs
     (
         *("_", "PWD", "OLDPWD", "SHLVL", "TERM", "TERMCAP", "COLORTERM", "COLUMNS", "LINES", "WINDOWID", "DISPLAY"),
         *("WAYLAND_DISPLAY", "XAUTHORITY", "GPG_TTY", "STY", "WINDOW", "TMUX", "TMUX_PANE", "LS_COLORS", "PS1", "PS2"),
@@ -54,17 +54,17 @@ _OF_TERMINALS = (
     *("TERM_", "SSH_", "XDG_SE", "XDG_VTNR", "KITTY_", "ITERM_", "WEZTERM_", "KONSOLE_", "WT_", "VSCODE_", "HIST"),
 )
 LOCK_VARIABLE = (
-    "POSTTRAIN_DRIVER_LOCK"  # names the descriptor that a new driver holds its lock by from the first moment
+    "POSTTRAIN_DRIVER_LOCK"  # contains the descriptor by which a new driver holds its lock from its first moment
 )
 TAKEN_SECONDS = 60.0  # a cold start of Python on a busy machine
 _POLL = 0.02
 _MODULE = "posttrain.app.background"
-_started: list[subprocess.Popen[bytes]] = []  # of this process, so that those that ended are reaped
+_started: list[subprocess.Popen[bytes]] = []  # of this process, so that ended ones are reaped
 
 
 def driver_environment() -> dict[str, str]:
-    """This process's variables, none of which means another thing in another folder."""
-    kept = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}  # which is recorded
+    """Return this process's variables, with relative paths made absolute."""
+    kept = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}  # recorded elsewhere
     if kept.get(VARIABLE):
         kept[VARIABLE] = os.path.abspath(kept[VARIABLE])
     if kept.get("PYTHONPATH"):
@@ -73,7 +73,7 @@ def driver_environment() -> dict[str, str]:
 
 
 def environment_key(root: Path) -> str:
-    """Tells environments apart: variables that a job could see, interpreter, host, and the sources of Posttrain."""
+    """Return a key of the environment: variables visible to jobs, interpreter, host, and the sources of Posttrain."""
     told = [
         f"{name}={value}"
         for name, value in sorted(driver_environment().items())
@@ -84,7 +84,7 @@ def environment_key(root: Path) -> str:
 
 
 def _sources() -> str:
-    """Sizes and times of the sources of this package: an upgrade changes them."""
+    """Return sizes and times of the sources of this package: an upgrade changes them."""
     found = []
     for folder, _, names in os.walk(_SOURCES):
         for path in (f"{folder}/{name}" for name in names if name.endswith(".py")):
@@ -95,15 +95,15 @@ def _sources() -> str:
 
 
 def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
-    """Have a background driver of this machine take a run to its end; returns as soon as it has the run.
+    """Hand a run over to a background driver of this machine; return as soon as it has the run.
 
-    Where a background driver has it already, nothing changes. Where a command in the foreground drives it, the
-    background driver goes on when that ends.
+    If a background driver already has it, nothing changes. If a command in the foreground drives it, the background
+    driver continues when that command ends.
 
     Raises:
         InputError: the run has ended.
         WorkspaceError: the workspace cannot be written.
-        InfrastructureError: no driver could be started, or it did not answer; none is left behind, nor the request.
+        InfrastructureError: no driver could be started, or it did not answer; neither driver nor request is left.
     """
     run = workspace.ledger.run(run_id)
     if is_final("run", run.state):
@@ -114,7 +114,7 @@ def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
         raise WorkspaceError(f"{workspace.root}: is read-only, so nothing can drive run {run.id}; make it writable")
     root, key = workspace.root, environment_key(workspace.root)
     make_folder(runs_folder(root))
-    with requests_held(root):  # a driver that is done with the run looks once more under it, and finds it goes on
+    with requests_held(root):  # a driver checks for new requests under this lock before it ends
         known = run_driver(root, workspace.ledger.run(run_id), workspace.ledger.clock.now())
         if known is not None and known.kind is DriverKind.BACKGROUND:
             return known
@@ -125,19 +125,19 @@ def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
     try:
         return _await_taken(workspace, run_id, key)
     except BaseException:
-        forget_request(root, run_id)  # unless it was granted at the last moment
+        forget_request(root, run_id)  # unless a driver has just taken it
         raise
 
 
 def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
-    """Start a driver where none lives, and wait until the run is taken."""
+    """Start a driver unless one is alive, and wait until it has the run."""
     root, until = workspace.root, time.monotonic() + TAKEN_SECONDS
     log = log_path(root, key)
     process: subprocess.Popen[bytes] | None = None
     length = 0
     while True:
         request = read_request(root, run_id)
-        if request is None:  # taken, driven and done with meanwhile
+        if request is None:  # already driven to its end
             return RunDriver(DriverKind.NONE, log=str(log))
         if request.taken:
             return background_of(request, root)
@@ -163,7 +163,7 @@ def _instead(run_id: str, log: Path) -> str:
 
 
 def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:
-    """A driver that holds the lock from its first moment; None: one lives already, or is on its way.
+    """Start a driver that holds the lock from its start; return None if one is already alive or starting.
 
     Raises:
         WorkspaceError: lock or log cannot be written.

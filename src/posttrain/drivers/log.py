@@ -1,4 +1,4 @@
-"""What a background driver says: lines with their time in a file of bounded size, without what may be a secret.
+"""The log of a background driver: lines with their time in a file of bounded size, without possible secrets.
 
 The process's own stdout and stderr go there too, so a traceback is kept; Python's pass through the same filter.
 """
@@ -15,28 +15,28 @@ from pathlib import Path
 
 from posttrain.domain.requests import SECRET_NAME
 
-MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, in the place of the one before
+MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, replacing the previous one
 _USER_INFO = re.compile(r"(://)[^\s@]+@")
-_SHORTEST = 6  # characters of a value that is hidden: a shorter one is everywhere
+_SHORTEST = 6  # characters of a hidden value: shorter ones occur by chance
 _HIDDEN = "…"
 
 
 class Veil:
-    """Hides the values of variables that are named like secrets, and who logs in at an address."""
+    """Hides the values of variables that are named like secrets, and credentials in URLs."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
         self._values = sorted((value for value in named if len(value) >= _SHORTEST), key=len, reverse=True)
 
     def over(self, text: str) -> str:
-        """The text without them."""
+        """Return the text without them."""
         for value in self._values:
             text = text.replace(value, _HIDDEN)
         return _USER_INFO.sub(rf"\1{_HIDDEN}@", text)
 
 
 class DriverLog(io.TextIOBase):
-    """The log of a background driver; whatever is wrong with its file ends nothing."""
+    """The log of a background driver; errors of its file are ignored."""
 
     def __init__(self, path: Path, veil: Veil) -> None:
         self._path, self._veil = path, veil
@@ -44,12 +44,12 @@ class DriverLog(io.TextIOBase):
         self._lock = threading.Lock()
 
     def say(self, line: str) -> None:
-        """One line, with the time."""
+        """Write one line, with the time."""
         said = " ".join(self._veil.over(line).split())  # before lines are joined: a key may have several
         self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {said}\n")
 
     def write(self, text: str) -> int:
-        """Whole lines only, so that a secret is not cut in two."""
+        """Write whole lines only, so that a secret is not cut in two."""
         with self._lock:
             whole, end, self._partial = (self._partial + text).rpartition("\n")
             if end:
@@ -57,8 +57,8 @@ class DriverLog(io.TextIOBase):
         return len(text)
 
     def bound(self) -> None:
-        """Begin another file where this one is full; what was started with the old one goes on writing to that."""
-        with suppress(OSError):  # the workspace is gone, say: then nothing is made there
+        """Start another file if this one is full; child processes keep writing to the old one."""
+        with suppress(OSError):  # the workspace may be deleted, and must not be created again
             if self._path.stat().st_size < MOST_BYTES:
                 return
             self._path.replace(previous(self._path))
@@ -68,7 +68,7 @@ class DriverLog(io.TextIOBase):
             os.close(file)
 
     def take_over(self) -> None:
-        """What Python prints from now on goes here."""
+        """Redirect Python's output to this log from now on."""
         sys.stdout = sys.stderr = self
 
     def _put(self, text: str) -> None:
@@ -78,12 +78,12 @@ class DriverLog(io.TextIOBase):
 
 
 def previous(path: Path) -> Path:
-    """Where the log before this one is: `KEY.1.log`."""
+    """Return the path of the previous log: `KEY.1.log`."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 
 def last_line(path: Path, start: int) -> str:
-    """The last line that was written from byte `start` on; empty: none."""
+    """Return the last line that was written from byte `start` on; empty: no line."""
     try:
         with path.open("rb") as file:
             file.seek(start)

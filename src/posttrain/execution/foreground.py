@@ -1,7 +1,7 @@
-"""Runs an engine program for as long as somebody waits for its answers: no attempt, no ledger, gone with its caller.
+"""Run an engine program while a caller waits for its answers: no attempt, no ledger; it ends with its caller.
 
-What is asked is one JSON document on the program's standard input; what it answers, a JSON line each. A line with
-`error` and `exit_code` is the one-line error that it ended with.
+The request is one JSON document on the program's standard input; each answer is a JSON line. A line with `error` and
+`exit_code` is the one-line error that ended the program.
 """
 
 import contextlib
@@ -29,18 +29,19 @@ from posttrain.execution.processes import without_keys
 _ERRORS: dict[int, type[PosttrainError]] = {
     kind.exit_code: kind for kind in (InputError, JobFailedError, InfrastructureError, IntegrityError, WorkspaceError)
 }
-_SHOWN = 300  # characters of what a program that died said last
+_SHOWN = 300  # characters of the last line of a failed program
 
 
 def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Iterator[dict[str, Any]]:
-    """The answers of `python -m MODULE`, as they come.
+    """Yield the answers of `python -m MODULE` as they arrive.
 
     Args:
-        timeout: seconds that all of it may take.
+        timeout: seconds for the whole exchange.
 
     Raises:
-        PosttrainError: the one that the program ended with.
-        InfrastructureError: it ended without a word. DeadlineError: it took longer than `timeout`.
+        PosttrainError: the error that ended the program.
+        InfrastructureError: the program failed without reporting an error.
+        DeadlineError: it took longer than `timeout`.
     """
     environment = {name: value for name, value in without_keys(os.environ).items() if not name.startswith("PYTHON")}
     late = threading.Event()
@@ -50,7 +51,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
             text=True, env=environment, start_new_session=True,
         )  # fmt: skip
         timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _give_up, (program, late))
-        timer.daemon = True  # a process that a signal ends anywhere here ends at once, and the program with it
+        timer.daemon = True  # the timer must not delay the end of this process
         try:
             timer.start()
             yield from _exchange(program, request)
@@ -83,7 +84,7 @@ def _give_up(program: subprocess.Popen[str], late: threading.Event) -> None:
 
 def _end(program: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(program.pid, signal.SIGKILL)  # it leads a session of its own
+        os.killpg(program.pid, signal.SIGKILL)  # it leads a separate session
     program.wait()
 
 

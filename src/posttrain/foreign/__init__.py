@@ -1,1 +1,1 @@
-"""What other trainers' files ask for, as a run.yaml. Pure: files are read by the caller's word, nothing is executed."""
+"""Conversion of other trainers' files to a run.yaml. The caller names the files; nothing is executed."""

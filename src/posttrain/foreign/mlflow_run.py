@@ -1,5 +1,5 @@
-"""A run of an MLflow store (a folder, a file of sqlite, a server), read with the mlflow package; the store stays as it
-is: files of sqlite are read through a copy, folders through links.
+"""Reader of a run in an MLflow store (a folder, an SQLite file, a server), with the mlflow package. The store is not
+changed: SQLite files are read through a copy, folders through links.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _SETTINGS = {
 
 
 def read_mlflow(where: str, run: str | None) -> OutsideRun:
-    """What an MLflow run tells.
+    """Return an MLflow run.
 
     Args:
-        where: a folder with `mlruns` or `mlflow.db`, a file of sqlite, or a tracking URI.
+        where: a folder with `mlruns` or `mlflow.db`, an SQLite file, or a tracking URI.
         run: its id or name; None: the only one.
 
     Raises:
@@ -73,7 +73,7 @@ def read_mlflow(where: str, run: str | None) -> OutsideRun:
 
 @contextmanager
 def _client(where: str, make: type[MlflowClient]) -> Iterator[tuple[MlflowClient, Path | None]]:
-    """A client of the store, and the folder in which it lies."""
+    """Yield a client of the store, and the store's folder."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
     for library in ("mlflow", "alembic"):
@@ -96,10 +96,10 @@ def _client(where: str, make: type[MlflowClient]) -> Iterator[tuple[MlflowClient
 
 
 def _place(where: str) -> Path | None:
-    """The folder of a file store or the file of sqlite; None: a server.
+    """Return the folder of a file store or the SQLite file; None: a server.
 
     Raises:
-        NotFoundError, InputError: there is none.
+        NotFoundError, InputError: the path is not a store.
     """
     if "://" in where and not where.startswith(("sqlite:", "file:")):
         return None
@@ -200,7 +200,7 @@ def _inputs(run: Run, base: Path | None) -> Iterator[Named]:
 
 
 def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) -> FoundModel | None:
-    """The model among the artifacts: the newest checkpoint, else the last by its name."""
+    """Return the model among the artifacts: the newest checkpoint, else the last by name."""
     found: list[tuple[int, str, Path, Path]] = []
     for location in _locations(client, run):
         root = _local(location, base, run)
@@ -218,7 +218,7 @@ def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) 
         return None
     _, name, place, root = max(found)
     files = model_files(place, root)
-    tokenizer = place.parent / "components" / "tokenizer"  # where MLflow's flavour of transformers keeps it
+    tokenizer = place.parent / "components" / "tokenizer"  # the place of MLflow's transformers flavour
     for path in sorted(tokenizer.iterdir()) if place.name == "model" and tokenizer.is_dir() else ():
         if MODEL_FILES.fullmatch(path.name) and path.name not in files:
             files[path.name] = inside(path, root)
@@ -227,14 +227,14 @@ def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) 
 
 
 def _locations(client: MlflowClient, run: Run) -> list[str]:
-    """Where a run's artifacts lie, and the models that MLflow 3 keeps beside them."""
+    """Return the locations of a run's artifacts, and of the models that MLflow 3 stores separately."""
     outputs: Sequence[Any] = run.outputs.model_outputs if run.outputs else ()
     models = [str(client.get_logged_model(output.model_id).artifact_location) for output in outputs]
     return [str(run.info.artifact_uri), *models]
 
 
 def _local(location: str, base: Path | None, run: Run) -> Path | None:
-    """A folder of this machine; of a store that was moved, the one that moved with it."""
+    """Return a local folder; for a moved store, the corresponding folder in it."""
     parts = urlsplit(location)
     if parts.scheme not in ("", "file"):
         return None

@@ -38,14 +38,14 @@ _STAGES = {"sft": "sft", "grpo": "grpo", "dpo": "dpo", "rloo": "rloo", "kto": "k
 
 
 def read_trl_output(path: Path) -> OutsideRun:
-    """What an `output_dir` tells of its run.
+    """Return the run of an `output_dir`.
 
     The model is the one at its root, else that of the best checkpoint, else that of the newest. Metrics are those of
-    the newest `trainer_state.json`, which holds all before it.
+    the newest `trainer_state.json`, which includes all earlier ones.
 
     Raises:
         NotFoundError: no such folder.
-        InputError: no run of that kind; an adapter; a file that cannot be read or leads out of the folder.
+        InputError: no run of that kind; an adapter; an unreadable file, or a link out of the folder.
     """
     folder = run_folder(path, "a TRL or transformers run (its output_dir)")
     checkpoints = _checkpoints(folder)
@@ -82,7 +82,7 @@ def read_trl_output(path: Path) -> OutsideRun:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """By step."""
+    """Return the checkpoint folders by step."""
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.fullmatch(p.name)) and p.is_dir()]
     if odd := next((path for _, path in found if not path.resolve().is_relative_to(folder)), None):
         raise InputError(f"{odd.name} of {folder}: must not be a link out of the folder; put a copy there")
@@ -96,7 +96,7 @@ def _state_file(folder: Path, checkpoints: list[Path]) -> Path | None:
 
 
 def _model_place(folder: Path, checkpoints: list[Path], state: Mapping[str, Any]) -> tuple[Path | None, str]:
-    """Where the model lies, and what it is and why."""
+    """Return the model's folder, and its description with the reason of the choice."""
     if model_files(folder, folder):
         return folder, "the model at the root of the folder"
     held = [path for path in checkpoints if model_files(path, folder)]
@@ -136,7 +136,7 @@ def _config_tools(files: Mapping[str, Path], folder: Path) -> dict[str, str]:
 def _left_out(
     folder: Path, place: Path | None, files: Mapping[str, Path], state: Path | None
 ) -> Iterator[tuple[str, str]]:
-    """What lies beside the model and is not taken."""
+    """Yield files next to the model that are left out, and why."""
     for where in dict.fromkeys(filter(None, (folder, place))):
         for path in sorted(where.iterdir()):
             if path.name == CARD or path in (state, place, files.get(path.name)):
@@ -149,7 +149,7 @@ def _left_out(
 
 
 class _Card:
-    """What a model card written by a trainer says."""
+    """The contents of a model card written by a trainer."""
 
     def __init__(self, text: str) -> None:
         head = _front_matter(text)
@@ -170,16 +170,16 @@ def _front_matter(text: str) -> Mapping[str, Any]:
     try:
         head = yaml.safe_load(text[4:].partition("\n---")[0])
     except (yaml.YAMLError, RecursionError, ValueError):
-        return {}  # a card is prose: what it does not say is unknown
+        return {}  # a malformed card gives no information
     return head if isinstance(head, dict) else {}
 
 
 def _below(text: str, head: str) -> str:
-    """What stands below a heading, to the next one."""
+    """Return the text below a heading, up to the next one."""
     return text.partition(head)[2].partition("\n#")[0]
 
 
 def _texts(value: Any) -> list[str]:
-    """A name or names; what is none is left out, and so is the word that stands for none."""
+    """Return the names of a value or list, without other values and without `None`."""
     found = value if isinstance(value, list) else [value]
     return [name for name in found if isinstance(name, str) and name.strip() and name != "None" and len(name) <= 300]

@@ -1,6 +1,6 @@
 """verl's hydra settings (YAML or command-line overrides; its names and defaults as of version 0.6) as a run.yaml.
 
-What verl's default decides and run.yaml's decides otherwise is written out.
+Where a default of verl differs from run.yaml's, the value is written out.
 """
 
 import re
@@ -50,7 +50,7 @@ _CHANGES = {
     "custom_cls.path": "rows are read as they are; write another file",
     "val_files": "add an evaluate stage with a suite, and a gate on it",
 }
-_HARMLESS = frozenset(  # they decide no result
+_HARMLESS = frozenset(  # without effect on the result
     (  # noqa: SIM905
         "strategy use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
         "use_torch_compile log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
@@ -69,13 +69,13 @@ _HARMLESS = frozenset(  # they decide no result
 
 
 def from_verl(settings: Settings, rows: int | None = None) -> Draft:
-    """A run file of one stage that trains as the verl settings do.
+    """Return a run file of one stage that trains as the verl settings do.
 
     Args:
-        rows: of the training data, where it is known; None: shares of the steps cannot be turned into steps.
+        rows: of the training data; None: unknown, so shares of the steps cannot be converted to steps.
 
     Raises:
-        InputError: an advantage estimator that has no counterpart here, or a value that is no number.
+        InputError: an advantage estimator without a counterpart here, or a value that is not a number.
     """
     name = str(settings.take("trainer.experiment_name", default=Path(settings.source).stem))
     name = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:40] or "verl"
@@ -200,7 +200,7 @@ def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> N
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
-    """`steps` or `epochs` of the stage; how many steps that are, where it is known."""
+    """Set `steps` or `epochs` of the stage; return the number of steps, or None where it is unknown."""
     most = settings.count("trainer.total_training_steps", default=-1)
     epochs = settings.number("trainer.total_epochs", default=30.0)
     if most > 0:

@@ -1,7 +1,8 @@
 """Reader of W&B runs: the folder of a run, or an export of its history.
 
-The folder of a run holds wandb's own file (`run-ID.wandb`): LevelDB's log format behind a header, with protobuf records
-that the wandb package reads. An export is a history (CSV, JSONL or Parquet with `_step`) with the run's configuration.
+The folder of a run contains wandb's own file (`run-ID.wandb`): LevelDB's log format after a header, with protobuf
+records that the wandb package reads. An export is a history (CSV, JSONL or Parquet with `_step`) with the run's
+configuration.
 """
 
 import csv
@@ -40,14 +41,14 @@ _OWN = (_STEP, _TIME, "_runtime", "_wandb")
 _TABLES = (".csv", ".jsonl", ".ndjson", ".parquet")
 _CONFIGS = ("config.yaml", "config.yml", "config.json")
 _MOST_CONFIG = 2**24  # bytes
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # of JSON that has no such numbers
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # strings of numbers that JSON lacks
 _RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-.+")
 _SHOWN = 8
 Row = Mapping[str, Any]
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The whole records of a file; ends before one that is cut short."""
+    """Yield the complete records of a file; stop before a truncated one."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         place, parts = len(file.read(_HEADER)), b""
         while True:
@@ -70,11 +71,11 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def read_wandb_export(path: Path) -> OutsideRun:
-    """What the files of a W&B run tell.
+    """Return the run in the files of a W&B run.
 
     Raises:
         NotFoundError: no such folder.
-        InputError: no run, several, wandb not installed where it is needed, files that cannot be read.
+        InputError: no run, several runs, wandb not installed where it is needed, unreadable files.
     """
     folder = _the_run(run_folder(path, "a W&B run, or of its exported history"))
     notes: list[str] = []
@@ -103,7 +104,7 @@ def read_wandb_export(path: Path) -> OutsideRun:
 
 
 def _the_run(folder: Path) -> Path:
-    """The folder itself, or the only run in it."""
+    """Return the folder itself, or the only run in it."""
     if any(folder.glob("*.wandb")):
         return folder
     home = folder / "wandb" if (folder / "wandb").is_dir() else folder
@@ -116,7 +117,7 @@ def _the_run(folder: Path) -> Path:
 
 
 def _table(folder: Path) -> Path:
-    """The file of an exported history."""
+    """Return the file of an exported history."""
     found = [p for where in (folder, folder / "files") if where.is_dir() for p in sorted(where.iterdir())]
     tables = [path for path in found if path.suffix.lower() in _TABLES]
     named = [path for path in tables if "history" in path.stem.lower()] or tables
@@ -193,7 +194,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _cell(text: str) -> Any:
-    """A cell of CSV: a number if it is one, nothing if it is empty."""
+    """Return the value of a CSV cell: a number if possible, None if it is empty."""
     if not text:
         return None
     for kind in (int, float):
@@ -222,7 +223,7 @@ class _Log:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """The history; what else the file says is known when it was read to its end."""
+        """The history; the other attributes are set once it was read to its end."""
         try:
             for data in records(self._path):
                 record = self._record.FromString(data)
@@ -239,7 +240,7 @@ class _Log:
                 self.ended = self.ended or kind == "exit"
         except InputError:
             raise
-        except Exception as error:  # protobuf's DecodeError, and JSON in it that is none
+        except Exception as error:  # protobuf's DecodeError, or invalid JSON in a record
             raise InputError(
                 f"{self._path.name} of {self._folder}: is damaged ({type(error).__name__}); copy the folder again"
             ) from error
@@ -248,7 +249,7 @@ class _Log:
         self.config |= _items(config.update)
 
 
-# --- what is beside ---------------------------------------------------------------------------------------------------
+# --- other files ------------------------------------------------------------------------------------------------------
 
 
 def _items(found: Iterable[Any]) -> dict[str, Any]:
@@ -256,7 +257,7 @@ def _items(found: Iterable[Any]) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """The configuration that was written beside the history."""
+    """Return the configuration next to the history, and its file."""
     for place in (folder / "files", folder):
         for name in _CONFIGS:
             path = place / name
@@ -280,7 +281,7 @@ def _yaml(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _unwrapped(item: Any) -> Any:
-    """W&B writes `lr: {desc: …, value: 0.1}`."""
+    """Return the value of a W&B item `lr: {desc: …, value: 0.1}`."""
     return item["value"] if isinstance(item, dict) and "value" in item and item.keys() <= {"desc", "value"} else item
 
 
@@ -291,7 +292,7 @@ def _tools(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model(folder: Path, notes: list[str]) -> FoundModel | None:
-    """The model among the files: the last by its place."""
+    """Return the model among the files: the last by path."""
     below = [path for where in (folder, folder / "files") if where.is_dir() for path in sorted(where.iterdir())]
     places = [folder, folder / "files", *(path for path in below if path.is_dir() and not path.is_symlink())]
     found = {place: files for place in dict.fromkeys(places) if (files := model_files(place, folder))}

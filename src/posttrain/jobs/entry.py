@@ -1,13 +1,13 @@
-"""Entry points of jobs, and of programs that answer a process which waits (`execution.foreground`).
+"""Entry points of jobs, and of programs that answer a waiting process (`execution.foreground`).
 
-Around its work every job reads the order, opens the store, catches what goes wrong, and answers last. A job's first act
-is the attempt's `start`: where another process has that, or a tombstone is there, it exits with `ANOTHER_RUNS` and
-computes nothing. Else it answers with a `result.json`, for failures too, and then exits 0; an exit without an answer
-means that the process was lost. A failure is one line in the answer and a full traceback in the log. Nothing here
-imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports what the job
-does (`bodies`), the one place where an import waits.
+Around its work every job reads the order, opens the store, catches errors, and writes its result last. A job first
+claims the attempt's `start`: where another process has it, or a tombstone exists, it exits with `ANOTHER_RUNS` and
+computes nothing. Else it writes a `result.json`, for failures too, and then exits 0; an exit without a result means
+that the process was lost. A failure is one line in the result and a full traceback in the log. Nothing here imports
+torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports the job's body
+(`bodies`), the only deferred import.
 
-A program that answers a waiting process reads the question and answers in lines.
+A program that answers a waiting process reads one request and answers in lines.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _BROKEN = (errno.EROFS, errno.EIO)
-# as torch begins it, where it raises no OutOfMemoryError
+# beginning of torch's message, where it raises no OutOfMemoryError
 _NO_ROOM = re.compile(
     r"(\[enforce fail at [^]]+\][^:]*)?DefaultCPUAllocator: |(CUDA|HIP|XPU|MPS)( error:| backend)? out of mem"
 )
@@ -79,26 +79,26 @@ Program = Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a job's body works with."""
+    """The context of a job's body."""
 
     attempt: AttemptFolder
     order: JobOrder
     sink: FactSink
-    flush: Callable[[], None]  # makes the facts said so far durable
+    flush: Callable[[], None]  # makes the facts reported so far durable
     blobs: BlobStore
-    stopping: Callable[[], bool]  # somebody asked for a stop, by an order or SIGTERM
+    stopping: Callable[[], bool]  # whether a stop was requested, by an order or SIGTERM
     folder: Path
-    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and what the next step may cost
+    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and the most of the next step
     deadline: float | None = None  # seconds since the epoch
-    begun: float = 0.0  # processor seconds that its process had taken when its order was read
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its rewards; no longer in its environment
+    begun: float = 0.0  # processor seconds of its process before its order was read
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its rewards; removed from its environment
 
     def input(self, slot: str) -> Path:
-        """The local path of an input, fetched and verified.
+        """Return the local path of an input, fetched and verified.
 
         Raises:
             InputError: the order has no such slot.
-            NotFoundError, IntegrityError: the blob is gone or corrupt.
+            NotFoundError, IntegrityError: the blob is missing or corrupt.
         """
         if slot not in self.order.inputs:
             raise InputError(
@@ -115,12 +115,12 @@ class Job:
         return path
 
     def label(self, slot: str) -> str:
-        """How errors call an input: its reference, or its slot."""
+        """Return an input's name in errors: its reference, or its slot."""
         blob = self.order.inputs.get(slot)
         return blob.name if blob and blob.name else slot
 
     def tell_fallbacks(self, found: Mapping[str, str]) -> dict[str, float]:
-        """Say which slower ways the models must go: a warning each, and a metric `fallback/NAME` of 1.
+        """Report the fall-backs of the models: a warning each, and a metric `fallback/NAME` of 1.
 
         Returns:
             The metrics.
@@ -133,12 +133,12 @@ class Job:
         return metrics
 
     def tell_start(self) -> None:
-        """Say in the log what the way to the first step cost; of a cold process interpreter and comparison included."""
+        """Print the cost of the start to the log, including the interpreter and the check of a cold process."""
         whole = time.process_time()
         print(f"start: {whole:.2f} s of processor time, {self.begun:.2f} s of it before the order was read")
 
     def fingerprint(self) -> str:
-        """Digest of what decides this job's result (`domain.manifest`): a checkpoint of another job is refused."""
+        """Return the digest of the job's identity (`domain.manifest`): a checkpoint of another job is refused."""
         order = self.order
         return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs, order.image))
 
@@ -150,8 +150,8 @@ def run(attempt_dir: str, body: Body) -> int:
     """Run one job to its `result.json`.
 
     Returns:
-        The exit code: 0 once there is a result, whatever it says; `ANOTHER_RUNS` where the attempt is another's or
-        was cancelled; `NO_SPACE`, `NO_MEMORY` or 1 when nothing could be written.
+        The exit code: 0 once there is a result, of any status; `ANOTHER_RUNS` where another process has the attempt or
+        it was cancelled; `NO_SPACE`, `NO_MEMORY` or 1 when no result could be written.
     """
     started, begun = time.time(), time.process_time()
     attempt = AttemptFolder(Path(attempt_dir), job=True)
@@ -184,12 +184,12 @@ def run(attempt_dir: str, body: Body) -> int:
 
             def work() -> JobResult:
                 _refuse_other_package(order)
-                # its server, or with its user's own rights the store
+                # through its server, or directly with its user's rights
                 return body(job(blobs=ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)))
 
             result = _guarded(work)
         if attempt.outputs.is_dir():
-            sync_tree(attempt.outputs)  # a result that survives a power cut must not name outputs that did not
+            sync_tree(attempt.outputs)  # a durable result must not name outputs that a power cut can lose
             sync_folder(attempt.path)
         crashpoint("outputs.before_result")
         if result.status == "stopped":
@@ -197,7 +197,7 @@ def run(attempt_dir: str, body: Body) -> int:
         attempt.write_result(replace(result, seconds=time.time() - started))
         crashpoint("outputs.after_result")
     except (PosttrainError, OSError, MemoryError) as error:
-        with suppress(OSError, MemoryError):  # the log lies on the same disk
+        with suppress(OSError, MemoryError):  # the log is on the same disk
             traceback.print_exc()
             print(f"job {attempt_dir} could not leave a result: {_one_line(error)}", file=sys.stderr)
         return {FailureClass.DISK_FULL: NO_SPACE, FailureClass.OUT_OF_MEMORY: NO_MEMORY}.get(_class_of(error), 1)
@@ -205,7 +205,7 @@ def run(attempt_dir: str, body: Body) -> int:
 
 
 def main(body: Body) -> NoReturn:
-    """`python -m posttrain.jobs.… ATTEMPT_DIR`. Nothing is left to do after the result, so Python is not taken down."""
+    """Run `python -m posttrain.jobs.… ATTEMPT_DIR`; after the result the process exits without finalising Python."""
     if len(sys.argv) != 2:
         print(f"usage: {Path(sys.argv[0]).stem} ATTEMPT_DIR, got {len(sys.argv) - 1} arguments", file=sys.stderr)
         raise SystemExit(2)
@@ -217,7 +217,7 @@ def main(body: Body) -> NoReturn:
 
 
 def lazily(name: str) -> Callable[[Any], Any]:
-    """What `module:Name` names, imported when it is called: by then the environment is settled."""
+    """Return a function that imports `module:Name` when it is called: then the environment is settled."""
 
     def call(given: Any) -> Any:
         with loading():
@@ -228,7 +228,7 @@ def lazily(name: str) -> Callable[[Any], Any]:
 
 
 def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
-    """Whether this process is the attempt's job, from now on; else the log says who is."""
+    """Whether this process becomes the attempt's job; else the log names the process that is."""
     held = attempt.channel.start(order.epoch, identity(os.getpid()) or "")
     if held is None:
         return True
@@ -240,7 +240,7 @@ def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
 
 
 def settle_environment(threads: int) -> None:
-    """Thread settings that torch reads once, when it is imported.
+    """Set the thread settings that torch reads once, when it is imported.
 
     A spinning OpenMP costs 9x on a busy machine (measured).
     """
@@ -248,14 +248,14 @@ def settle_environment(threads: int) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they would fill the log
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # progress bars would fill the log
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Nothing is collected while a job imports and opens what it works with.
+    """Disable garbage collection while a job imports modules and opens models and data.
 
-    That stays until the job ends: looking through it again and again finds nothing and takes a tenth of the time.
+    These objects live until the job ends: collections would find nothing and take a tenth of the time.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -267,7 +267,7 @@ def loading() -> Iterator[None]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Classify an exception: what happens next depends on the class, and on whether the same signature comes twice."""
+    """Classify an exception: the control side acts by the class, and by whether the same signature repeats."""
     kind, message, where = _class_of(error), _one_line(error), _innermost(error)
     if kind is FailureClass.BUG and not isinstance(error, PosttrainError):
         message = f"{type(error).__name__} at {where}: {message}; see log.txt"
@@ -276,16 +276,16 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def failed(error: Exception, tokens: int = 0) -> JobResult:
-    """The answer of a job that raised; the traceback goes to the log. Call it inside the `except` block."""
+    """Return the result of a job that raised, and print the traceback to the log. Call it in the `except` block."""
     traceback.print_exc()
     return JobResult(status="failed", tokens=tokens, failure=failure_of(error))
 
 
 def _refuse_other_package(order: JobOrder) -> None:
-    """Hold this package against the environment that was attested: what a launcher found by PYTHONPATH, a job does not.
+    """Check that this package is in the attested environment, since PYTHONPATH does not reach jobs.
 
     Raises:
-        InputError: it comes from elsewhere.
+        InputError: it is imported from another place.
     """
     attested = pinned(order.environment, Path(order.cache_dir)) if order.environment else None
     own = os.path.realpath(PACKAGES / "posttrain")
@@ -301,7 +301,7 @@ def _guarded(work: Callable[[], JobResult]) -> JobResult:
         return work()
     except Exception as error:
         if isinstance(error, MemoryError):
-            traceback.clear_frames(error.__traceback__)  # what they hold is needed for the answer
+            traceback.clear_frames(error.__traceback__)  # the result needs the memory that they hold
         return failed(error)
 
 
@@ -324,7 +324,7 @@ def _class_of(error: BaseException) -> FailureClass:
         InputError: FailureClass.BAD_INPUT,
         IntegrityError: FailureClass.BAD_INPUT,
         RewardError: FailureClass.BAD_INPUT,  # the user's own code
-        JobFailedError: FailureClass.DIVERGED,  # the model's numbers are no numbers
+        JobFailedError: FailureClass.DIVERGED,  # the model's numbers are not finite
         WorkspaceError: FailureClass.INFRASTRUCTURE,
         InfrastructureError: FailureClass.INFRASTRUCTURE,
     }
@@ -341,14 +341,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """`module:function` of the deepest frame: stable between attempts, unlike line numbers of changing sources."""
+    """Return `module:function` of the deepest frame: stable between attempts, unlike line numbers."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "nowhere"
 
 
 @contextmanager
 def _sigterm_noted() -> Iterator[Callable[[], bool]]:
-    """SIGTERM asks for a stop instead of killing; yields whether it came."""
+    """Make SIGTERM a request to stop instead of a kill; yield a function that returns whether it came."""
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
@@ -358,9 +358,9 @@ def _sigterm_noted() -> Iterator[Callable[[], bool]]:
 
 
 def serve(program: Program) -> None:
-    """Answer the one question on standard input, and die with whoever asked.
+    """Answer the single request on standard input, and die with the requesting process.
 
-    Whatever else is printed, by C libraries too, goes to standard error.
+    All other output, that of C libraries included, goes to standard error.
     """
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
@@ -379,7 +379,7 @@ def serve(program: Program) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """SIGKILL for this process when the one that asked ends, however it ends (Linux)."""
+    """Arrange SIGKILL for this process when the requesting process ends, however it ends (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before
         os._exit(1)

@@ -1,6 +1,7 @@
-"""Imports what every job imports: torch, transformers and the engine take seconds. For the executor's fork server.
+"""Imports the modules that every job imports, for the executor's fork server: torch, transformers and the engine take
+seconds.
 
-Nothing here may start a thread or open a device: what comes after is forked.
+No module here may start a thread or open a device, because jobs are forked from this process.
 """
 
 import os
@@ -10,7 +11,7 @@ from posttrain.domain.errors import PosttrainError
 from posttrain.jobs.entry import settle_environment
 from posttrain.store.attempts import AttemptFolder
 
-_GIVEN = os.environ.get("OMP_NUM_THREADS", "")  # of the job that it is started for: OpenMP reads it with torch
+_GIVEN = os.environ.get("OMP_NUM_THREADS", "")  # of the job that it starts for: OpenMP reads it when torch is loaded
 _THREADS = int(_GIVEN) if _GIVEN.isdigit() and int(_GIVEN) > 0 else 1
 settle_environment(_THREADS)
 
@@ -23,14 +24,14 @@ import posttrain.engine.recipes.sft  # noqa: E402
 import posttrain.jobs.bodies.evaluation  # noqa: E402
 import posttrain.jobs.bodies.training  # noqa: E402,F401
 
-_LOADED = (AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers: touched, so imported
+_LOADED = (AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers, imported by this access
 
 
 def ready(attempt_dir: str) -> bool:
-    """Whether a job can run in a fork of this process: it wants the number of threads that torch was loaded for."""
+    """Whether a job can run in a fork of this process: it needs the number of threads that torch was loaded with."""
     try:
         order = AttemptFolder(Path(attempt_dir)).read_order()
     except PosttrainError:
-        return False  # the job says what is wrong with its order
+        return False  # the job reports the error of its order
     runtime = order.params.get("runtime", {})
     return isinstance(runtime, dict) and runtime.get("threads", 1) == _THREADS

@@ -1,12 +1,12 @@
-"""Estimates of what stages cost, and whether the declared budget reaches to the end of a run. Pure arithmetic.
+"""Estimate the cost of stages, and whether the declared budget suffices for a run. Pure arithmetic.
 
-A certain shortfall refuses a run, a probable one warns. Certain is what a stage spends at the least: one token for
-every document it reads or answers and, before its last step, the room that the step may need (a job ends before a step
-that could exceed its budget). Probable is what earlier stages of its kind took, and never less than that. What a stage
-spends at the most is neither: a run may end long before.
+A certain shortfall refuses a run, a probable one warns. Certain is the minimum that a stage spends: one token for every
+document it reads or answers and, before its last step, the room that the step may need (a job ends before a step that
+could exceed its budget). Probable is the cost of earlier stages of its kind, but at least the certain cost. The maximum
+of a stage is neither: a run may end long before.
 
 The probable cost of a stage comes from its declared work and from earlier stages of its kind. Nothing is guessed:
-without history there are no seconds, and tokens only where the declared work bounds them.
+without history there are no seconds, and tokens only if the declared work bounds them.
 """
 
 import math
@@ -18,51 +18,51 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.placement import LONGEST
 from posttrain.domain.runspec import MOST_TOKENS
 
-_SHARED = ("prompts", "trained")  # of a stage's work, beside its documents
+_SHARED = ("prompts", "trained")  # of a stage's work, in addition to its documents
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, length=38.5)`."""
+    """The work of one stage: `Workload("sft", {"steps": 350, "documents": 22400}, length=38.5)`."""
 
     kind: str
-    # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and where they differ: prompts
-    # (documents of one prompt are one), trained (documents trained on after they were answered), rounds (times that
+    # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and if they differ: prompts
+    # (documents of one prompt count once), trained (documents trained on after they were answered), rounds (how often
     # as much may be sampled, because dropped groups are replaced), again (tokens that further turns read again)
     work: Mapping[str, float]
-    length: float | None = None  # mean tokens of what is read of one document: prompt + completion, or the prompt alone
-    counted: bool = False  # by the model's tokenizer; else one token is taken for every character
-    longest: float | None = None  # of the longest document that was looked at
+    length: float | None = None  # mean tokens read per document: prompt + completion, or the prompt alone
+    counted: bool = False  # by the model's tokenizer; else one token per character is assumed
+    longest: float | None = None  # tokens of the longest inspected document
 
     @property
     def units(self) -> float:
-        """The number that cost grows with: documents, else steps."""
+        """The number to which cost is proportional: documents, else steps."""
         return self.work.get("documents", self.work.get("steps", 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What an earlier stage did and cost."""
+    """The work and the cost of an earlier stage."""
 
     workload: Workload
-    tokens: int  # that its result took, wherever its first steps were trained; without work that was lost
+    tokens: int  # for its result, including steps trained in other runs, without lost work
     seconds: float | None  # of its jobs; None: its first steps were trained in another run
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Tokens and job seconds, and what they rest on. None: not known."""
+    """Tokens and job seconds, and their basis. None: unknown."""
 
     tokens: int | None
     seconds: float | None
     basis: str
-    history: int = field(default=0)  # earlier stages it rests on
-    most: int | None = None  # tokens that the declared work may take, as without history; None: not known
+    history: int = field(default=0)  # number of earlier stages in the estimate
+    most: int | None = None  # maximum tokens of the declared work, as without history; None: unknown
 
 
 def comparable(one: Workload, other: Workload) -> bool:
-    """Whether a unit of both costs the same: it does not with longer answers or more passes, nor where the number of
-    one's documents is not known.
+    """Return whether a unit of both costs the same: not with other answer lengths or passes, and not if only one has a
+    known number of documents.
     """
     if ("documents" in one.work) != ("documents" in other.work):
         return False
@@ -72,10 +72,10 @@ def comparable(one: Workload, other: Workload) -> bool:
 
 
 def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
-    """The cost of a stage.
+    """Return the estimated cost of a stage.
 
-    With history: the median cost per unit of earlier comparable stages, times the units. Without: tokens by the rule of
-    `jobs.Progress` at what its documents take, the longest responses and every document trained on, and no seconds.
+    With history: the median cost per unit of earlier comparable stages, times the units. Without: no seconds, and
+    tokens by the rule of `jobs.Progress` with its documents' lengths, the longest responses and all trained documents.
     """
     most = _most(workload)
     rates = [e for e in earlier if e.workload.units > 0 and comparable(workload, e.workload)]
@@ -109,15 +109,15 @@ class Concern:
     """A limit that the run will probably, or may, reach before its end."""
 
     warning: str  # one sentence
-    change: str | None = None  # what to change first, where that is probable
+    change: str | None = None  # the suggested change, if the shortfall is probable
 
 
 def certain_shortfall(limit: int | None, least: Mapping[str, int], kinds: Mapping[str, str]) -> str | None:
-    """Why the run cannot reach its end within so many tokens; None: it may.
+    """Return why the run cannot end within its limit of tokens; None: it may.
 
     Args:
         limit: declared tokens; None: no limit.
-        least: stage → tokens it spends at the least; without stages that may turn out to be reused.
+        least: stage → its minimum of tokens; without stages that may be reused.
         kinds: stage → its kind.
     """
     total = sum(least.values())
@@ -141,14 +141,14 @@ def token_concern(
     *,
     doubtful: bool = False,
 ) -> Concern | None:
-    """Whether the run will probably need more tokens than were declared.
+    """Return a concern if the run will probably, or may, need more tokens than declared.
 
     Args:
         limit: declared tokens; None: no limit.
         estimates: by stage.
-        least: stage → tokens it spends at the least if it is computed.
+        least: stage → its minimum of tokens if it is computed.
         kinds: stage → its kind.
-        doubtful: some of these stages may turn out to be reused.
+        doubtful: some of these stages may be reused.
     """
     if limit is None:
         return None
@@ -174,13 +174,13 @@ def token_concern(
 def time_concern(
     limit: float | None, estimates: Mapping[str, Estimate], kinds: Mapping[str, str], *, doubtful: bool = False
 ) -> Concern | None:
-    """Whether the run will probably need more job time than was declared, by what earlier stages took.
+    """Return a concern if the run will probably need more job time than declared, according to earlier stages.
 
     Args:
         limit: declared seconds; None: no limit.
         estimates: by stage.
         kinds: stage → its kind.
-        doubtful: some of these stages may turn out to be reused.
+        doubtful: some of these stages may be reused.
     """
     known = {name: one.seconds for name, one in estimates.items() if one.seconds is not None}
     total = sum(known.values())
@@ -199,12 +199,12 @@ def time_concern(
 
 
 def cheaper(stage: str, kinds: Mapping[str, str]) -> str:
-    """What may be changed of a stage so that it costs less."""
+    """Return a suggestion that makes a stage cheaper."""
     return kind_of(kinds[stage]).cheaper.replace("{}", stage)
 
 
 def _raise_tokens(enough: int, remedy: str) -> str:
-    """Two digits and never less: what is advised is enough, and may be declared."""
+    """Return advice with a budget rounded up to two digits, so that it is sufficient and may be declared."""
     if enough > MOST_TOKENS:
         return remedy
     power = max(0, math.floor(math.log10(enough)) - 1)
@@ -213,5 +213,5 @@ def _raise_tokens(enough: int, remedy: str) -> str:
 
 
 def _short(tokens: float) -> str:
-    """`8200`, `4.5e6`: as it may be written into run.yaml."""
+    """Return a number in the form of run.yaml: `8200`, `4.5e6`."""
     return f"{tokens:.1e}".replace("e+0", "e").replace("e+", "e") if tokens >= 1e5 else f"{tokens:.0f}"

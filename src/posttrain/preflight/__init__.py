@@ -1,1 +1,1 @@
-"""What a run is held against before anything is submitted: fit, placement, confinement, power, budget."""
+"""Checks of a run before it is submitted: fit, placement, confinement, power, budget."""

@@ -146,7 +146,7 @@ def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, r
 
 
 def check_ports(facts: ClusterFacts) -> Check:
-    """Check that Ray's own ports are free, and that its workers' range and that of outgoing connections are disjoint."""
+    """Check that Ray's own ports are free, and that its workers' range and that of outgoing connections are apart."""
     listening = facts.listening or {}
     taken = {port: by for port, by in listening.items() if port in _RAY_PORTS}
     strangers = [f"{port} ({_RAY_PORTS[port]}) by {by}" for port, by in taken.items() if not _RAY_PROCESSES.search(by)]
@@ -265,7 +265,7 @@ def check_limits(facts: ClusterFacts) -> Check:
 
 
 def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Check:
-    """Check that a running cluster accepts this process. `answer` is None where Ray is not installed here."""
+    """Check that a running cluster accepts this process. `answer`: None without Ray here."""
     ray = facts.packages.get("ray")
     if ray is None or answer is None:
         return Check("ray", "fail", f"cannot ask {address}: ray is not installed here", "pip install ray")

@@ -37,7 +37,7 @@ def refuse_lock(path: Path) -> None:
     """Refuse a locked manifest where a run file is expected.
 
     Raises:
-        InputError: it is one.
+        InputError: the file is a locked manifest.
     """
     if is_lock(path):
         raise InputError(f"{path}: is a locked manifest, not a run file; run it with posttrain run {path}")
@@ -47,8 +47,8 @@ def write_lock(manifest: Manifest, path: Path) -> None:
     """Write the canonical manifest, so that the file's SHA-256 is the manifest's digest.
 
     Raises:
-        InputError: the name does not end as those of locks do, so that `posttrain run` would not know it as one.
-        WorkspaceError: the place cannot be written.
+        InputError: the name lacks the suffix of locks, so `posttrain run` would not recognise it.
+        WorkspaceError: the path cannot be written.
     """
     if not is_lock(path):
         raise InputError(f"{path}: a locked manifest must be named *{LOCK_SUFFIX}; name it so with --out")
@@ -59,15 +59,15 @@ def write_lock(manifest: Manifest, path: Path) -> None:
 
 
 def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> Planned:
-    """A locked manifest, checked against this workspace and this version.
+    """Return a locked manifest, checked against this workspace and this version.
 
     Args:
-        again: another run of it is wanted, though there may be one.
+        again: whether to start another run, even if its run exists.
 
     Raises:
-        InputError: not a manifest, not what the policy of its channel asks, or, unless its run exists already, locked
-            with other engine sources, with parameters that its trainers refuse, with a placement that cannot be had
-            here, with an executor that is not installed, or with a budget or a gate that no run of it could meet.
+        InputError: not a manifest, not as its channel's policy requires, or, unless its run exists already, locked with
+            other engine sources, with parameters that its trainers refuse, with a placement that is not possible here,
+            with an executor that is not installed, or with a budget or a gate that no run of it could meet.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -81,7 +81,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
     there = bool(workspace.ledger.runs(manifest_digest=manifest.digest))
     if again or not there:
         _refuse_unmet(manifest, path, workspace)
-    if there and not again:  # it is gone on with, as it was admitted
+    if there and not again:  # the admitted run continues
         return Planned(manifest, {})
     workspace.refuse_missing_executor()
     refuse_image(manifest.image, workspace, path)
@@ -96,7 +96,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
 
 
 def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None:
-    """Refuse a stage that says to leave what its kind does not: what it measured, say, which gates would read."""
+    """Refuse a stage with declared outputs other than its kind's, such as measurements that gates would read."""
     wanted = dict(contract.outputs)
     if stage.outputs != wanted:
         raise InputError(
@@ -106,7 +106,7 @@ def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None
 
 
 def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
-    """Refuse a lock that was made under another policy than its channel has, or edited since."""
+    """Refuse a lock that was made under another policy than its channel's, or edited since."""
     policy = policy_of(workspace.stores, manifest.release.channel) if manifest.release else None
     if policy is not None:
         with located(f"{path}"):
@@ -114,7 +114,7 @@ def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> N
 
 
 def _foreign(manifest: Manifest, workspace: OpenWorkspace) -> set[str]:
-    """Digests that the project does not know, though the store, which several have, may hold their bytes."""
+    """Return digests that the project has not recorded, although the shared store may hold their bytes."""
     named = {str(ref.digest) for _, _, ref in manifest.assets()}
     known = {artifact.digest for artifact in workspace.ledger.artifacts(*named)}
     return {
@@ -123,7 +123,7 @@ def _foreign(manifest: Manifest, workspace: OpenWorkspace) -> set[str]:
 
 
 def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dict[str, StageContract]:
-    """What the trainers say of its stages."""
+    """Check a lock's code, stages and assets; return the contracts of its stages."""
     for name, digest in manifest.code.items():
         with located(f"{path}"):
             present = present_code(name, workspace.jobs.trainers)
@@ -155,6 +155,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     refuse_oversized(manifest, path)
     loads = {name: contract.load for name, contract in contracts.items() if contract.load}
     refuse_judges_without_scores(manifest, workspace, path)
-    tuple(check_teachers(manifest, workspace, path))  # what it warns of was told when the run was locked
+    tuple(check_teachers(manifest, workspace, path))  # its warnings were reported at locking
     refuse_infeasible(manifest, loads, workspace, path)
     return contracts

@@ -1,1 +1,1 @@
-"""The cell in which code of a user runs (rewards today), the process in it, and how it is called."""
+"""The cell in which a user's code runs (today rewards), the process in it, and its calls."""

@@ -1,11 +1,11 @@
-"""Calls of reward functions and reward objects that were written for other engines, as they expect them.
+"""Calls of reward functions and reward objects written for other engines, in their calling conventions.
 
 Standard library only: this runs inside the reward worker. A call arrives as one JSON object with `prompts`,
 `completions`, `rows` and optionally `prompt_ids`, `completion_ids`; the function's parameter names determine its
 dialect (`domain.rewards.DIALECTS`, the table that `plan` reads too):
 
 ========== =============================================== ===================================================
-dialect    told by                                         called with
+dialect    detected by                                     called with
 ========== =============================================== ===================================================
 verl       `solution_str`                                  data_source, solution_str, ground_truth, extra_info
 verl_batch `solution_strs`                                 the same four in the plural, as lists
@@ -17,14 +17,15 @@ verifiers  `state`, `parser`, `task` or `info`             messages for chat row
 row        `completion` (or `response`)                    strings; prompt, completion, answer, row columns
 ========== =============================================== ===================================================
 
-A reward can also be an object: a class with `__call__`, or one of the following. Only what the object has is used.
+A reward can also be an object: a class with `__call__`, or one of the following. Only the object's own methods are
+used.
 
 * A rubric of verifiers 0.1 to 0.3 (`vf.Rubric(funcs=[…], weights=[…], parser=…)`, its subclasses and groups), or an
   environment that has one: its own `score_rollout` is called, and its functions are the components.
-* A task of verifiers 0.4 (`class T(vf.Task[D])` with `@vf.reward` methods): it is made from the row, and its own
+* A task of verifiers 0.4 (`class T(vf.Task[D])` with `@vf.reward` methods): it is created from the row, and its own
   `score` is called on a trace of prompt and completion.
 
-verifiers 0.1 to 0.3 log what a reward function raises and count it as 0.0; here it is an error.
+verifiers 0.1 to 0.3 log an exception of a reward function and count it as 0.0; here it is an error.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ from posttrain.domain.rewards import NO_COLUMNS, Signature, SignatureError, not_
 
 Call = Mapping[str, Any]
 Arguments = dict[str, Any]
-ENVIRONMENT = "load_environment"  # the function by which a module of verifiers gives its environment
+ENVIRONMENT = "load_environment"  # the function of a verifiers module that returns its environment
 
 
 def _columns(row: Mapping[str, Any]) -> Arguments:
@@ -70,7 +71,7 @@ def _trl(call: Call) -> Arguments:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Stands in for a trainer's logging hooks."""
+    """Replace a trainer's logging hooks."""
 
 
 def _openrlhf(call: Call) -> Arguments:
@@ -82,7 +83,7 @@ def _openrlhf(call: Call) -> Arguments:
 
 
 def _turns(call: Call, index: int) -> list[str]:
-    """What the policy said in turn; a column of the data set with that name goes before."""
+    """Return the policy's turns; a column of the data set with that name takes precedence."""
     return list(call["turns"][index]) if call.get("turns") is not None else [call["completions"][index]]
 
 
@@ -105,7 +106,7 @@ def _verifiers(call: Call, index: int) -> Arguments:
 
 
 def _map(value: Any) -> dict[str, Any]:
-    """A map, which data sets also keep as its JSON text."""
+    """Return a map, also from its JSON text, as some data sets store it."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -113,18 +114,18 @@ def _map(value: Any) -> dict[str, Any]:
 
 
 class PlainParser:
-    """What `parser` is for a function that came without one: verifiers' own default, which takes texts as they are."""
+    """The `parser` of a function without one: verifiers' default, which returns texts as they are."""
 
     def parse(self, text: str) -> str:
-        """The text."""
+        """Return the text."""
         return text
 
     def get_assistant_messages(self, completion: Any) -> list[Any]:
-        """Messages of the assistant."""
+        """Return the messages of the assistant."""
         return [message for message in completion if message.get("role") == "assistant"]
 
     def parse_answer(self, completion: Any) -> str | None:
-        """A text itself, or the content of the last message of the assistant."""
+        """Return a text itself, or the content of the assistant's last message."""
         if isinstance(completion, str):
             return completion
         said = self.get_assistant_messages(completion)
@@ -175,7 +176,7 @@ SINGLE: Mapping[str, Callable[[Call, int], Arguments]] = {
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The parameters of a loaded function, of what a decorator or `functools.partial` wraps too."""
+    """Return the parameters of a loaded function, also inside a decorator or `functools.partial`."""
     parameters = list(inspect.signature(function).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return Signature(
@@ -187,7 +188,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 class Binder:
-    """Picks what a function asks for by name out of what a dialect offers.
+    """Selects a function's arguments by name from those that a dialect provides.
 
     Raises:
         SignatureError: the function has a positional-only parameter.
@@ -198,10 +199,10 @@ class Binder:
         refuse_nameless(self.signature)
 
     def bind(self, offered: Arguments) -> Arguments:
-        """The keyword arguments of one call.
+        """Return the keyword arguments of one call.
 
         Raises:
-            SignatureError: a parameter without default that nobody offers.
+            SignatureError: a parameter without default that is not provided.
         """
         for name in self.signature.required:
             if name not in offered:
@@ -212,17 +213,17 @@ class Binder:
 
 
 class NoRewardError(Exception):
-    """The object cannot be called as a reward; the text says why."""
+    """The object cannot be called as a reward; the message states why."""
 
 
 def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[..., Any], str | None]:
-    """What to call for what a reward's entry names, and the dialect it speaks when that is known.
+    """Return the function for the object of a reward's entry, and its dialect where it is known.
 
     Args:
         namespace: names of the reward's module.
 
     Raises:
-        NoRewardError: it is nothing that scores.
+        NoRewardError: the object cannot score.
     """
     if inspect.isfunction(value) and value.__name__ == ENVIRONMENT:
         value = value()
@@ -241,7 +242,7 @@ def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[...,
 
 
 def _parsing(function: Callable[..., Any], parser: Any) -> Callable[..., Any]:
-    """A function that gets its own file's parser."""
+    """Return the function with its own file's parser as an argument."""
 
     @functools.wraps(function)
     def score(**given: Any) -> Any:
@@ -298,7 +299,7 @@ def _of_rubric(rubric: Any) -> Callable[..., Any]:
 
 
 def _weighed(found: Any) -> dict[str, Any]:
-    """`{"score", component…}` of what `score_rollout` gives: a map, an object, or the state that it filled."""
+    """Return `{"score", component…}` of the result of `score_rollout`: a map, an object, or the filled state."""
     if not isinstance(found, Mapping):
         return {**dict(found.metrics), "score": found.reward}
     if "metrics" in found:
@@ -307,10 +308,10 @@ def _weighed(found: Any) -> dict[str, Any]:
 
 
 def _raising(score: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise what verifiers only logs."""
+    """Wrap a score function so that errors that verifiers only logs are raised."""
 
     class Kept(logging.Handler):
-        """The errors that were logged."""
+        """A handler that collects logged errors."""
 
         def __init__(self) -> None:
             super().__init__(logging.ERROR)

@@ -1,12 +1,12 @@
-"""`python -m posttrain.sandbox.probe`: whether this machine confines rewards, as one JSON object.
+"""`python -m posttrain.sandbox.probe`: prints whether this machine confines rewards, as one JSON object.
 
-`{"whole": true, "notes": []}`: a worker is started and confined as every reward's is, and runs nobody's code. Exit code
-1 where it did not come so far, which says nothing of the machine.
+`{"whole": true, "notes": []}`: a worker is started and confined like a reward's, without running any user code. Exit
+code 1 means that the test itself failed, without a result about the machine.
 
-With `imports`, it imports rewards and dataflows, each in a cell of its own, and prints a JSON list with a line for each
-that cannot be imported, else an empty text. Standard input has a list of `{"name", "place", "entry", "dialect",
-"source", "network", "secrets", "files", "recipe"}`, where a place is a path and a secret the name of a variable;
-`{"hidden"}` are folders that they find empty.
+With `imports`, it imports rewards and dataflows, each in a separate cell, and prints a JSON list with an error line for
+each that cannot be imported, else an empty text. Standard input contains `asked`, a list of `{"name", "place", "entry",
+"dialect", "source", "network", "secrets", "files", "recipe"}`, where a place is a path and a secret the name of a
+variable, and `hidden`, folders that are empty in the cells.
 """
 
 import json
@@ -27,7 +27,7 @@ _RECIPE_TIMEOUT = 120.0  # seconds: it imports the engine
 
 
 def main() -> int:
-    """Print what came of a cell, or of imports."""
+    """Print the result of the test, or of the imports."""
     if sys.argv[1:] == ["imports"]:
         given = json.load(sys.stdin)
         hidden = [Path(folder) for folder in given["hidden"]]
@@ -53,7 +53,7 @@ def _session(source: Path, scratch: str, hidden: list[Path]) -> Session:
 
 
 def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
-    """Why it cannot be imported, in one line; empty where it can. What the cell alone forbids is no reason."""
+    """Return in one line why it cannot be imported; empty where it can. Limits of the cell do not count."""
     place = Path(asked["place"])
     try:
         if asked["recipe"]:

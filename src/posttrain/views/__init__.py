@@ -1,1 +1,1 @@
-"""What people look at of runs: status, logs, curves, traces, comparisons, reports. Reads only."""
+"""Views of runs for people: status, logs, curves, traces, comparisons, reports. Read-only."""

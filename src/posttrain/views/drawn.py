@@ -1,11 +1,11 @@
-"""How the responses of evaluations are drawn, in words, from parameters alone: who shows a run loads no tables."""
+"""Descriptions of the sampling of evaluations, from parameters alone, so that showing a run loads no tables."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def sampling_words(suite: Mapping[str, Any]) -> str:
-    """How the responses of a suite were sampled, from its parameters; what a manifest leaves out is as by default."""
+    """Return how the responses of a suite were sampled, from its parameters; missing ones count as defaults."""
     words = ["1 greedy response to each item"] if suite else []
     if suite.get("samples"):
         drawn = [f"temperature {suite.get('temperature', 1.0):g}"]
@@ -17,8 +17,8 @@ def sampling_words(suite: Mapping[str, Any]) -> str:
 
 
 def drawn_words(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """How a stage's suites are answered, each in a line; none of a suite whose responses are greedy, to their end."""
-    suites = params.get("suites")  # of another kind it may be anything
+    """Return one line for each suite of a stage that is sampled or has stop strings."""
+    suites = params.get("suites")  # of another kind it may have any type
     asked = (
         {name: one for name, one in suites.items() if isinstance(one, Mapping)} if isinstance(suites, Mapping) else {}
     )

@@ -1,4 +1,4 @@
-"""A plan as a person sees it: stages, cache, cost, power, what to change."""
+"""A plan for people: stages, cache, cost, power, changes to make."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,14 +22,14 @@ class StagePlan:
     name: str
     kind: str
     inputs: tuple[tuple[str, str, str | None], ...]  # slot, name, digest (None: known when the stage starts)
-    cached_from: str | None  # "<run>/<stage>" whose result will be reused
+    cached_from: str | None  # "<run>/<stage>" of the reused result
     estimate: Estimate
     load: Load | None = None  # of a training stage: its placement
-    residency: Residency | None = None  # what is resident when; None: trains nothing, or a model of unknown shape
-    passes: Passes | None = None  # `epochs` as steps, where the file says them
-    stall_after: float | None = None  # seconds without progress until its job is taken for hung; None: it has none
-    packages: tuple[str, ...] = ()  # installed ones that its kind and its trainer come from, with versions
-    sizes: tuple[Size, ...] = ()  # what its job will take for micro-batches, caches and time-outs
+    residency: Residency | None = None  # memory by phase; None: trains nothing, or a model of unknown shape
+    passes: Passes | None = None  # `epochs` as steps, where the file sets them
+    stall_after: float | None = None  # seconds without progress until its job counts as hung; None: no job
+    packages: tuple[str, ...] = ()  # installed packages of its kind and its trainer, with versions
+    sizes: tuple[Size, ...] = ()  # its job's sizes of micro-batches, caches and time-outs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class PlanView:
     stages: tuple[StagePlan, ...]
     power: tuple[PowerNote, ...]
     warnings: tuple[str, ...]
-    changes: tuple[str, ...]  # what to change before the run is started; empty: nothing
+    changes: tuple[str, ...]  # changes to make before the run starts; empty: none
     trackers: tuple[tuple[str, str], ...]  # kind, where
-    existing: RunRecord | None  # a run of this very manifest: submitting attaches to it
-    gates: tuple[tuple[str, str], ...] = ()  # name, where it comes from; empty: all of them from the run file
-    evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of what measures it of the released model
-    approvals: int = 0  # that its release will wait for
-    approvers: tuple[str, ...] = ()  # who may give them
+    existing: RunRecord | None  # a run of this same manifest: submitting attaches to it
+    gates: tuple[tuple[str, str], ...] = ()  # name, origin; empty: all from the run file
+    evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of its evaluator for the released model
+    approvals: int = 0  # that its release needs
+    approvers: tuple[str, ...] = ()  # who may approve
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "name": self.manifest.name,
             "digest": self.manifest.digest,

@@ -1,4 +1,4 @@
-"""What a run leaves for people: the learning-curve picture and the one-page report."""
+"""A run's output for people: the learning-curve picture and the one-page report."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from posttrain.workspace.settings import OpenWorkspace
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where a run's report and picture are."""
+    """The files of a run's report and picture."""
 
     report: Path
-    curves: Path | None  # None: no stage reported anything to draw
+    curves: Path | None  # None: no stage reported curves
 
 
 def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = None) -> Written:
-    """Write (again) `report.html` and `curves.png` into a folder; None: the run's.
+    """Write or overwrite `report.html` and `curves.png` in a folder; None: the run's.
 
     Raises:
         WorkspaceError: the folder cannot be written.
     """
-    watcher, status, manifest = _read(workspace, run_id)  # of a run that is there
+    watcher, status, manifest = _read(workspace, run_id)  # fails first for an unknown run
     folder = folder or workspace.root / "runs" / run_id
     folder.mkdir(parents=True, exist_ok=True)
     curves = main_curves(workspace, watcher, status, manifest, run_id)
@@ -61,10 +61,10 @@ def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = No
 
 
 def read_report(workspace: OpenWorkspace, run_id: str) -> RunReport:
-    """What the page of a run shows, as of now.
+    """Return the present contents of a run's page.
 
     Raises:
-        NotFoundError: there is no such run.
+        NotFoundError: the run does not exist.
     """
     return _report(workspace, *_read(workspace, run_id))
 
@@ -76,13 +76,13 @@ def _read(workspace: OpenWorkspace, run_id: str) -> tuple[RunWatcher, RunStatus,
 
 
 def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Path, title: str = "") -> Path:
-    """Draw several runs on one picture.
+    """Draw several runs in one picture.
 
     Args:
         runs: (label, run id); the stage boundaries drawn are the first run's.
 
     Raises:
-        InputError: none of them reported anything to draw.
+        InputError: no run reported curves.
     """
     drawn = [main_curves(workspace, *_read(workspace, run_id), label) for label, run_id in runs]
     series = [one for curves in drawn for one in curves.series]
@@ -93,7 +93,7 @@ def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Pat
 
 
 def tree_lines(node: Node, prefix: str = "", joint: str = "") -> Iterator[str]:
-    """A lineage as indented lines: kind, name, digest, details."""
+    """Yield a lineage as indented lines: kind, name, digest, details."""
     digest = f"  {node.digest}" if node.digest else ""
     details = "".join(f"  {key}: {' '.join(value.split())}" for key, value in node.details)
     yield f"{prefix}{joint}{node.kind} {node.name}{digest}{details}"
@@ -166,7 +166,7 @@ def _stage_rows(status: RunStatus) -> Iterator[StageRow]:
 def _stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest
 ) -> Iterator[StageCurves]:
-    """Of every stage that said a metric by step: an evaluation's means are scores, no curve."""
+    """Yield the curves of every stage with metrics by step; an evaluation's means are scores, not curves."""
     for stage in status.stages:
         name, kind = stage.record.name, stage.record.kind
         if not kind_of(kind).measures and watcher.watcher(name).curves:
@@ -175,7 +175,7 @@ def _stage_curves(
 
 
 def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """What a stage's probe decided, in words and as steps to mark."""
+    """Return the decision of a stage's probe, as text and as steps to mark."""
     marks = {"best/step": "best", "stopped_early/step": "stopped"}
     found = tuple((int(row.metrics[name]), word) for name, word in marks.items() if name in row.metrics)
     return selection_words(row.metrics), found
@@ -216,7 +216,7 @@ def _system_rows(watcher: RunWatcher, status: RunStatus) -> Iterator[SystemRow]:
 
 
 def _phase(name: str, steps: Sequence[StepTime], whole: float) -> tuple[str, float, float]:
-    """A hand-off's median over the steps that have it, and its share of the time of all."""
+    """Return a hand-off's name, median over the steps that have it, and share of the total time."""
     spent = [step.phases[name] for step in steps if name in step.phases]
     return name, statistics.median(spent), sum(spent) / whole if whole else 0.0
 
@@ -236,7 +236,7 @@ def _budget_rows(workspace: OpenWorkspace, status: RunStatus, manifest: Manifest
 def _changes(
     workspace: OpenWorkspace, status: RunStatus, manifest: Manifest, gates: GateReport | None
 ) -> tuple[str, list[Difference]]:
-    """The run whose model the gates compared with (the channel's), and what this run has different."""
+    """Return the run of the channel's model that the gates compared with, and the differences of this run."""
     other = baseline_run(workspace, manifest, gates)
     if other is None or other == status.run.id:
         return "", []

@@ -1,6 +1,6 @@
-"""A run's trace: where its time went as files to look at, recorded samples in full, and a few responses.
+"""A run's trace: files that show its use of time, recorded samples in full, and a few responses.
 
-The responses are recorded training samples, and what the run's evaluations got wrong and right.
+The responses are recorded training samples, and wrong and right answers of the run's evaluations.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers, TraceP
 from posttrain.workspace.settings import OpenWorkspace
 
 _SEGMENTS = 24  # of recorded samples that are read
-_STEPS = 5  # of a stage that are shown, from the first to the last
+_STEPS = 5  # shown of a stage, from the first to the last
 _MEMBERS = 4  # of a group
 _WRONG, _RIGHT = 24, 6  # answers of a suite
-_CUT = 4_000  # characters of a text that a page is given
+_CUT = 4_000  # characters of a text in a page
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenTrace:
-    """Where a run's trace is, and what it says."""
+    """The files of a run's trace, and its contents."""
 
     run_id: str
     trace: Path  # for ui.perfetto.dev or chrome://tracing
@@ -44,10 +44,10 @@ class WrittenTrace:
     stages: tuple[StageTimeline, ...]
     samples: int
     notes: tuple[str, ...]  # segments that could not be read and were left out
-    begun: tuple[str, ...] = ()  # stages that went on from another's checkpoint
+    begun: tuple[str, ...] = ()  # stages that resumed another stage's checkpoint
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "run": self.run_id,
             "trace": str(self.trace),
@@ -66,10 +66,10 @@ class RecordedSample:
     stage: str
     attempt: int
     sample: Sample
-    pieces: tuple[str, ...] = ()  # text per response token; empty where the tokenizer is not at hand
+    pieces: tuple[str, ...] = ()  # text per response token; empty without a tokenizer
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {"stage": self.stage, "attempt": self.attempt, **asdict(self.sample), "pieces": list(self.pieces)}
 
 
@@ -78,7 +78,7 @@ def write_trace(workspace: OpenWorkspace, run_id: str, stage: str | None, folder
 
     Raises:
         NotFoundError: the run has no such stage.
-        InputError: no stage has said where its time goes.
+        InputError: no stage has reported spans.
         WorkspaceError: `folder` cannot be written.
     """
     notes: list[str] = []
@@ -106,7 +106,7 @@ def recorded_samples(
     step: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[RecordedSample]:
-    """The recorded samples by stage and step. Of a step that was lost and redone, those of the last attempt.
+    """Return the recorded samples by stage and step. Of a step that was lost and repeated, those of the last attempt.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -122,7 +122,7 @@ def recorded_samples(
 
 
 def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: str | None = None) -> RecordedSample:
-    """One sample with the text of its tokens.
+    """Return one sample with the text of its tokens.
 
     Raises:
         NotFoundError: it was not recorded, or the run has no such stage.
@@ -140,7 +140,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
 
 
 def _begun(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[str]:
-    """One line for every stage that went on from another stage's checkpoint: its trace begins there."""
+    """Yield one line for every stage that resumed another stage's checkpoint: its trace begins there."""
     found: dict[str, list[AttemptRecord]] = {}
     for name, attempt, _ in stage_attempts(workspace, run_id, stage):
         found.setdefault(name, []).append(attempt)
@@ -176,7 +176,7 @@ def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) ->
 
 
 def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[str]:
-    """Text of each response token by the stage's own tokenizer; none where it cannot be had."""
+    """Return the text of each response token by the stage's own tokenizer; empty where it is not available."""
     row = next(row for row in workspace.ledger.stages(run_id) if row.name == one.stage)
     model = row.inputs.get("model")
     try:
@@ -185,12 +185,12 @@ def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[
             return []
         data = workspace.blobs.get(listing["tokenizer.json"].digest)
     except PosttrainError:
-        return []  # its model is gone: the ids still say which tokens they were
+        return []  # its model was deleted: the token ids remain
     return _decoded(data, one.sample.tokens)
 
 
 def _decoded(tokenizer_json: bytes, tokens: Sequence[int]) -> list[str]:
-    import tokenizers  # here: the other views need no tokenizer
+    import tokenizers  # late: the other views need no tokenizer
 
     try:
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
@@ -200,7 +200,7 @@ def _decoded(tokenizer_json: bytes, tokens: Sequence[int]) -> list[str]:
 
 
 def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageRecord]) -> Iterator[StageSamples]:
-    """Of every stage that recorded samples: one group at a few steps, its best and its worst member among them."""
+    """Yield, for every stage with samples, one group at a few steps, including its best and its worst member."""
     for row in stages:
         said = [
             sample
@@ -208,7 +208,7 @@ def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageR
             for sample in folder.some_samples(_SEGMENTS)
         ]
         steps: dict[int, dict[str, dict[str, Sample]]] = {}
-        for sample in said:  # of a step that was redone, the last attempt's
+        for sample in said:  # of a repeated step, the last attempt's
             steps.setdefault(sample.step, {}).setdefault(sample.id.rpartition(".")[0], {})[sample.id] = sample
         chosen = spread(sorted(steps), _STEPS)
         if chosen:
@@ -221,7 +221,7 @@ def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageR
 
 
 def _members(group: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The best, the worst and some between them, best first; what has no score last."""
+    """Return the best, the worst and some members between, best first; members without a score last."""
     ordered = sorted(group, key=lambda one: (one.reward is None, -(one.reward or 0.0)))
     return tuple(spread(ordered, _MEMBERS))
 
@@ -229,11 +229,10 @@ def _members(group: Iterable[Sample]) -> tuple[Sample, ...]:
 def suite_answers(
     workspace: OpenWorkspace, manifest: Manifest, rows: Sequence[StageRecord], troubles: list[str]
 ) -> Iterator[SuiteAnswers]:
-    """Wrong and right greedy answers of each suite of every evaluation that the run file asks for, the released model's
-    first.
+    """Yield wrong and right greedy answers of each suite of the run file's evaluations, the released model's first.
 
     Args:
-        troubles: gets a line for what cannot be read.
+        troubles: receives a line for each unreadable evaluation.
     """
     records = {row.name: row for row in rows}
     evaluations = [s for s in manifest.stages if s.measures and not s.name.startswith(ADDED)]
@@ -246,7 +245,7 @@ def suite_answers(
             for suite in found.suites:
                 greedy = found.greedy(suite)
                 shown = _suite(found, greedy, stage.name, suite, model_words(manifest, stage.inputs["model"]))
-                suites = stage.params.get("suites")  # of another kind it may be anything
+                suites = stage.params.get("suites")  # of another kind it may have any type
                 asked = suites.get(suite) if isinstance(suites, Mapping) else None
                 yield replace(shown, sampled=sampling_words(asked if isinstance(asked, Mapping) else {}))
         except (IntegrityError, NotFoundError) as error:
@@ -277,7 +276,7 @@ def _suite(found: Responses, greedy: Sequence[Answered], stage: str, suite: str,
 
 
 def shortened(one: Response) -> Response:
-    """With texts of a length that a page may be given."""
+    """Return the response with its texts cut for a page."""
     extracted = None if one.extracted is None else one.extracted[:_CUT]
     return replace(
         one, prompt=one.prompt[:_CUT], answer=one.answer[:_CUT], response=one.response[:_CUT], extracted=extracted

@@ -1,1 +1,1 @@
-"""Pages and pictures a person looks at; reads through public functions of the planes."""
+"""Pages and pictures for people; reads through public functions of the planes."""

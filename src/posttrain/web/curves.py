@@ -1,7 +1,7 @@
 """The learning-curve picture: one panel per quantity, several runs overlaid, stages marked.
 
-Matplotlib is imported here and this module only where a picture is drawn. The Agg canvas is used directly, without
-pyplot, so nothing global is touched; the same series give the same bytes.
+Matplotlib is imported here, and this module only where a picture is drawn. The Agg canvas is used directly, without
+pyplot, so no global state changes; the same series give the same bytes.
 """
 
 import io
@@ -22,9 +22,9 @@ from posttrain.web.panels import CurveSeries, StageBoundary, extent
 
 PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe
-_STYLES = ("-", "--", "-.", ":")  # a second way to tell runs apart, once colours repeat
+_STYLES = ("-", "--", "-.", ":")  # distinguish runs when colours repeat
 _INK, _MUTED, _FAINT = "#1f2328", "#6e7781", "#d8dee4"
-_SPARSE = 25  # points up to which each one is marked; above, a running mean lies over the faint raw line
+_SPARSE = 25  # up to so many points each is marked; above, a running mean is drawn over the faint raw line
 _SETTINGS = {
     "font.family": "DejaVu Sans",  # ships with matplotlib
     "font.size": 9.0,
@@ -53,11 +53,11 @@ def learning_curve(
 def draw_learning_curve(
     series: Sequence[CurveSeries], *, boundaries: Sequence[StageBoundary] = (), title: str = ""
 ) -> bytes:
-    """The picture's PNG bytes.
+    """Return the picture's PNG bytes.
 
     Args:
         series: at least one.
-        boundaries: marked in every panel that they fall into.
+        boundaries: marked in every panel whose range contains them.
         title: above the panels.
 
     Raises:
@@ -146,7 +146,7 @@ def _draw(axis: Any, series: CurveSeries, look: Mapping[str, Any]) -> None:
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Centred mean over `width` points, fewer at the ends; gaps stay gaps."""
+    """Return the centred mean over `width` points, fewer at the ends; gaps stay gaps."""
     drawn = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(drawn)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, drawn, 0.0))])
@@ -171,7 +171,7 @@ def _dress(axis: Any, quantity: str) -> None:
 
 
 def _stretch(axis: Any, rows: Sequence[CurveSeries]) -> None:
-    """The range of the quantity, not of the noise."""
+    """Set the axis to the range of the quantity, not of the noise."""
     drawn = [float(value) for one in rows for value in (*one.values, *(one.low or ()), *(one.high or ()))]
     low, high = extent(rows[0].metric or rows[0].quantity, drawn)
     edge = 0.03 * (high - low)
@@ -184,7 +184,7 @@ def _mark(axis: Any, boundaries: Iterable[StageBoundary]) -> None:
     for index, boundary in enumerate(inside):
         axis.axvline(boundary.step, color=_MUTED, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
         following = inside[index + 1].step if index + 1 < len(inside) else math.inf
-        crowded = following - boundary.step < 0.12 * (last - first)  # its name goes to the other side of the line
+        crowded = following - boundary.step < 0.12 * (last - first)  # the name goes to the other side of the line
         axis.annotate(
             _short(boundary.name, 14), (boundary.step, 1.0), xycoords=("data", "axes fraction"), va="bottom",
             xytext=(-2 if crowded else 0, 3), textcoords="offset points", ha="right" if crowded else "left",

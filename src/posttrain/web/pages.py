@@ -1,11 +1,10 @@
 """The base of all pages, and the model card of an exported model.
 
 A page is one file that opens anywhere, offline, for years, with an upper bound in bytes. It has no script and no
-external reference, and styles and pictures lie inside; a content-security policy in the page forbids anything else.
-Everything that comes from a run is escaped by the template engine.
+external reference, and it contains styles and pictures; a content-security policy in the page forbids anything else.
+The template engine escapes all text of a run.
 
-The card states what the model is, how it was made, and what it was judged by, in Markdown with the front matter that
-model hubs read.
+The card describes the model, its production and its evaluation, in Markdown with the front matter that model hubs read.
 """
 
 import functools
@@ -34,7 +33,7 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in "\\`*_{}[]<>|#~"})
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of a run a page shows."""
+    """The limits of a page's contents."""
 
     points: int  # of a line
     panels: int  # of all stages
@@ -55,7 +54,7 @@ SIZES = (
 
 
 def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
-    """The page at the first sizes at which it has at most `most` bytes (at the last, whatever it has)."""
+    """Return the page at the first sizes at which it has at most `most` bytes, else at the last sizes."""
     text = ""
     for sizes in SIZES:
         text = render(sizes)
@@ -65,17 +64,17 @@ def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
 
 
 def write_page(path: Path, page: str | bytes, what: str) -> None:
-    """Write a page or a picture; whoever reads it meanwhile sees the one before.
+    """Write a page or a picture atomically; concurrent readers get the previous one.
 
     Args:
-        what: how errors call it.
+        what: its name in errors.
 
     Raises:
         WorkspaceError: `path` cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two may write it at once
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write it at the same time
     try:
-        # a lone surrogate in a response ends no report
+        # a lone surrogate in a response must not fail the report
         partial.write_bytes(page if isinstance(page, bytes) else page.encode("utf-8", "replace"))
         os.replace(partial, path)
     except OSError as error:
@@ -86,10 +85,10 @@ def write_page(path: Path, page: str | bytes, what: str) -> None:
 
 @functools.cache
 def template(name: str) -> Template:
-    """A page's template, read once: who drives a run for days reports at its end, whatever became of the file."""
+    """Return a page's template, read once: a driver may report days later, when the file has changed."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        # the card is no HTML; what comes from a run goes through `plain` there, or into a block of code
+        # the card is not HTML; there `plain` escapes text of a run, or it is in a block of code
         autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -101,7 +100,7 @@ def template(name: str) -> Template:
 
 
 def number(value: float | None, signed: bool = False) -> str:
-    """Four significant digits, thousands separated; a dash for nothing."""
+    """Format four significant digits, thousands separated; a dash for None."""
     if value is None:
         return "–"
     if float(value).is_integer() and abs(value) < 1e15:
@@ -110,7 +109,7 @@ def number(value: float | None, signed: bool = False) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`4.2 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format `4.2 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds is None:
         return "–"
     if round(seconds, 1) < 60:
@@ -121,14 +120,14 @@ def duration(seconds: float | None) -> str:
 
 
 def brief(seconds: float) -> str:
-    """`320 µs`, `41 ms`, `2.5 s`, `3 min 20 s`."""
+    """Format `320 µs`, `41 ms`, `2.5 s`, `3 min 20 s`."""
     if seconds >= 1:
         return duration(seconds)
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
 
 
 def ago(seconds: float) -> str:
-    """`just now`, `4 minutes ago`, `in 2 hours`."""
+    """Format `just now`, `4 minutes ago`, `in 2 hours`."""
     passed = abs(seconds)
     for word, scale in (("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(passed // scale)
@@ -139,7 +138,7 @@ def ago(seconds: float) -> str:
 
 
 def moment(at: float) -> str:
-    """A time in full, in UTC, as ISO 8601 writes it; empty where it is none."""
+    """Format a time in UTC by ISO 8601; empty for an invalid time."""
     try:
         return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
     except (OverflowError, OSError, ValueError):
@@ -147,7 +146,7 @@ def moment(at: float) -> str:
 
 
 def volume(size: float) -> str:
-    """Bytes as `812 B`, `3.2 MB`."""
+    """Format bytes as `812 B`, `3.2 MB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -155,12 +154,12 @@ def volume(size: float) -> str:
 
 
 def tone(state: str) -> str:
-    """The colour class of a state or outcome. Its word is always shown too."""
+    """Return the colour class of a state or outcome. Its name is always shown too."""
     return _TONES.get(str(state), "calm")
 
 
 def excerpt(text: str, most: int) -> str:
-    """A text's first characters, and how many were left out; what has no width or turns the writing is made visible."""
+    """Return a text's first characters, and the number left out; invisible and bidirectional marks become visible."""
     plain = "".join(_visible(one) for one in text[:most])
     return plain if len(text) <= most else f"{plain} … ({len(text) - most:,} more characters)"
 
@@ -175,7 +174,7 @@ def _visible(character: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageLine:
-    """A stage that the model went through."""
+    """A stage that trained the model."""
 
     name: str
     kind: str
@@ -187,7 +186,7 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class ScoreLine:
-    """What an evaluation measured of this very model."""
+    """A result of an evaluation of this same model."""
 
     stage: str
     metric: str  # suite/name
@@ -197,16 +196,16 @@ class ScoreLine:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Everything the card says."""
+    """The contents of the card."""
 
     title: str
-    digest: str  # of the model as the workspace holds it
+    digest: str  # of the model in the workspace
     dtype: str
-    cast: bool  # the weights were converted on the way out
+    cast: bool  # whether the export converted the weights
     made: str  # run/stage
     release: str  # "prod, release 3"; empty: not released
     manifest: str  # digest
-    base: str  # of the first model; empty: made from nothing
+    base: str  # of the first model; empty: randomly initialised
     seed: int
     stages: tuple[StageLine, ...]
     scores: tuple[ScoreLine, ...]
@@ -220,7 +219,7 @@ class ModelCard:
 
     @property
     def front_matter(self) -> str:
-        """YAML that hubs read: library, task, base model, results."""
+        """YAML for model hubs: library, task, base model, results."""
         kinds = sorted({stage.kind for stage in self.stages})
         task = "text-classification" if self.judge else "text-generation"
         head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
@@ -242,15 +241,15 @@ class ModelCard:
 
 
 def render_card(card: ModelCard) -> str:
-    """The card as Markdown; the same card gives the same text."""
+    """Return the card as Markdown; the same card gives the same text."""
     return template("card.md").render(card=card)
 
 
 def plain(text: str) -> str:
-    """Text on one line in which nothing is markup."""
+    """Return text on one line with all markup escaped."""
     return " ".join(str(text).split()).translate(_ESCAPED)
 
 
 def code(text: str) -> str:
-    """A line of a block of code, which no text can close."""
+    """Return text as one line of a block of code, which it cannot close."""
     return " ".join(str(text).split("\n")).replace("```", "'''")

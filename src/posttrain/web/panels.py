@@ -344,7 +344,7 @@ def panel(metric: str, series: Sequence[CurveSeries], most: int, marked: Sequenc
     """Return the picture of one metric.
 
     Args:
-        series: at least one; each a line of its own colour.
+        series: at least one; each a line of a separate colour.
         most: maximum points of a line.
         marked: steps to mark, each with its label; those outside the axis are ignored.
     """

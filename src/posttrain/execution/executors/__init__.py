@@ -1,1 +1,1 @@
-"""One file per place a job can run. They do not know each other."""
+"""One file per place where a job can run. They do not import each other."""

@@ -1,1 +1,1 @@
-"""One file per engine that can run a stage. They do not know each other."""
+"""One file per engine that can run a stage. They do not import each other."""

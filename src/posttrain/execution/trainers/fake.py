@@ -1,4 +1,4 @@
-"""A trainer without an engine: any stage kind, parameters taken as they are. For tests of what drives trainers."""
+"""A trainer without an engine: any stage kind, any parameters. For tests of code that uses trainers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +14,12 @@ _INPUTS = {"model": "model", "data": "dataset", "reward": "reward"}  # parameter
 
 
 class FakeTrainer:
-    """Every stage trains a model, except kind `evaluate`, which measures what its parameters name.
+    """Every stage trains a model, except kind `evaluate`, which measures the metrics in its parameters.
 
-    `metrics: [NAME, …]` are rates; `means: {NAME: [low, high]}` are means, `null` where no range is declared.
+    `metrics: [NAME, …]` are rates; `means: {NAME: [low, high]}` are means, `null` without a declared range.
 
     Args:
-        module: what compiled jobs run.
+        module: the module that compiled jobs run.
     """
 
     name: ClassVar[str] = "fake"
@@ -32,7 +32,7 @@ class FakeTrainer:
         return digest_json({"trainer": self.name, "module": self._module})
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
-        """See `Trainer.check`; refuses only parameters that are no JSON."""
+        """See `Trainer.check`; refuses only parameters that are not JSON."""
         try:
             digest_json(dict(params))
         except InputError as error:
@@ -48,7 +48,7 @@ class FakeTrainer:
         )
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """See `Trainer.devices`; what its parameter `devices` says."""
+        """See `Trainer.devices`; returns its parameter `devices`."""
         return int(params.get("devices", 0))
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:

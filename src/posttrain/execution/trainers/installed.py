@@ -1,5 +1,5 @@
-"""Trainers of installed packages (entry points `posttrain.trainers`): looked for when a run names one, and held to the
-port.
+"""Trainers of installed packages (entry points `posttrain.trainers`): loaded when a run names one, and checked against
+the port.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ _VERBS = ("code_digest", "check", "devices", "compile", "collect")
 
 
 class InstalledTrainer:
-    """A package's trainer. What its code raises becomes one line that names the package, and the package's sources and
-    version are part of its code digest, whatever it says itself.
+    """A package's trainer. Exceptions of its code become one line that names the package. The package's sources and
+    version are always part of its code digest.
 
     Args:
         plugin: its entry point: a class, or a function, that makes the trainer without arguments.
 
     Raises:
-        InputError: what it makes is no trainer, or is called otherwise.
+        InputError: it makes no valid trainer, or one with another name.
     """
 
     def __init__(self, plugin: Plugin) -> None:
@@ -41,7 +41,7 @@ class InstalledTrainer:
             raise InputError(f"{plugin}: its trainer must have the entry point's name, got {called!r}")
 
     def code_digest(self) -> str:
-        """See `Trainer.code_digest`: what it says, and its package."""
+        """See `Trainer.code_digest`: includes its package."""
         with self.plugin.calling("code_digest"):
             own = str(self._trainer.code_digest())
         return digest_json({"own": own, "package": self.plugin.code_digest(type(self._trainer).__module__)})
@@ -70,9 +70,9 @@ class InstalledTrainer:
 
 
 class Trainers(Mapping[str, Trainer]):
-    """The trainers that there are: `own`, and those of installed packages, each loaded when it is asked for.
+    """The available trainers: `own`, and those of installed packages, each loaded on first access.
 
-    Asking for one whose package is broken raises InputError, never KeyError; the others are there nevertheless.
+    Access to a trainer of a broken package raises InputError, not KeyError; the others remain available.
     """
 
     def __init__(self, own: Sequence[Trainer]) -> None:

@@ -1,1 +1,1 @@
-"""What jobs do: imported once their environment is settled, each with all that it needs (`jobs.entry`)."""
+"""The bodies of jobs, imported with all dependencies once their environment is settled (`jobs.entry`)."""

@@ -1,7 +1,7 @@
 """Writes the weights of a model folder in another floating-point type, in place, shard by shard.
 
-Asked: `{"folder", "dtype"}`. Answered: `{"file", "tensors"}` for each file. No more than one shard is in memory. A
-number that is finite before and is not after is refused: a model with an infinite weight says nothing.
+Request: `{"folder", "dtype"}`. Answer: `{"file", "tensors"}` for each file. One shard is in memory at a time. A finite
+number that is not finite after the conversion is refused, since a model with an infinite weight is useless.
 """
 
 import json
@@ -22,7 +22,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Every safetensors file of the folder, then the configuration and the index that name type and size."""
+    """Convert every safetensors file of the folder, then update type and size in the configuration and the index."""
     folder, name = Path(request["folder"]), str(request["dtype"])
     dtype: torch.dtype = getattr(torch, name)
     size = 0
@@ -57,7 +57,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def _name_type(path: Path, name: str) -> None:
-    """The type in every part of the configuration that names one."""
+    """Write the type into the configuration and its `text_config`."""
     config = json.loads(path.read_bytes())
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):

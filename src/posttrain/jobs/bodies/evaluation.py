@@ -1,12 +1,12 @@
-"""The evaluation of a model on its suites, and the sampling of its answers to prompts.
+"""The evaluation of a model on its suites, and the sampling of its responses to prompts.
 
-An evaluation leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and
-the range that the suite declares for it: exactly what a gate reads). The same responses give the same bytes.
+An evaluation writes `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and
+the range that the suite declares for it: exactly the input of a gate). The same responses give the same bytes.
 
-Sampling uses the decoder that training samples with. The request is `{"folder", "name", "rows", "samples",
-"max_new_tokens", "temperature", "seed", "stop", "top_k", "top_p", "min_p", "runtime"}`; a temperature of 0 takes the
-most likely tokens, and without `max_new_tokens` there are 256, or as many as the context leaves. The answer is first
-the device and fall-backs, then a line for each response: `{"prompt", "sample", "text", "tokens", "truncated",
+Sampling uses the decoder of training. The request is `{"folder", "name", "rows", "samples", "max_new_tokens",
+"temperature", "seed", "stop", "top_k", "top_p", "min_p", "runtime"}`; a temperature of 0 selects the most likely
+tokens; without `max_new_tokens` the limit is 256, or the room in the context. The first line of the answer is the
+device and the fall-backs, followed by one line per response: `{"prompt", "sample", "text", "tokens", "truncated",
 "logprob"}`.
 """
 
@@ -52,7 +52,7 @@ _ROWS_PER_CALL = 64  # responses between two answers
 
 
 def body(job: Job) -> JobResult:
-    """Evaluate every suite, write both tables, answer with the means."""
+    """Evaluate every suite, write both tables, and return the means."""
     config = EvaluateConfig.model_validate(dict(job.order.params))
     sizes = choose(job, config)
     tell_sizes(job, sizes)
@@ -89,7 +89,7 @@ def body(job: Job) -> JobResult:
 def _judges(
     job: Job, config: EvaluateConfig, suites: Mapping[str, Sequence[Item]], stack: ExitStack
 ) -> dict[str, Judge]:
-    """The rewards that score suites, each tried on its first items: a broken one costs no token.
+    """Return the rewards that score suites, each tried on its first items, so that a broken one costs no token.
 
     Raises:
         RewardError, InputError: see `open_rewards` and `RewardJudge.smoke_test`.
@@ -115,7 +115,7 @@ def _answer(
     meter: Meter,
     judges: Mapping[str, Judge],
 ) -> list[SuiteResult] | None:
-    """Answers to all suites; None when somebody asked for a stop."""
+    """Return the results of all suites; None when a stop was requested."""
     total = sum(len(items) * (1 + config.suites[name].samples) for name, items in suites.items())
     done = 0
 
@@ -138,10 +138,10 @@ def _answer(
 
 
 def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, float]:
-    """Write `items.parquet` and `metrics.parquet`; the mean of every metric.
+    """Write `items.parquet` and `metrics.parquet`; return the mean of every metric.
 
     Raises:
-        InputError: two suites make a metric of the same name.
+        InputError: two suites produce a metric of the same name.
     """
     columns: dict[str, list[Any]] = {name: [] for name in _METRIC_TYPES}
     means: dict[str, float] = {}
@@ -181,7 +181,7 @@ _ITEM_TYPES = {
     "tokens": "int32",
     "truncated": "bool",
     "logprob": "float64",
-    "reward": "float64",  # null where the suite has none
+    "reward": "float64",  # null without a reward in the suite
     "components": "string",  # of the reward: a JSON map
 }
 
@@ -207,20 +207,20 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
 
 
 def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
-    import pyarrow.parquet  # here: it starts a thread, and the process that jobs are forked from may have one only
+    import pyarrow.parquet  # late: it starts a thread, and the fork server must be single-threaded
 
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
     pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
 
 
 def open_model(job: Job, runtime: InferenceRuntimeConfig) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
-    """The model in slot `model` on the device and in the precision the stage asks for, and its tokenizer."""
+    """Return the model in slot `model`, on the stage's device and in its precision, and its tokenizer."""
     folder = job.input("model")
     return ModelSource(folder, runtime.dtype).open(settled_device(runtime)), load_tokenizer(folder)
 
 
 def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Answers, prompt by prompt."""
+    """Yield the device and fall-backs, then responses, prompt by prompt."""
     runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
     limit, samples, temperature = request["max_new_tokens"], request["samples"], request["temperature"]
     device, tokenizer = settled_device(runtime), load_tokenizer(folder)

@@ -19,10 +19,10 @@ from posttrain.sandbox.session import Provision
 def open_rewards(
     job: Job, slot: str, reward: str | Mapping[str, float], stack: ExitStack, *, timeout: float, ranks: int = 1
 ) -> RewardFunction:
-    """The reward of a slot; what could not be confined is told.
+    """Return the reward of a slot; report what could not be confined.
 
     Args:
-        reward: as the stage's parameters have it: a name, or name → weight.
+        reward: as in the stage's parameters: a name, or name → weight.
         stack: closes it.
         timeout: seconds for one batch of completions, of each function.
         ranks: processes of each function.
@@ -70,7 +70,7 @@ def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, rank
 
 
 def _workspace(job: Job) -> list[Path]:
-    """What is no business of a reward's: attempts, cached inputs, the store where it is a folder, what they lie in."""
+    """Return the folders to hide from a reward: attempts, cached inputs, the store if it is a folder, their parent."""
     store = urlsplit(job.blobs.url)
     folders = [job.folder.resolve(), Path(job.order.cache_dir).resolve()]
     if store.scheme == "file":

@@ -1,1 +1,1 @@
-"""Jobs as processes of this machine: the executor, supervisors, the first lines of a job, the fork server."""
+"""Jobs as processes of this machine: the executor, supervisors, the start of a job, the fork server."""

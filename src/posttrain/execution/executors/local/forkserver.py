@@ -49,7 +49,7 @@ class ForkServer:
     """The driver's end.
 
     Args:
-        preload: a module that imports the packages of jobs, with `ready(attempt_dir) -> bool`: whether a job may use it.
+        preload: a module that imports the packages of jobs; its `ready(attempt_dir)` returns whether a job may use it.
     """
 
     def __init__(self, preload: str) -> None:
