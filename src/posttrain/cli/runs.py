@@ -337,7 +337,7 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="Second run.", autocompletion=lazily("runs"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show the differences between two runs: manifests, changed assets and measured numbers."""
+    """Show the differences between two runs. It compares manifests, changed assets and measured numbers."""
     found = open_control().diff(first, second)
     one, other = found.metrics
     both = sorted(one.keys() & other.keys())
@@ -384,9 +384,9 @@ def dead(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """List what drivers set aside after repeated failures.
+    """List objects that drivers set aside after failures.
 
-    The list shows the reason of each. `--retry` lets a driver process it again.
+    Each failed repeatedly, and the list shows why. `--retry` lets a driver process it again.
     """
     if retry and name is None:
         raise InputError("dead: --retry needs the run or stage to process again; posttrain dead lists them")

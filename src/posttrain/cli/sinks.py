@@ -42,7 +42,8 @@ TrackerOption = Annotated[
     typer.Option(
         "--tracker",
         metavar="KIND[=WHERE]",
-        help="csv, parquet, tensorboard (=DIR), mlflow (=URI), wandb (=[ENTITY/]PROJECT); repeatable. none: no tracker.",
+        help="csv, parquet, tensorboard (=DIR), mlflow (=URI), wandb (=[ENTITY/]PROJECT); repeatable. none: no "
+        "tracker.",
         show_default=False,
     ),
 ]

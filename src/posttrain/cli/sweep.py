@@ -241,7 +241,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C …]",
-            help="Runs, RUN/STAGE of evaluate stages, model folders, history:NAME of an imported run. The first, A, is the baseline.",
+            help="Runs, RUN/STAGE of evaluate stages, model folders, history:NAME of imported runs; compared with A.",
             autocompletion=lazily("subjects"),
         ),
     ],

@@ -86,7 +86,7 @@ JobVariableOption = Annotated[
     typer.Option(
         "--job-variable",
         metavar="NAME",
-        help="Variable of the server's environment that jobs get; repeatable; replaces the earlier names. none: no name.",
+        help="Server variable that jobs get; repeatable; replaces the earlier names. none: no variable.",
         show_default=False,
     ),
 ]

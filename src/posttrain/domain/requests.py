@@ -106,9 +106,7 @@ class JobRequest:
     attempt_dir: str  # not stored: the workspace may be moved
     environment: Mapping[str, str] = field(default_factory=dict)  # variables, in addition to the executor's own
     gang: tuple[PodGroup, ...] = (PodGroup(),)
-    image: str = (
-        ""  # NAME@sha256:…; empty: an environment like this one, which the order names by digest
-    )
+    image: str = ""  # NAME@sha256:…; empty: an environment like this one, which the order names by digest
     secrets: tuple[str, ...] = ()  # names of variables whose values the executor provides
     max_seconds: float | None = None  # from its start; then the executor ends it
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL

@@ -126,7 +126,7 @@ def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, s
 
 
 def moment(at: float) -> str:
-    """Return `2026-11-22 14:05:00 UTC`, in every time zone."""
+    """Return `2026-11-22 14:05:00 UTC`, independent of the local time zone."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 

@@ -133,7 +133,7 @@ class Job:
         return metrics
 
     def tell_start(self) -> None:
-        """Print the cost of the start to the log, including the interpreter and the check of a cold process."""
+        """Print the processor time of the start; in a cold process it includes interpreter and environment check."""
         whole = time.process_time()
         print(f"start: {whole:.2f} s of processor time, {self.begun:.2f} s of it before the order was read")
 

@@ -270,7 +270,7 @@ class Watch:
 
 
 def _status(process: Path) -> tuple[int, int]:
-    """Return threads and resident bytes of a process; zeros for one that has ended."""
+    """Return threads and held bytes of a process; zeros for one that has ended."""
     try:
         lines = (process / "status").read_text(errors="replace").splitlines()
     except OSError:
