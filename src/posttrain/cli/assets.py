@@ -241,7 +241,7 @@ def _mark(ref: str, status: str, reason: str) -> None:
         say(*(f"  run {run_id} goes on with it; posttrain stop {run_id} ends it" for run_id in marked.running))
         for channel, earlier in marked.live:
             back = f"posttrain rollback {channel} --to {earlier}" if earlier else "no earlier release may come back"
-            say(f"  channel {channel} serves what was made from it; {back}")
+            say(f"  channel {channel} serves a model made from it; {back}")
 
 
 def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:
@@ -330,7 +330,10 @@ def wandb_export(
     name: NameOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Register a W&B run from its files: metrics, configuration, and the model if the files contain it."""
+    """Register a W&B run from its files.
+
+    The command imports metrics, configuration, and the model if the files contain it.
+    """
     control = open_control()
     _tell(control, control.import_wandb_export(folder, name), output)
 

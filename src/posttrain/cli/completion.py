@@ -92,7 +92,7 @@ def examples(incomplete: str) -> list[str]:
 
 def _complete(incomplete: str, known: Callable[[Control], Iterable[str]]) -> list[str]:
     try:
-        with closing(open_control()) as control:  # no command end closes it
+        with closing(open_control()) as control:  # the end of a command does not close it
             return [word for word in dict.fromkeys(known(control)) if word.startswith(incomplete)]
     except (PosttrainError, OSError):
         return []

@@ -68,7 +68,7 @@ def demo(
         say("  look around: posttrain ls")
         return
     runs = [(f"run {label}", run) for label, run in stage.ids.items()]
-    picture = overlaid(workspace, runs, workspace / "curves.png", plan.title)  # every run of the story on one
+    picture = overlaid(workspace, runs, workspace / "curves.png", plan.title)  # all runs in one picture
     say("", f"done in {duration(time.monotonic() - started)}")
     say(
         *(

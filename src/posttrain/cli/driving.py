@@ -58,7 +58,7 @@ DETACHED = 130
 FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 
 
-SeedOption = Annotated[int | None, typer.Option(help="Seed, instead of the run file's.")]
+SeedOption = Annotated[int | None, typer.Option(help="Override the seed of the run file.")]
 
 
 SetOption = Annotated[
@@ -66,7 +66,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Value of a field, instead of the run file's, e.g. grpo.steps=100; repeatable.",
+        help="Override a field of the run file, e.g. grpo.steps=100; repeatable.",
         autocompletion=lazily("fields"),
     ),
 ]
@@ -258,7 +258,7 @@ def run(
 ) -> None:
     """Submit a run and drive it to its end.
 
-    The command attaches to a run that was submitted before. The exit code is the run's outcome.
+    If its manifest was submitted before, the command attaches to that run. The exit code is the run's outcome.
     """
     _refuse_both("run", detach, timeout)
     control = open_control()

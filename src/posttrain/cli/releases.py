@@ -76,7 +76,10 @@ def promote(
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Point a channel at a run's model. Every gate must have passed, and the channel not moved since."""
+    """Point a channel at a run's model.
+
+    Every gate must have passed, and the channel must not have moved since.
+    """
     lift = _reason(lift_quarantine)
     control = open_control()
     run_id = control.run(run).id

@@ -417,7 +417,7 @@ def dead(
 def signal(
     run: RunArgument,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the signal in the run file.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")] = "",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason; recorded in the event log.")] = "",
 ) -> None:
     """Send a signal to a run, so that a waiting stage continues.
 

@@ -39,7 +39,7 @@ def serve(
     tls_certificate: Annotated[Path | None, typer.Option(help="TLS certificate: PEM file.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate: PEM file.")] = None,
     behind_proxy: Annotated[
-        bool, typer.Option("--behind-proxy", help="A proxy in front of the server ends TLS.")
+        bool, typer.Option("--behind-proxy", help="A proxy in front of the server terminates TLS.")
     ] = False,
     advertise: Annotated[
         str, typer.Option(metavar="URL", help="Address at which servers of other hosts reach it.")
@@ -213,7 +213,7 @@ def token_issue(
     days: DaysOption = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Issue a token for a person or service. The command shows it once; the server does not store it."""
+    """Issue a token for a person or service. The command shows it once, and it is not stored."""
     control = open_control()
     issued = control.issue_token(principal, role, days)
     if principal not in control.members():
@@ -238,7 +238,7 @@ def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
 
 @token_app.command("ls")
 def token_ls(output: OutputOption = Output.TEXT) -> None:
-    """List the tokens of the project. Their secrets are not stored, so the list has none."""
+    """List the tokens of the project. Their secrets are not stored and not shown."""
     found = open_control().tokens()
     answer_json(output, lambda: [asdict(one) for one in found])
     say(*(_line(one) for one in found))

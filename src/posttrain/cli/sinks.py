@@ -224,7 +224,7 @@ def track(
 ) -> None:
     """Write missing records to the trackers of a run or channel.
 
-    The trackers of a channel are model registries. `--tracker` writes to another tracker.
+    The trackers of a channel are model registries. `--tracker` writes to one more tracker.
     """
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow cannot be combined with --tracker or -o json; leave it out")

@@ -45,7 +45,7 @@ def trace(
 ) -> None:
     """Write the timeline of a run, or show its recorded samples.
 
-    The files show how each role spent its time. `--samples` and `--sample` show what became of the samples.
+    The files show how each role spent its time. `--samples` and `--sample` show the history of samples.
     """
     _check(sample, samples, step, out)
     control = open_control()
