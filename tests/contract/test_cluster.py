@@ -189,7 +189,7 @@ def test_a_cluster_that_cannot_be_had(tmp_path: Path) -> None:
     assert "InfrastructureError" in refused
     assert "must answer at 127.0.0.1:PORT within 5 seconds" in refused
     assert "ray_address must be host:port" in malformed
-    assert "keep to the loopback interface and to its token, but ray was imported before" in early
+    assert "limited to the loopback interface and its token, but ray was imported before" in early
 
 
 @pytest.mark.slow

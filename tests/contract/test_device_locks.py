@@ -194,7 +194,7 @@ def test_a_link_in_the_place_of_a_lock_file_is_not_followed(locks: Path, tmp_pat
         LocalExecutor(None, lambda: machine).capacity()
     (locks / "posttrain-device-0.lock").unlink()
     os.link(secret, locks / "posttrain-device-0.lock")
-    with pytest.raises(OSError, match="must be a file of its own"):
+    with pytest.raises(OSError, match="must be a regular file with one link"):
         take(machine, 1)
     assert secret.read_text() == "precious"
 

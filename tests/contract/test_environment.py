@@ -132,7 +132,7 @@ class TestReading:
             (lambda p: (p / "sitecustomize.py").write_text(""), "sitecustomize.py is new"),
             (lambda p: (p / "numbers_" / "__init__.py").write_text("VALUE = 2\n"), "__init__.py changed"),
             (lambda p: (p / "numbers_" / "fast.so").write_bytes(b"\x7fELf"), "fast.so changed"),
-            (lambda p: (p / "numbers_" / "fast.so").unlink(), "fast.so is gone"),
+            (lambda p: (p / "numbers_" / "fast.so").unlink(), "fast.so was deleted"),
             (lambda p: (p / "numbers_").rename(p / "others"), "is new"),
         ],
     )
@@ -221,7 +221,7 @@ class TestJob:
     def test_a_lost_listing_is_told(self, packages: Path, tmp_path: Path) -> None:
         self.finish(tmp_path / "job", packages, "sha256:" + "0" * 64, tmp_path)
         result = json.loads((tmp_path / "job" / "result.json").read_bytes())
-        assert "is gone; posttrain retry" in result["failure"]["message"]
+        assert "no longer exists; posttrain retry" in result["failure"]["message"]
 
     def test_variables_and_compiled_files_that_steer_python_do_not_reach_it(
         self, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

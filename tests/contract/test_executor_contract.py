@@ -437,7 +437,7 @@ def test_what_is_said_of_a_job_that_is_gone() -> None:
     said = {
         "exit code 3": Observation(JobState.EXITED, 3),
         "its process is gone": Observation(JobState.LOST),
-        "its supervisor is gone": Observation(JobState.LOST, detail="its supervisor is gone"),
+        "its supervisor has ended": Observation(JobState.LOST, detail="its supervisor has ended"),
         "the executor has no job of that name any more": Observation(JobState.UNKNOWN),
         "pod b-0: exit code 3": Observation(
             JobState.EXITED, 3, pods=(PodSeen("a-0", JobState.EXITED, 0), PodSeen("b-0", JobState.EXITED, 3))

@@ -185,7 +185,7 @@ def test_a_feed_of_a_process_that_is_gone_says_so(pools: Opening) -> None:
     policy = pools(2).start("policy", gw.Policy)
     feed = policy.feed(answers, gw.Policy.vanish_after, gw.Items.of([1] * 4), 1)
     line = (
-        r"policy rank \d is gone: process \d+ on .* ended during vanish_after; its pool is given up, because its ranks"
+        r"policy rank \d was lost: process \d+ on .* ended during vanish_after; its pool is given up, because its ranks"
     )
     with pytest.raises(WorkerLostError, match=line):
         drained(feed)
@@ -197,9 +197,9 @@ def test_a_feed_of_a_process_that_is_gone_says_so(pools: Opening) -> None:
 def test_a_feed_that_says_nothing_has_a_deadline(pools: Opening, tmp_path: Path) -> None:
     policy = pools(1).start("policy", gw.Policy).within(0.2)
     feed = policy.feed(answers, gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
-    with pytest.raises(DeadlineError, match=r"policy must answer waits within 0.2 seconds, said nothing for"):
+    with pytest.raises(DeadlineError, match=r"policy must answer waits within 0.2 seconds, got no answer for"):
         drained(feed)
-    with pytest.raises(WorkerLostError, match="given up, policy said nothing in waits"):
+    with pytest.raises(WorkerLostError, match="given up, policy did not answer waits"):
         policy.each(gw.Policy.noted, "on")
 
 
@@ -422,7 +422,7 @@ def test_a_killed_worker_is_named(pools: Opening) -> None:
     pool = pools(2, "mortal")
     policy = pool.start("policy", gw.Policy)
     pid = pool.processes[1].pid
-    with pytest.raises(WorkerLostError, match=rf"policy rank 1 is gone: process {pid} .* during die"):
+    with pytest.raises(WorkerLostError, match=rf"policy rank 1 was lost: process {pid} .* during die"):
         policy.each(gw.Policy.die, 1)
     with pytest.raises(WorkerLostError, match="given up"):
         policy.one(gw.Policy.identity)
@@ -434,7 +434,7 @@ def test_a_worker_killed_from_outside(pools: Opening) -> None:
     policy = pool.start("policy", gw.Policy)
     waiting = policy.nonblocking.one(gw.Policy.sleep, 60.0)
     os.kill(pool.processes[0].pid, signal.SIGKILL)
-    with pytest.raises(WorkerLostError, match="policy rank 0 is gone"):
+    with pytest.raises(WorkerLostError, match="policy rank 0 was lost"):
         waiting.result()
 
 

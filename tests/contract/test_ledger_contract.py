@@ -369,7 +369,7 @@ def test_a_request_and_what_was_said_of_it_is_read_back_and_proved(ledger: Ledge
         said = [(one.actor, one.verdict, one.reason) for one in now.approvals(request.digest)]
         assert said == [("user:bob", "approved", "now"), ("user:cy", "approved", "")]
         assert now.submitter("run1") == "ann"
-        with pytest.raises(IntegrityError, match="no event tells who submitted it"):
+        with pytest.raises(IntegrityError, match="no event records who submitted it"):
             now.submitter("run2")
     queue = WorkQueue(ledger, "h:1:0")
     for one in queue.claim():
@@ -418,7 +418,10 @@ def test_who_changes_a_channel_that_moved_must_look_again(ledger: Ledger) -> Non
     seen = ledger.channel_record("prod")
     with ledger.transaction("ann") as transaction:
         transaction.append_release("prod", OTHER, None, "promote", expected=1)
-    with pytest.raises(ConflictError, match="somebody moved or changed it"), ledger.transaction("bob") as transaction:
+    with (
+        pytest.raises(ConflictError, match="another user moved or changed it"),
+        ledger.transaction("bob") as transaction,
+    ):
         transaction.set_channel(seen, "channel.frozen", "an incident", frozen="all")
     with ledger.transaction("bob") as transaction:
         frozen = transaction.set_channel(ledger.channel_record("prod"), "channel.frozen", "an incident", frozen="all")

@@ -145,7 +145,7 @@ def test_audit_18_a_killed_rollout_process_is_replaced_alone_with_the_same_bits(
     assert stage.pids[lost] != before[lost]
     assert stage.pids[1 - lost] == before[1 - lost], "the other keeps its process"
     assert len(stage.notes) == replaced
-    assert f"rollout rank {lost} is gone: process {before[lost]} on " in stage.notes[0]
+    assert f"rollout rank {lost} was lost: process {before[lost]} on " in stage.notes[0]
 
 
 def test_audit_18_a_rollout_process_that_is_killed_each_time_ends_the_stage_in_one_line(
@@ -161,7 +161,7 @@ def test_audit_18_a_rollout_process_that_is_killed_each_time_ends_the_stage_in_o
         return take(*words)
 
     stage.backend.take = taken
-    with pytest.raises(WorkerLostError, match=r"rollout rank 1 is gone: .*, the 4th process of this rank") as caught:
+    with pytest.raises(WorkerLostError, match=r"rollout rank 1 was lost: .*, the 4th process of this rank") as caught:
         stage.run()
     assert "\n" not in str(caught.value)
     assert len(stage.notes) == 3

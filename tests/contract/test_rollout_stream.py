@@ -178,8 +178,8 @@ ATTACKS: list[tuple[Twist, type[PosttrainError], str]] = [
         "sample 0 of prompt 1 must have one log-probability a token, got an array of 2 dimensions",
     ),
     (changed(prompt=[7, 8]), EngineError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
-    (lambda done: [*done, *done[2:3]], EngineError, "every sample once, got sample 0 of prompt 1 twice; mend it"),
-    (lambda done: [replace(c, id=f"{c.id}9") for c in done], EngineError, r"got \d+\.0\.09 without being asked"),
+    (lambda done: [*done, *done[2:3]], EngineError, "sample once, got sample 0 of prompt 1 twice; fix the engine"),
+    (lambda done: [replace(c, id=f"{c.id}9") for c in done], EngineError, r"got \d+\.0\.09, which was not requested"),
     (never, SilentError, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 0"),
     (
         lambda done: [replace(c, trajectory=c.trajectory.ended("aborted")) for c in done],
@@ -238,7 +238,7 @@ def read_to_the_end(feed: Any) -> None:
 @pytest.mark.parametrize(
     ("twist", "said"),
     [
-        (lambda done: [*done, *done[1:2]], "every sample once, got sample 1 of prompt 388 twice; mend it"),
+        (lambda done: [*done, *done[1:2]], "every sample once, got sample 1 of prompt 388 twice; fix the engine"),
         (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), "the answer to sample 0 of prompt 389 must have log-probabilities"),
         (never, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 388"),
     ],
@@ -395,7 +395,7 @@ def test_a_step_of_the_loop_ends_in_the_same_line(saved: ModelSource, step: int)
         recipe.step(step, Trace(facts.append, step))
     assert failure_of(caught.value).message == (
         "rollout rank 0: rollout engine scripted must answer every sample once, "
-        f"got sample 1 of prompt {2 * step + 1} twice; mend it"
+        f"got sample 1 of prompt {2 * step + 1} twice; fix the engine"
     )
     assert all(torch.equal(before[name], p) for name, p in roles.made.one(parameters))
     recipe.rewind()

@@ -89,7 +89,7 @@ def test_one_that_is_away_is_a_warning_with_what_to_do(
     writers[0].wait(PATIENCE)  # it has tried again, and left
     shown = world.ok("get", run)
     assert shown.count("warning: tracker mlflow") == 1
-    assert f"posttrain track {run} writes what is missing" in shown
+    assert f"posttrain track {run} writes the missing data" in shown
     failed = world("track", run)
     assert failed.exit_code == 6
     assert failed.stderr.count("\n") == 1

@@ -203,7 +203,7 @@ def test_a_killed_driver_is_told_and_followed(bench: Workbench) -> None:
     assert f"driver: none; log of the background driver: {log}" in bench.run("get", run_id).out
     checks = {check["name"]: check for check in bench.run("doctor", "-o", "json").json}
     assert (checks["runs"]["state"], checks["runs"]["remedy"]) == ("warn", f"posttrain attach {run_id}")
-    assert f"its background driver is gone or suspended; log: {log}" in checks["runs"]["finding"]
+    assert f"its background driver has ended or is suspended; log: {log}" in checks["runs"]["finding"]
 
     _, second = detached(bench, bench.run("attach", run_id, "--detach"))
     assert second != pid

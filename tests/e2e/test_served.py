@@ -130,7 +130,7 @@ def test_commands_in_a_served_folder_go_through_its_server(served: Served) -> No
 def test_no_token_is_written_down(served: Served, tmp_path: Path) -> None:
     ann = served.client(tmp_path / "ann", "ann", "viewer")
     secret = ann.environment.pop("POSTTRAIN_TOKEN")
-    assert "nobody is logged in" in ann.run("ls", code=2).error
+    assert "you are not logged in" in ann.run("ls", code=2).error
     shown = subprocess.run(
         [ann.python, "-P", "-m", "posttrain", "login", served.url], input=secret + "\n", text=True, check=True,
         cwd=ann.folder, env=ann.variables(), capture_output=True,

@@ -84,7 +84,7 @@ class Mortal(InlineBackend):  # type: ignore[misc]
         return rank in self._dead
 
     def _lost(self, role: str, process: Process, method: str) -> WorkerLostError:
-        line = f"{role} rank {process.rank} is gone: process {process.pid} ended during {method}"
+        line = f"{role} rank {process.rank} was lost: process {process.pid} ended during {method}"
         return WorkerLostError(line, process if process.alone else None)
 
 

@@ -545,8 +545,8 @@ def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it
         ("remove-policy", "prod"),
     ):
         said = refused(world, "channel", *words, code=9)
-        assert "is protected, so a change of its policy needs an approval, and nobody else could give it" in said
-        assert "posttrain channel unprotect prod comes first" in said
+        assert "is protected, so a change of its policy needs an approval, and no one else could give it" in said
+        assert "run posttrain channel unprotect prod first" in said
     assert "has this policy already" in world.ok("channel", "set-policy", "prod", policy_file(world))
     assert world("run", "run.yaml", "--again").exit_code == 3
     run = world.newest()
@@ -585,7 +585,7 @@ def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(
 
     monkeypatch.setattr(actions, "refuse_lift", overtaken)
     said = refused(world, "rollback", "prod", "--to", second, "--lift-quarantine", "hush", code=9)
-    assert "channel prod was changed meanwhile; look at it and decide again" in said
+    assert "channel prod was changed meanwhile; check it and decide again" in said
     assert len(world.json("get", "prod")["history"]) == 3
 
 

@@ -125,9 +125,9 @@ def test_what_cannot_be_erased_is_refused_and_nothing_changes(world: World) -> N
     world("run", "--timeout", "100", "run.yaml")
     run = world.newest()
     for words, said in (
-        ((run, "--reason", "x"), "goes on writing words; stop it, then erase"),
-        ((f"user:{WHO}", "--reason", " "), "--reason must say why"),
-        ((f"user:{WHO}", "--reason", f"{WHO} left"), "the reason must not say"),
+        ((run, "--reason", "x"), "still writes text; stop it, then erase"),
+        ((f"user:{WHO}", "--reason", " "), "--reason must not be empty"),
+        ((f"user:{WHO}", "--reason", f"{WHO} left"), "the reason must not contain"),
         (("user:nobody", "--reason", "x"), "there is no principal 'user:nobody'"),
         (("nothing", "--reason", "x"), "there is no run 'nothing'"),
     ):
@@ -169,7 +169,7 @@ def test_words_that_nobody_erased_may_not_be_gone(world: World) -> None:
         connection.execute("DELETE FROM payloads WHERE event = ?", (first,))
     refused = world("verify", "prod")
     assert refused.exit_code == 8
-    assert "its words are gone" in refused.stdout
+    assert "its words are missing" in refused.stdout
 
 
 def test_a_reader_of_an_older_state_is_told_of(tmp_path: Path, world: World) -> None:

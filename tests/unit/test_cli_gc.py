@@ -191,7 +191,7 @@ def test_a_tree_that_cannot_be_read_stops_it(world: World) -> None:
     before = stored(world)
     refused = world(*NOW)
     assert (refused.exit_code, refused.stderr.count("\n")) == (8, 1)
-    assert "nobody can say which artifacts it needs" in refused.stderr
+    assert "gc must read it to find the artifacts that it needs" in refused.stderr
     assert stored(world) == before
     path.write_bytes(whole)
     world.ok(*NOW)

@@ -95,9 +95,9 @@ def test_files_that_only_a_run_file_names_are_found_by_their_digest(world: World
         (
             "UPDATE releases SET report_digest = 'sha256:00'",
             "verify",
-            "log says, got 'sha256:00'; restore",
+            "log records, got 'sha256:00'; restore",
         ),
-        ("UPDATE releases SET model_digest = 'xyz'", "verify", "log says, got 'xyz'; restore"),
+        ("UPDATE releases SET model_digest = 'xyz'", "verify", "log records, got 'xyz'; restore"),
         ("UPDATE stages SET outputs = '{oops'", "get", "holds '{oops' where JSON was written: a row was altered"),
     ],
 )

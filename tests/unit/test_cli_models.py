@@ -101,7 +101,7 @@ class TestBase:
         sft = move(world, shipped)
         attached = world("run", path, "--timeout", WHILE)
         assert f"attached to run {first}" in attached.stdout
-        assert "warning: a model that the run file names is another by now" in attached.stdout
+        assert "warning: a model that the run file names has changed" in attached.stdout
         world.ok("stop", first)
         world.hold.clear()
         world.ok("run", path)
@@ -267,7 +267,7 @@ class TestEval:
         [
             (("nobody", "heldout"), "model 'nobody': no channel (known: prod), and there is no run 'nobody'"),
             (("prod", "hedout"), "no dataset of that name is registered (did you mean 'heldout'?)"),
-            (("prod", "heldout", "./heldout.jsonl"), "suites must have names of their own, got 'heldout' twice"),
+            (("prod", "heldout", "./heldout.jsonl"), "suites must have unique names, got 'heldout' twice"),
             (("prod", "heldout", "--pass-at", "4"), "pass_at must be <= samples (0), got 4"),
             (("prod", "heldout", "--device", "tpu"), "device"),
             (("prod", "heldout", "--top-p", "0.9"), "top_p needs samples >= 1, got 0.9 with samples: 0; set samples"),
@@ -424,7 +424,7 @@ class TestExport:
             (("prod", "out", "--dtype", "int4"), "dtype must be one of float32, bfloat16, float16, got 'int4'"),
             (("./base", "out"), "is a folder on this machine already; copy it"),
             (("prod", "/proc/nowhere/out"), "/proc/nowhere"),
-            (("prod", ".posttrain/blobs/out"), "must not lie in the workspace"),
+            (("prod", ".posttrain/blobs/out"), "must not be in the workspace"),
             (("prod", "~nobody-of-this-name/out"), "name another folder"),
         ],
     )

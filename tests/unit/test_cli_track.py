@@ -198,7 +198,7 @@ def test_trouble_is_one_line_and_hurts_neither_run_nor_other_trackers(world: Wor
     shown = world.ok("get", run)
     assert shown.count("warning: tracker parquet") == 1
     assert "tracker: csv written" in shown
-    assert f"posttrain track {run} writes what is missing" in world.ok("why", run)
+    assert f"posttrain track {run} writes the missing data" in world.ok("why", run)
     assert world.json("get", run)["state"] == "succeeded"
     (world.root / "there" / f"{run}.parquet").unlink()
     world.ok("track", run)
@@ -278,7 +278,7 @@ def test_a_server_that_is_away_is_one_short_line_at_once(world: World, monkeypat
     assert failed.exit_code == 6
     away = f"cannot reach {uri}: connection refused"
     assert failed.stderr == f"error: run {run}: tracker mlflow: {away}; posttrain track {run} tries again\n"
-    assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes what is missing"
+    assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes the missing data"
     with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "w") as lock:  # its writer tries again
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes it later"
@@ -440,7 +440,7 @@ def test_a_full_disk_is_told_and_the_rest_follows_once_there_is_room(
     assert failed.stderr.count("\n") == 1
     cut = (world.root / "here" / f"{run}.csv").read_bytes()
     assert not cut.endswith(b"\n")
-    assert f"posttrain track {run} writes what is missing" in world.ok("why", run)
+    assert f"posttrain track {run} writes the missing data" in world.ok("why", run)
     world.ok("track", run)
     found = [p[:3] for p in points(world.root / "here" / f"{run}.csv")]
     assert len(found) == len(set(found)) > 20

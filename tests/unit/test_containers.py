@@ -181,7 +181,7 @@ def test_what_a_job_says_of_its_end_is_believed_of_its_supervisor_alone(
         (folder / "exit.json").write_text(forged)
         [seen] = executor.observe([job])
         assert seen.state is JobState.RUNNING
-        assert f"podman does not say that container {box['name']} is" in seen.detail
+        assert f"podman does not report that container {box['name']} has ended" in seen.detail
     gone = True
     (folder / "cache" / "deep").mkdir(parents=True)
     assert executor.observe([job])[0].state is JobState.LOST
@@ -304,7 +304,7 @@ def test_a_registry_that_is_away_is_asked_again_until_it_answers(
     assert waited == [1, 2, 5, 10, 30, 30]
     assert tries(here) == 7
     said = capsys.readouterr().err
-    assert f"image {IMAGE} cannot be fetched, podman says: {IS_AWAY}; trying again in 1 s" in said
+    assert f"image {IMAGE} cannot be fetched, podman reports: {IS_AWAY}; trying again in 1 s" in said
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_an_image_has_its_time_to_come_and_no_longer(machine: Path, program: str
     registry(machine, program)
     why = fetched(IMAGE, 0.5, lambda _: pytest.fail("it would be too late"))
     assert "could not be fetched within 0.5 s" in why
-    assert f"podman says: {words}; see that its registry answers" in why
+    assert f"podman reports: {words}; see that its registry answers" in why
     assert "\n" not in why
 
 
@@ -327,7 +327,7 @@ def test_what_no_other_try_would_fetch_is_said_at_once(
     """And a name that has such a word in it says nothing."""
     here = registry(machine, f"echo 'Error: reading {name}: unauthorized' >&2; exit 125")
     image = f"{name}@sha256:{'a1' * 32}"
-    assert "podman says: Error: reading" in fetched(image, 1e6, lambda _: pytest.fail("it is asked again"))
+    assert "podman reports: Error: reading" in fetched(image, 1e6, lambda _: pytest.fail("it is asked again"))
     assert tries(here) == 1
     framed = f'time=\\"2026\\" level=warning msg=\\"Failed, retrying: reading {name}: timeout\\"'
     registry(machine, f'echo "{framed}" >&2; exit 125')
@@ -339,7 +339,7 @@ def test_what_no_other_try_would_fetch_is_said_at_once(
 
     assert fetched(image, 1e6, pause) == ""
     assert waited == [1]
-    assert "podman says: Failed, retrying: reading it: timeout; trying" in capsys.readouterr().err
+    assert "podman reports: Failed, retrying: reading it: timeout; trying" in capsys.readouterr().err
 
 
 def test_why_a_job_did_not_start_is_told_in_podmans_words(machine: Path) -> None:
@@ -349,7 +349,7 @@ def test_why_a_job_did_not_start_is_told_in_podmans_words(machine: Path) -> None
     until(lambda: executor.observe([request])[0].gone)
     [seen] = executor.observe([request])
     assert seen.exit_code == 125
-    assert seen.why == (f"image {IMAGE} cannot be fetched, podman says: {UNKNOWN}; mend that, then posttrain retry"), (
+    assert seen.why == (f"image {IMAGE} cannot be fetched, podman reports: {UNKNOWN}; fix it, then posttrain retry"), (
         "and not: exit code 125"
     )
     assert not (machine / "ran").exists()

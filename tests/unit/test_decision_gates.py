@@ -194,8 +194,8 @@ def test_equal_shares_are_not_worse_only_when_items_are_many() -> None:
         (evidence([]), "has no items"),
         (evidence([1.0] * 50 + [float("nan")]), "NaN or infinite on 1 items, e.g. 'item-0050'"),
         (evidence([1.0] * 50 + [float("inf")], TOKENS), "NaN or infinite"),
-        (evidence([1.0] * 50 + [65.0], TOKENS), "to lie in 1 to 64, got 65 on 'item-0050'"),
-        (evidence([1.0] * 50 + [0.0], TOKENS), "to lie in 1 to 64, got 0 on 'item-0050'"),
+        (evidence([1.0] * 50 + [65.0], TOKENS), "range 1 to 64, got 65 on 'item-0050'"),
+        (evidence([1.0] * 50 + [0.0], TOKENS), "range 1 to 64, got 0 on 'item-0050'"),
         (evidence([1.0] * 51, None), "has no declared range, so no limit holds"),
         (evidence([1.0] * 50 + [0.5]), "declared binary but"),
         (Evidence(("a", "b", "a"), np.ones(3), RATE), "1 item ids more than once, e.g. 'a'"),
@@ -230,7 +230,7 @@ def test_an_unusable_baseline_is_an_error(baseline: Evidence | None, words: str)
 def test_too_few_items_never_pass() -> None:
     verdict = absolute(rate(19, 19))
     assert verdict.outcome is Outcome.INCONCLUSIVE
-    assert "19 items, but the rule wants min_items: 20" in verdict.reason
+    assert "19 items, but the rule requires min_items: 20" in verdict.reason
     assert relative(rate(19, 19), rate(0, 19)).outcome is Outcome.INCONCLUSIVE
 
 

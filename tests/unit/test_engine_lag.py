@@ -241,12 +241,12 @@ def test_the_corrections_say_how_far_the_policies_are_apart(model: ModelSource, 
 
 
 def test_a_rollout_that_reads_the_policys_memory_cannot_be_behind(model: ModelSource) -> None:
-    with pytest.raises(ValueError, match="lag needs a rollout in a pool of its own"):
+    with pytest.raises(ValueError, match="lag needs a rollout in its own pool"):
         recipe(model, lag={"steps": 1}, placement="collocated")
     config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, lag={"steps": 1})
     pool = ResourcePool(InlineBackend())
     roles = open_roles(config, model, 11, lambda role: pool)
-    with pytest.raises(InputError, match="lag 1 needs a rollout with weights of its own"):
+    with pytest.raises(InputError, match="lag 1 needs a rollout with its own weights"):
         OnPolicy(config, GRPO(config), roles, PROMPTS, FixedScorer(even_tokens), 11)
 
 

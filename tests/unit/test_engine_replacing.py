@@ -87,7 +87,7 @@ def test_audit_18_a_lost_rank_is_asked_again_what_it_had_not_answered(number: in
     assert sum(rank == 0 and bool(batch.keys) for _, rank, batch in desk.backend.calls) == 1, "the other is not asked"
     assert desk.pids == [100, 201]
     [note] = desk.notes
-    assert note.startswith("rollout rank 1 is gone: process 101 ended during feed; another takes its place")
+    assert note.startswith("rollout rank 1 was lost: process 101 ended during feed; another takes its place")
     assert desk.fed(7, 8) == [7, 8], "nothing is left"
 
 
@@ -145,7 +145,7 @@ def test_audit_18_a_rank_of_a_pool_that_works_together_is_not_replaced() -> None
     desk = Watched(collective=True)
     for ask in (lambda: desk.fed(1, 2), lambda: desk.group.each(Doubling.named)):
         desk.backend.fate = lambda method, rank: rank == 1
-        with pytest.raises(WorkerLostError, match="rank 1 is gone"):
+        with pytest.raises(WorkerLostError, match="rank 1 was lost"):
             ask()
     assert not desk.notes
     assert desk.pids == [100, 101]

@@ -218,7 +218,7 @@ def test_documents_that_are_not_formed_by_group_are_refused(model: ModelSource) 
     config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, runtime=runtime, **options)  # type: ignore[arg-type]
     away, here = ResourcePool(InlineBackend(pool="rollout")), ResourcePool(InlineBackend(pool="policy"))
     roles = open_roles(config, model, 11, lambda role: away if role == "rollout" else here)
-    with pytest.raises(InputError, match=r"Best says that it forms documents by group, .* set groupwise to False"):
+    with pytest.raises(InputError, match=r"Best declares that it forms documents by group, .* set groupwise to False"):
         OnPolicy(config, Best(config), roles, PROMPTS, Even(), 11).step(0, quiet(0))
     Best.groupwise = False
     assert OnPolicy(config, Best(config), roles, PROMPTS, Even(), 11).step(0, quiet(0)).tokens > 0
@@ -394,7 +394,7 @@ class TestGradients:
                 {"placement": {**APART, "reference": {"with": "rollout"}}, "kl": {"coefficient": 0.1}},
                 "roles that answer while the rollout works, got reference in its pool rollout; write placement",
             ),
-            (GRPOConfig, {"placement": "collocated"}, "a rollout in a pool of its own, got it in the pool main with"),
+            (GRPOConfig, {"placement": "collocated"}, "a rollout in its own pool, got it in the pool main with"),
         ],
     )
     def test_where_they_cannot_the_plan_says_so(self, kind: Any, options: dict[str, Any], why: str) -> None:

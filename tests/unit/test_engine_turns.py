@@ -531,7 +531,7 @@ def test_a_fault_of_a_further_turn_names_its_sample_and_prompt(monkeypatch: pyte
 
     monkeypatch.setattr(NativeRollout, "submit", noted)
     monkeypatch.setattr(NativeRollout, "completed", twice)
-    with pytest.raises(EngineError, match=r"got sample [012] of prompt [0-3] twice; mend it"):
+    with pytest.raises(EngineError, match=r"got sample [012] of prompt [0-3] twice; fix the engine"):
         talk().step(0, quiet(0))
     first, second = ({(one.key, one.sample) for one in work} for work in asked)
     assert second < first, "some go on, each by its own name"

@@ -119,7 +119,7 @@ def test_what_a_script_computes_is_told(world: World) -> None:
     assert list(stage["stop"]) == ["</answer>"]
     told = {line.partition(": ")[0]: line for line in draft.changed}
     assert "there are no adapters yet" in told["peft_config"]
-    assert "the file does not say what this stands for" in told["beta"]
+    assert "the file does not define this value" in told["beta"]
     assert "run_name" in draft.inert
     assert "train_dataset" not in told
 
@@ -284,7 +284,7 @@ def test_a_run_file_is_written_whose_epochs_are_steps(world: World) -> None:
     assert "num_train_epochs: 3 → epochs: 3" in told
     assert "posttrain plan run.yaml" in told
     again = world("init", "--from", "trl", "sft.yaml")
-    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    assert (again.exit_code, "exists already" in again.stderr) == (2, True)
 
 
 def test_a_share_of_steps_that_nobody_knows_is_told(world: World) -> None:

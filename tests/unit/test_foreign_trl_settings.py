@@ -36,7 +36,7 @@ OTHERS: dict[str, Any] = {
     "scale_rewards": "batch",
     "bf16": True,
 }
-UNREAD = "the file does not say what this stands for"
+UNREAD = "the file does not define this value"
 ASKED_FOR = {"model", "train_dataset", "reward_funcs"}  # of a trainer; what is computed there, a person fills in
 
 
@@ -191,7 +191,7 @@ def test_audit_25_a_list_that_has_another_name_is_computed(world: World) -> None
     text = "weights = [1.0]\nother = weights\nother[0] = 9.0\nRATE = 3e-4\nprint(RATE)\n"
     config = "GRPOConfig(max_steps=3, learning_rate=RATE, reward_weights=weights)"
     draft, stage = read(world, f"{text}GRPOTrainer(model='org/base', reward_funcs=mine, args={config})\n")
-    assert any(line.startswith("reward_weights: weights: the file does not say") for line in draft.changed)
+    assert any(line.startswith("reward_weights: weights: the file does not define") for line in draft.changed)
     assert not any(line.startswith("reward_weights") for line in draft.carried)
     assert stage["optimizer"]["learning_rate"] == 3e-4, "a number is nothing that another name changes"
 
@@ -284,4 +284,4 @@ def test_audit_25_what_a_parser_decides_is_no_name(world: World) -> None:
     )
     draft, _ = read(world, text)
     assert draft.run["model"] == "model:base"
-    assert any(line.startswith("learning_rate: args.rate: the file does not say") for line in draft.changed)
+    assert any(line.startswith("learning_rate: args.rate: the file does not define") for line in draft.changed)

@@ -80,7 +80,7 @@ def test_what_is_like_a_run_is_the_run_that_somebody_meant(world: World) -> None
 def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(tmp_path, monkeypatch)
     world.ok("init")
-    assert "there is no run 'sort' (there is none yet)" in refused(world, "why", "sort")
+    assert "there is no run 'sort' (there are no runs yet)" in refused(world, "why", "sort")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_the_smallest_micro_batch_is_an_answer_and_an_answer_can_be_too_long() -
     assert (
         "with the smallest micro-batches, 300000 tokens, and layers computed again; one GPU has 79.6 GiB" in long.short
     )
-    assert long.short.endswith("use more ranks, a smaller model, or give roles pools of their own")
+    assert long.short.endswith("use more ranks, a smaller model, or give roles separate pools")
     narrow = settled(load("grpo", reward="exact", max_new_tokens=10_000, runtime={"dtype": "float32"}), "llama")
     assert narrow.short
     tight = Machine(64, 2**41, (Gpu("", 19 * 2**30),) * 8)

@@ -446,7 +446,7 @@ def test_conflicts_of_an_upload_are_conflicts(bench: ServerBench) -> None:
     put(bench, blob(data), data[:400_000], 0, len(data))
     answer = put(bench, blob(data), data[16:], 16, len(data))
     assert problem_of(answer) == (409, "conflict")
-    assert "go on at 400000" in answer.json["detail"]
+    assert "continue at 400000" in answer.json["detail"]
     assert issubclass(ConflictError, PosttrainError)
 
 

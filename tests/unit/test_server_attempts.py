@@ -275,11 +275,11 @@ def test_access_that_is_gone_or_damaged_is_said(bench: ServerBench) -> None:
     with pytest.raises(IntegrityError, match="damaged"):
         mine.blobs.get(mine.inputs["data"])
     (mine.folder / "access.json").unlink()
-    with pytest.raises(InfrastructureError, match="is gone"):
+    with pytest.raises(InfrastructureError, match="was deleted"):
         mine.blobs.get(mine.inputs["data"])
     driver = granting(bench)
     (bench.workspace.root / "server.json").unlink()
-    with pytest.raises(InfrastructureError, match="does not say where the server is"):
+    with pytest.raises(InfrastructureError, match="does not contain the server's address"):
         driver.give(mine.attempt, mine.folder)
 
 
@@ -367,7 +367,7 @@ def test_what_one_job_puts_in_its_folder_holds_up_no_other(
         known = read_access(mine.folder)
         assert known is not None
         assert known.url == at
-    told = [one.getMessage() for one in caplog.records if "cannot be told" in one.getMessage()]
+    told = [one.getMessage() for one in caplog.records if "cannot receive the server's address" in one.getMessage()]
     assert len(told) == (1 if put is os.mkdir else 0), "what is no folder is replaced"
     assert all(str(evil.folder) in one for one in told)
     monkeypatch.setattr(driver, "_server", lambda: pytest.fail("it was asked again at once"))
@@ -407,7 +407,7 @@ def test_what_an_attempt_puts_into_its_channel_is_counted(tmp_path: Path, monkey
             mine.overwrite("events/1", b"small")
             assert mine.create("events/2", b"small")
             for deed in (lambda: mine.create("events/3", b""), lambda: mine.overwrite("events/1", b"")):
-                with pytest.raises(InputError, match="more into its channel than one may"):
+                with pytest.raises(InputError, match="more to its channel than it may"):
                     deed()
             assert (mine.get("events/1"), mine.numbers("events")) == (b"small", [1, 2])
             mine.remove("events/2")
@@ -472,7 +472,7 @@ def test_jobs_get_a_machines_variables_and_what_an_admin_named() -> None:
 def test_a_secret_that_a_job_names_arrives_where_an_admin_named_it_too() -> None:
     request = JobRequest("job", "module", "folder", secrets=("HF_TOKEN",))
     refuse_elsewhere(request, of_a_server(MACHINE | ADMINS, ["HF_TOKEN"]))
-    with pytest.raises(InputError, match="needs HF_TOKEN in the environment of whoever drives its run"):
+    with pytest.raises(InputError, match="needs HF_TOKEN in the environment of the process that drives its run"):
         refuse_elsewhere(request, of_a_server(MACHINE | ADMINS))
 
 

@@ -306,7 +306,7 @@ def test_a_busy_server_says_so(bench: ServerBench, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("posttrain.server.limits._limits", {limits.HEAVY: SimpleNamespace(**Full)})
     found = bench.ask("GET", f"{P}/lineage?target=x", bench.tokens["ann"])
     assert (found.status, found.json["type"]) == (503, "urn:posttrain:problem:busy")
-    assert found.json["title"] == "The server has too much to do at the moment; nothing was done."
+    assert found.json["title"] == "The server is overloaded; it did not run the request."
     assert "retry-after" in found.headers
 
 
@@ -411,5 +411,5 @@ def test_who_has_sent_everything_may_wait_for_the_answer(monkeypatch: pytest.Mon
     said: list[Message] = [{"type": "http.request", "more_body": False}]
     assert asyncio.run(both()) == ["http.request", "http.disconnect"]
     said = [{"type": "http.request", "more_body": True}]
-    with pytest.raises(SlowError, match="nothing of the request's body has come for 0 s"):
+    with pytest.raises(SlowError, match="no bytes of the request's body have arrived for 0 s"):
         asyncio.run(both())

@@ -153,7 +153,7 @@ def test_the_servers_driver_delivers_each_projects_events_to_its_own_sinks(bench
     ],
 )
 def test_a_server_connects_to_no_private_address(address: str) -> None:
-    assert "no public address" in public({})(address)
+    assert "not a public address" in public({})(address)
     assert public({VARIABLE: "0.0.0.0/0,::/0"})(address) == ""
 
 
@@ -181,7 +181,7 @@ def test_a_webhook_reaches_nothing_that_only_the_server_reaches(
     control.add_sink("inside", "webhook", {"url": named, **WEB}, {"on": ["all"]})
     assert asked == ["hook.example"]
     rebinding(monkeypatch, "127.0.0.1")  # the name has another address when it is connected to
-    with pytest.raises(SinkError, match=r"may not be reached: .* is no public address"):
+    with pytest.raises(SinkError, match=r"may not be reached: .* is not a public address"):
         control.test_sink("inside")
     tell(bench, "default")
     driver = delivering(bench)
@@ -190,7 +190,7 @@ def test_a_webhook_reaches_nothing_that_only_the_server_reaches(
             driver._look_after()
     finally:
         driver._leave(0.0)
-    assert "no public address" in control.sinks()[0].error
+    assert "not a public address" in control.sinks()[0].error
     assert http.posts == []
 
 

@@ -144,21 +144,21 @@ def test_any_edited_column_of_any_row_is_named(tmp_path: Path, ledger: Ledger, t
     [
         (
             f"UPDATE releases SET model_digest = '{MODEL}' WHERE sequence = 3",
-            f"release 3 of channel prod: model_digest must be '{OTHER}' as the event log says, got '{MODEL}'",
+            f"release 3 of channel prod: model_digest must be '{OTHER}' as the event log records, got '{MODEL}'",
         ),
-        ("DELETE FROM releases WHERE sequence = 3", "release 3 of channel prod: an event tells of it, but it is gone"),
-        ("UPDATE releases SET channel = 'canary' WHERE sequence = 1", "release 1 of channel canary: stands in"),
+        ("DELETE FROM releases WHERE sequence = 3", "release 3 of channel prod: an event records it, but it is not in"),
+        ("UPDATE releases SET channel = 'canary' WHERE sequence = 1", "release 1 of channel canary: is in the"),
         (f"UPDATE stages SET outputs = replace(outputs, '{MODEL}', '{OTHER}')", "stage run1/sft: outputs must be"),
-        ("DELETE FROM stage_cache", "cache entry sha256:key: an event tells of it"),
+        ("DELETE FROM stage_cache", "cache entry sha256:key: an event records it"),
         ("UPDATE stage_cache SET stage = 'grpo'", "cache entry sha256:key: stage must be 'sft'"),
         ("UPDATE stages SET metrics = '{\"loss\": 0.5}'", "stage run1/sft: metrics must be {'loss': 'nan'}"),
         ("UPDATE attempts SET seconds = 61", "attempt run1/sft/1: seconds must be 90.25"),
         ("UPDATE runs SET owner = 'eve'", "run run1: owner must be 'ann'"),
         ("DELETE FROM approval_requests", "approval request sha256:"),
-        ("DELETE FROM attempts", "attempt run1/sft/1: an event tells of it, but it is gone"),
+        ("DELETE FROM attempts", "attempt run1/sft/1: an event records it, but it is not in"),
         (
             "INSERT INTO projects (id, created_at) VALUES ('x', 1)",
-            "project x: stands in the ledger, but no event tells of it",
+            "project x: is in the ledger, but no event records it",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_newer_schema_says_whether_this_release_may_still_use_it(tmp_path: Pat
     assert verify_chain(ledger).pending == 0
     assert verify_rows(ledger)
     with pytest.raises(
-        WorkspaceError, match=rf"has schema 0099, and this Posttrain \({schema.SCHEMA_VERSION}\) does not know all"
+        WorkspaceError, match=rf"has schema 0099, and this Posttrain \({schema.SCHEMA_VERSION}\) cannot find all"
     ):
         erase_principal(ledger, "user:ann", "user:bob", "asked")
     database.close()
@@ -156,7 +156,7 @@ def test_a_table_that_there_is_not_is_missed(tmp_path: Path) -> None:
         connection.execute("UPDATE schema_version SET version_num = ?", (schema.SCHEMA_VERSION,))
     connection.close()
     ledger = Ledger(Database(path))
-    with pytest.raises(IntegrityError, match="tells of a table 'extras', which there is not"):
+    with pytest.raises(IntegrityError, match="changes table 'extras', which does not exist"):
         verify_rows(ledger)
     ledger.close()
 

@@ -144,7 +144,7 @@ def test_whatever_is_changed_the_first_bad_sequence_is_named(
         ("UPDATE payloads SET body = '{' WHERE event = 5", "its words cannot be read"),
         ("UPDATE payloads SET retention = 'none' WHERE event = 5", "its words do not match"),
         (f"UPDATE payloads SET salt = {FORGED} WHERE event = 5", "its words do not match"),
-        ("DELETE FROM payloads WHERE event = 5", "its words are gone"),
+        ("DELETE FROM payloads WHERE event = 5", "its words are missing"),
         ("INSERT INTO payloads VALUES (1, 'run', X'00', '{}')", "it has words that its envelope does not name"),
     ],
 )
@@ -186,7 +186,7 @@ def test_an_event_rewritten_with_a_leaf_of_its_own_is_found_by_the_head(tmp_path
         f"UPDATE events SET audited = '{{\"word\": \"lie\"}}', leaf = X'{leaf}' WHERE id = {FIRST + 2}",
         f"UPDATE leaves SET leaf = X'{leaf}' WHERE event = {FIRST + 2}",
     )
-    with pytest.raises(IntegrityError, match="at sequence 8: the log ends at 7, its head says 7"):
+    with pytest.raises(IntegrityError, match="at sequence 8: the log ends at 7, its head records 7"):
         verify_chain(ledger)
 
 
@@ -211,7 +211,7 @@ def test_swapped_events_are_found(tmp_path: Path, ledger: Ledger) -> None:
     seal(ledger)
     tamper(tmp_path, "UPDATE leaves SET sequence = -sequence WHERE sequence IN (5, 6)")
     tamper(tmp_path, "UPDATE leaves SET sequence = 11 + sequence WHERE sequence < 0")
-    with pytest.raises(IntegrityError, match="the log ends at 7, its head says 7"):
+    with pytest.raises(IntegrityError, match="the log ends at 7, its head records 7"):
         verify_chain(ledger)
 
 

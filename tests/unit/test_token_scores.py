@@ -63,7 +63,7 @@ def test_without_places_the_bits_are_those_of_before() -> None:
 
 
 def test_a_score_outside_the_response_is_refused() -> None:
-    with pytest.raises(ValueError, match="token scores must stand at response tokens, got one at token 1; move it"):
+    with pytest.raises(ValueError, match="token scores must be at response tokens, got one at token 1; move it"):
         score_rewards(torch.ones(1), torch.tensor([False, False, True]), [3], torch.tensor([0.0, 0.5, 0.0]))
     with pytest.raises(ValueError, match="got one at token 0"):
         kl_rewards(*[torch.zeros(1)] * 2, torch.tensor([False]), torch.ones(1), [1], torch.ones(1), coefficient=0.1)
@@ -246,9 +246,11 @@ def trained(shop: Shop, kind: str, reward: str) -> tuple[AttemptFolder, str]:
 def test_who_reads_them_learns_otherwise_and_who_does_not_says_so(shop: Shop, kind: str) -> None:
     placed, late = (trained(shop, kind, name) for name in ("earned", "late"))
     told = [
-        fact.message for fact in placed[0].facts()[0] if isinstance(fact, Note) and "at which tokens" in fact.message
+        fact.message
+        for fact in placed[0].facts()[0]
+        if isinstance(fact, Note) and "scores of single tokens" in fact.message
     ]
-    assert not any("at which tokens" in f.message for f in late[0].facts()[0] if isinstance(f, Note))
+    assert not any("scores of single tokens" in f.message for f in late[0].facts()[0] if isinstance(f, Note))
     if kind == "grpo":
         assert len(told) == 1, "once"
         assert placed[1] == late[1], "the sum counts"

@@ -199,7 +199,7 @@ def test_who_left_the_project_that_was_asked_says_which_of_the_others(world: Wor
     for name in ("a", "b", "c"):
         log_in(url, f"secret-{name}", name)
     assert f"the token of c for {url} is forgotten" in world.ok("logout", url)
-    assert "you are logged in to a and b there; say which: --project NAME" in refused(world, "logout", url)
+    assert "you are logged in to a and b there; name one: --project NAME" in refused(world, "logout", url)
     assert "you are logged in to a and b there" in refused(world, "--server", url, "ls")
     assert login_of(url).tokens == {"a": "secret-a", "b": "secret-b"}
 

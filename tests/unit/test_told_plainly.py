@@ -186,7 +186,7 @@ def test_a_second_workspace_is_made_only_where_its_folder_is_named(
     monkeypatch.chdir(tmp_path / "sub")
     said = world("init")
     assert said.exit_code == 2
-    assert f"commands here ask the workspace {tmp_path / '.posttrain'} already" in said.stderr
+    assert f"commands here use the workspace {tmp_path / '.posttrain'} already" in said.stderr
     assert said.stderr.rstrip().endswith("posttrain init .")
     assert list(Path().iterdir()) == []
     world.ok("ls")  # as it says: of the workspace above

@@ -62,7 +62,7 @@ def test_of_two_servers_that_had_all_of_it_the_slower_one_finds_it_done(bench: S
     """It saw all bytes come, and reads the parts when the quicker one has forgotten them."""
     place = PartStore(bench.workspace.blobs.url)
     slower = Arriving(bench.workspace, place)
-    with pytest.raises(ConflictError, match="began it again"):
+    with pytest.raises(ConflictError, match="restarted it"):
         slower._store(DIGEST, len(DATA))
     assert put(bench, DATA, 0).json == {"held": True, "offset": len(DATA)}
     slower._store(DIGEST, len(DATA))

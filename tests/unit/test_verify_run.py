@@ -97,7 +97,7 @@ def test_audit_38_what_is_read_of_a_run_does_not_grow_with_the_log(
         ("UPDATE events SET kind = 'stage.failed' WHERE kind = 'stage.succeeded'", "its envelope does not match"),
         (
             "DELETE FROM payloads WHERE event IN (SELECT id FROM events WHERE kind = 'stage.ready')",
-            "its words are gone",
+            "its words are missing",
         ),
         ("UPDATE leaves SET leaf = zeroblob(32) WHERE sequence = 1", "event log is broken"),
         ("UPDATE tree_head SET size = size - 1", "event log is broken"),

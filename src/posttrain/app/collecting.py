@@ -147,7 +147,7 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
         NotFoundError: there is no such subject.
     """
     if not reason.strip():
-        raise InputError("erase: --reason must say why, got nothing; it is kept with the event")
+        raise InputError("erase: --reason must not be empty, got nothing; it is kept with the event")
     if what.startswith(_PERSON):
         if workspace.ledger.project != DEFAULT_PROJECT:  # it removes their roles and tokens in every project
             raise InputError(
@@ -170,9 +170,9 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
 def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[str]:
     if not done.overwritten:
         again = f"{NOBODY}{done.subject}" if what.startswith(_PERSON) else what
-        yield f"the ledger's file, which somebody else has open; when they are done: posttrain erase {again} --reason …"
+        yield f"the ledger's file, which another process has open; after its end: posttrain erase {again} --reason …"
     if what == workspace.actor:
-        yield "your name, from the next thing on that you do here"
+        yield "your name, which your next action here records again"
     if workspace.ledger_address:
         yield "the database server's own log and backups; where the database's workspace is (host and folder)"
     folder = workspace.root / "runs" / run
@@ -198,4 +198,5 @@ def _policies(workspace: Workspace, who: str) -> Iterator[str]:
             continue
         if pinned is not None and who in pinned.policy.approvers:
             remedy = f"posttrain channel set-policy {record.name} POLICY.yaml without it"
-            yield f"the policy of channel {record.name}, which names them: while it does, what waits says so; {remedy}"
+            until = "while it does, pending approvals contain the name"
+            yield f"the policy of channel {record.name}, which names them: {until}; {remedy}"

@@ -67,7 +67,9 @@ def remote_checks(url: str) -> Iterator[Check]:
     yield Check("server", "warn" if other else "ok", f"{url} answers, Posttrain {version}", remedy)
     ready = reply.status == 200
     said = "it drives every run" if ready else reply.body.decode("utf-8", "replace")[:200]
-    yield Check("ready", "ok" if ready else "fail", said, "" if ready else "whoever runs it: see its log")
+    yield Check(
+        "ready", "ok" if ready else "fail", said, "" if ready else "ask its administrator; the reason is in its log"
+    )
     yield from _clock(reply.headers.get("date", ""))
     yield _token(url)
 
@@ -101,12 +103,12 @@ def server_checks(root: Path) -> Iterator[Check]:
         return
     place = served_at(root)
     if place is None:
-        yield Check("server", "warn", "is starting, or could not say where it listens", "look at its log")
+        yield Check("server", "warn", "is starting, or could not record its address", "look at its log")
         return
     try:
         reply = Transport(place.url, "").look("/readyz")
     except PosttrainError as error:
-        yield Check("server", "fail", str(error), "look at its log; a server that hangs may be killed, jobs go on")
+        yield Check("server", "fail", str(error), "look at its log; a server that hangs may be killed, jobs continue")
         return
     version = reply.headers.get("posttrain-version", "")
     other = version != __version__
@@ -248,7 +250,7 @@ def _rewards() -> Check:
     except PosttrainError as error:
         return Check("rewards", "fail", str(error), "see python -m posttrain.sandbox.probe")
     if found.whole:
-        return Check("rewards", "ok", "confined: a root of their own, no network, no other processes")
+        return Check("rewards", "ok", "confined: a separate root, no network, no other processes")
     remedy = "allow user namespaces, or trust what your rewards do: posttrain init --rewards trusted"
     return Check("rewards", "warn", "; ".join(found.notes), remedy)
 
@@ -307,7 +309,7 @@ def _heads(workspace: Workspace, accepted: Lost) -> Check:
             said = "no head of the event log is kept in the artifact store: the loss of its tail would not show"
             return Check("log heads", "warn", said, "make the artifact store writable")
     if not found:
-        return Check("log heads", "ok", "the ledger goes on from every head that is kept outside it")
+        return Check("log heads", "ok", "the ledger continues every head that is kept outside it")
     said, _, remedy = found[0].partition("; ")
     said = "; ".join([said, *(line.partition("; ")[0] for line in found[1:])])
     return Check("log heads", "ok", f"accepted: {said}") if accepted else Check("log heads", "fail", said, remedy)
@@ -359,7 +361,7 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
         names = ", ".join(one.object for one in aside)
         yield Check("set aside", "warn", f"failed again and again: {names}", "posttrain dead")
     if idle:
-        found = f"nobody drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"
+        found = f"no driver drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"
         yield Check("runs", "warn", found, f"posttrain attach {idle[0][0]}")
     else:
         yield Check("runs", "ok", "none waits for a driver")
@@ -368,4 +370,4 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
 def _undriven(run_id: str, driver: RunDriver) -> str:
     if driver.trouble:
         return f"{run_id} (its background driver gave it up: {driver.trouble}; log: {driver.log})"
-    return f"{run_id} (its background driver is gone or suspended; log: {driver.log})" if driver.log else run_id
+    return f"{run_id} (its background driver has ended or is suspended; log: {driver.log})" if driver.log else run_id

@@ -276,7 +276,7 @@ class Driver:
             pass
         if known.troubled_since is not None:
             known.troubled_since, known.tries, known.trouble = None, 0, ""
-            self._say(f"run {run.id}: goes on")
+            self._say(f"run {run.id}: continues")
         if self._watch is not None:
             self._watch(run)
         if self._watch is not None or not tell:

@@ -97,7 +97,7 @@ def _place(target: Path, workspace: Workspace) -> Path:
     except RuntimeError as error:  # an unknown user in `~USER`
         raise InputError(f"{target}: {error}; name another folder") from error
     if target.resolve().is_relative_to(workspace.root):
-        raise InputError(f"{target}: must not lie in the workspace {workspace.root}; name another folder")
+        raise InputError(f"{target}: must not be in the workspace {workspace.root}; name another folder")
     _refuse_occupied(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def _refuse_occupied(target: Path) -> None:
     try:
         there = target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir())))
     except OSError as error:
-        raise InputError(f"{target}: cannot be looked into: {error.strerror}; choose another folder") from error
+        raise InputError(f"{target}: cannot be read: {error.strerror}; choose another folder") from error
     if there:
         raise InputError(f"{target}: must be a new or an empty folder, and something is there; choose another")
 

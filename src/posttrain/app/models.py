@@ -227,7 +227,7 @@ def _suite_names(suites: Sequence[str]) -> dict[str, str]:
         word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
         name = _NOT_IN_NAMES.sub("-", (word or ref).partition(".")[0].lower()).strip("-_") or "suite"
         if name in found:
-            raise InputError(f"posttrain eval: suites must have names of their own, got {name!r} twice; leave one out")
+            raise InputError(f"posttrain eval: suites must have unique names, got {name!r} twice; leave one out")
         found[name] = ref
     return found
 

@@ -60,7 +60,7 @@ from posttrain.preflight.placing import (
 from posttrain.trackers.tracking import check_trackers, describe, of_workspace, record_trackers, resolved
 from posttrain.views.plans import PlanView, StagePlan
 
-_MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
+_MOVED = "a model that the run file names has changed; this run continues with the one that it began with"
 MAX_SEED = 2**53  # JSON readers represent larger integers differently
 MOST_RUNS = 1000
 _KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
@@ -136,7 +136,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
     unheard = (
-        f"sink {name}: {lacks}, so it is told nothing; set it where the run is driven"
+        f"sink {name}: {lacks}, so it receives nothing; set it where the run is driven"
         for name, lacks in lacking(workspace)
     )
     found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *unheard)
@@ -246,7 +246,7 @@ def submit(
     if is_lock(path) and seed is not None:
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
     if is_lock(path) and setting:
-        raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
+        raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file again")
     lock = is_lock(path)
     with workspace.blobs.holding():  # garbage collection must not delete what planning found
         locked = read_lock(path, workspace, again=again) if lock else None
@@ -492,7 +492,7 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
     named = _named(workspace, within)
     found = [one for one in rows if one.object == named or one.object.startswith(f"{named}/")]
     if not found:
-        raise NotFoundError(f"nothing of {named} was set aside; posttrain dead shows what was")
+        raise NotFoundError(f"no object of {named} was set aside; posttrain dead lists those that were")
     return found
 
 

@@ -191,8 +191,8 @@ def workspace_above(folder: Path | None) -> Path | None:
         above = next((one / FOLDER for one in here.parents if has_ledger(one / FOLDER)), None)
     if folder is None and above is not None:
         raise InputError(
-            f"init: commands here ask the workspace {above} already; go on with the next command, change its settings "
-            f"in {above.parent}, or make another one here: posttrain init ."
+            f"init: commands here use the workspace {above} already; continue with the next command, change its "
+            f"settings in {above.parent}, or make another one here: posttrain init ."
         )
     return above
 
@@ -214,7 +214,7 @@ def has_ledger(root: Path) -> bool:
         return (root / FILE).exists() or recorded(root, read_json(root / SETTINGS)) is not None
     except OSError as error:
         raise WorkspaceError(
-            f"{root}: cannot be looked into: {error.strerror}; a workspace is its owner's alone unless they open it"
+            f"{root}: cannot be read: {error.strerror}; a workspace is its owner's alone unless they open it"
         ) from error
 
 
@@ -380,7 +380,7 @@ def _refuse_lost_ledger(root: Path) -> None:
     """Refuse to make a fresh ledger over existing runs: the workspace would look as if it never had any."""
     ledger = root / FILE
     if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
-        what = "is empty" if ledger.exists() else "is gone"
+        what = "is empty" if ledger.exists() else "is missing"
         raise WorkspaceError(f"{root}: holds runs, but its ledger {what}; restore ledger.db from a copy")
 
 
@@ -420,7 +420,7 @@ def backup(folder: Path) -> BackedUp:
         if workspace.ledger_address:
             raise InputError(
                 "backup: the ledger is in PostgreSQL, which pg_dump copies: the database first, then the store "
-                "(docs/howto/backup.md says how)"
+                "(see docs/howto/backup.md)"
             )
         blobs = open_blobs(workspace.blobs.url, workspace.lock)
         return back_up(workspace.ledger, blobs, folder.resolve(), workspace.settings)
@@ -505,7 +505,7 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
         with target.open("x", encoding="utf-8") as file:
             file.write(draft.text())
     except FileExistsError as error:
-        raise InputError(f"{target}: is there already; move it away, or go on with posttrain plan {target}") from error
+        raise InputError(f"{target}: exists already; move it away, or continue with posttrain plan {target}") from error
     except OSError as error:
         raise unwritable(target, error) from error
     return draft

@@ -104,7 +104,7 @@ class Sender:
             start = int(state["offset"])
             data = piece(start, min(_CHUNK, size - start))
             if start < size and not data:
-                raise InputError("a file became shorter while it was sent; send it again when nobody writes to it")
+                raise InputError("a file became shorter while it was sent; send it again when no process writes to it")
             headers = {
                 "upload-offset": str(start),
                 "upload-length": str(size),
@@ -146,7 +146,7 @@ class Fetcher:
         for name, said in files.items():
             path = folder.joinpath(*PurePosixPath(name).parts)
             if not path.is_relative_to(folder) or ".." in path.relative_to(folder).parts:
-                raise IntegrityError(f"the server names a file {name!r}, which would lie outside {folder}")
+                raise IntegrityError(f"the server names a file {name!r}, which would be outside {folder}")
             progress(name)
             self._fetch(str(said["digest"]), path)
             made[name] = path
@@ -156,7 +156,7 @@ class Fetcher:
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
 
         def fill(file: BinaryIO) -> None:
-            wrong = IntegrityError(f"{path.name}: what came is not {digest}; ask again")
+            wrong = IntegrityError(f"{path.name}: the received bytes are not {digest}; ask again")
             pieces = self._transport.pieces(place, direct=self._direct)
             file.writelines(verified(pieces, digest, lambda _: wrong))
 

@@ -57,13 +57,15 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
     if not token and known.tokens:
         if not asked:
             raise InputError(
-                f"server {url}: you are logged in to {' and '.join(known.tokens)} there; say which: --project NAME"
+                f"server {url}: you are logged in to {' and '.join(known.tokens)} there; name one: --project NAME"
             )
         # for a project without a login the server reports what to do
         token = known.tokens.get(asked) or known.tokens.get(known.project) or next(iter(known.tokens.values()))
     if not token:
         of = f" --project {project}" if project else ""
-        raise InputError(f"server {url}: nobody is logged in there; posttrain login {url}{of}, or set {TOKEN_VARIABLE}")
+        raise InputError(
+            f"server {url}: you are not logged in there; posttrain login {url}{of}, or set {TOKEN_VARIABLE}"
+        )
     return remote_control(url, token, asked or DEFAULT_PROJECT)
 
 
@@ -92,7 +94,7 @@ def log_out(url: str, project: str = "") -> str:
     left = dict(known.tokens)
     project = project or known.project
     if not project and left:
-        raise InputError(f"logout: you are logged in to {' and '.join(left)} there; say which: --project NAME")
+        raise InputError(f"logout: you are logged in to {' and '.join(left)} there; name one: --project NAME")
     if left.pop(project, None) is None:
         return ""
     _keep(url, Login(left, "" if known.chosen == project else known.chosen))

@@ -87,7 +87,7 @@ def _awaited(transport: Transport, place: str, said: dict[str, Any]) -> bytes:
         if time.monotonic() > until:
             words = said["verb"].replace("_", " ")
             raise DeadlineError(
-                f"{words}: still under way after {_MOST_SECONDS:g} s; look at what is there before you ask again"
+                f"{words}: still under way after {_MOST_SECONDS:g} s; check its result before you repeat it"
             )
         time.sleep(_PAUSES[min(looks, len(_PAUSES) - 1)])
         looks += 1

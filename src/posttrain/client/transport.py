@@ -198,7 +198,7 @@ class Transport:
             yield from self._events(path, query, body)
         except _GONE as error:
             raise InfrastructureError(
-                f"server {self.url}: what it tells broke off ({_words(error)}); ask again"
+                f"server {self.url}: its stream broke off ({_words(error)}); ask again"
             ) from error
 
     def _events(self, path: str, query: Mapping[str, Any] | None, body: Any) -> Iterator[tuple[str, bytes]]:
@@ -329,7 +329,7 @@ def check_address(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise InputError(f"server {url[:120]!a}: is no URL: {error}") from error
+        raise InputError(f"server {url[:120]!a}: is not a URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
         shown = url if parts.username is None else f"{parts.scheme}://…@{parts.hostname}"
         raise InputError(f"server must be http://HOST:PORT or https://HOST, got {shown[:120]!a}")

@@ -235,7 +235,7 @@ def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], val
     if len(beyond):
         first = int(beyond[0])
         raise InputError(
-            f"{what} is declared to lie in {possible.low:g} to {possible.high:g}, got {values[first]:g} on"
+            f"{what} has the declared range {possible.low:g} to {possible.high:g}, got {values[first]:g} on"
             f" {ids[first]!r}; correct the metric or its range"
         )
 
@@ -377,7 +377,7 @@ def _judge_empty_channel(rule: GateRule, ours: Evidence, baseline: Evidence | No
 
 
 def _too_few(rule: GateRule, values: Array) -> Verdict:
-    reason = f"{rule.metric} was measured on {len(values)} items, but the rule wants min_items: {rule.min_items}."
+    reason = f"{rule.metric} was measured on {len(values)} items, but the rule requires min_items: {rule.min_items}."
     return _verdict(rule, Outcome.INCONCLUSIVE, reason, items=len(values), estimate=float(values.mean()))
 
 

@@ -314,7 +314,7 @@ def _empty_channel(rule: GateRule, items: int) -> PowerNote:
 
 
 def _too_few(rule: GateRule, items: int) -> str:
-    return f"gate {rule.name} cannot pass: the suite has {items} items, the rule wants min_items: {rule.min_items}"
+    return f"gate {rule.name} cannot pass: the suite has {items} items, the rule requires min_items: {rule.min_items}"
 
 
 def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:

@@ -28,7 +28,7 @@
     │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
     │   └── LedgerUnavailableError     10   its database does not respond            (retryable)
-    ├── StoppedError                   11   the run was stopped by a person
+    ├── StoppedError                   11   a user stopped the run
     ├── DeadlineError                  12   a wait reached its deadline               (retryable)
     │   └── SlowError                  12   a request body did not arrive in time     (retryable)
     └── AccessError                    13   the caller may not do this
@@ -59,45 +59,45 @@ class PosttrainError(Exception):
 
 
 class InputError(PosttrainError):
-    """What was written cannot be run."""
+    """The input is invalid."""
 
     exit_code = 2
 
 
 class NotFoundError(InputError):
-    """A name nobody knows."""
+    """A name does not exist."""
 
 
 class PartSizeError(InputError):
-    """A request brought too little of an upload; nothing of it is kept."""
+    """A part of an upload is too small; none of it is kept."""
 
 
 class LostOperationError(NotFoundError):
-    """The server that carried an operation out is gone; whoever asks again has it done once."""
+    """The server that ran an operation has ended; a repeated request runs it once."""
 
 
 class ApiVersionError(InputError):
-    """A server and its client speak no version of the API in common."""
+    """A server and its client have no API version in common."""
 
 
 class CursorError(InputError):
-    """A cursor that is no place in this list."""
+    """A cursor is not a position of this list."""
 
 
 class GateRejectedError(PosttrainError):
-    """A gate said FAIL or ERROR."""
+    """A gate returned FAIL or ERROR."""
 
     exit_code = 3
 
 
 class GateInconclusiveError(PosttrainError):
-    """The evidence is too thin to pass."""
+    """A gate has too few items to decide."""
 
     exit_code = 4
 
 
 class JobFailedError(PosttrainError):
-    """A job ended in a way that a blind retry would repeat."""
+    """A job failed in a way that a retry would repeat."""
 
     exit_code = 5
 
@@ -110,19 +110,19 @@ class InfrastructureError(PosttrainError):
 
 
 class CapacityError(InfrastructureError):
-    """Devices that a job needs are taken; nothing was started, and nothing is lost by waiting."""
+    """The devices that a job needs are in use; no job was started, and waiting loses nothing."""
 
 
 class BusyError(CapacityError):
-    """The server has too much to do at the moment; nothing was done."""
+    """The server is overloaded; it did not run the request."""
 
 
 class LimitError(CapacityError):
-    """One principal asks for more at once than a server lets them; nothing was done."""
+    """A principal exceeds a limit of the server; it did not run the request."""
 
 
 class UnavailableError(InfrastructureError):
-    """The artifact store does not answer at the moment; nothing is half-written, and asking again later helps."""
+    """The artifact store is unavailable; nothing is half-written, and a later retry helps."""
 
 
 class BudgetExceededError(PosttrainError):
@@ -132,11 +132,11 @@ class BudgetExceededError(PosttrainError):
 
 
 class TrackerError(InfrastructureError):
-    """A tracker could not be written; the run is not touched by that."""
+    """A tracker cannot be written; the run is not affected."""
 
 
 class SinkError(InfrastructureError):
-    """A sink did not take an event; it is sent again, and nothing else is touched by that."""
+    """A sink did not accept an event; it is sent again, and nothing else is affected."""
 
 
 class IntegrityError(PosttrainError):
@@ -146,34 +146,34 @@ class IntegrityError(PosttrainError):
 
 
 class UploadError(IntegrityError):
-    """What was sent is not what its digest says; nothing of it is kept."""
+    """Uploaded bytes do not match their digest; none of them is kept."""
 
 
 class ConflictError(PosttrainError):
-    """Somebody moved first."""
+    """Another process or user changed the state first."""
 
     exit_code = 9
     retryable = True
 
 
 class QuarantinedError(ConflictError):
-    """A model that was rolled back from a channel may not be promoted there again until a person says why."""
+    """A model that was rolled back from a channel needs a reason to be promoted there again."""
 
 
 class ChannelClosedError(ConflictError):
-    """A channel is frozen or protected: a person must open it first."""
+    """A channel is frozen or protected; a user must open it first."""
 
 
 class RecalledError(ConflictError):
-    """A model was recalled, or made from something that was."""
+    """A model is recalled, or depends on a recalled asset."""
 
 
 class PolicyError(ConflictError):
-    """What was judged is not what the channel's policy asks now."""
+    """The gates were judged under another policy than the channel's current one."""
 
 
 class ApprovalError(ConflictError):
-    """What was asked for needs approvals that are missing, or was rejected."""
+    """The request lacks approvals, or was rejected."""
 
 
 class StaleWriteError(ConflictError):
@@ -181,19 +181,19 @@ class StaleWriteError(ConflictError):
 
 
 class WorkspaceError(PosttrainError):
-    """The workspace cannot be used as it stands."""
+    """The workspace cannot be used in its present state."""
 
     exit_code = 10
 
 
 class LedgerUnavailableError(WorkspaceError):
-    """The ledger's database cannot be reached at the moment."""
+    """The ledger's database is not reachable."""
 
     retryable = True
 
 
 class StoppedError(PosttrainError):
-    """The run was stopped by a person."""
+    """A user stopped the run."""
 
     exit_code = 11
 
@@ -206,17 +206,17 @@ class DeadlineError(PosttrainError):
 
 
 class SlowError(DeadlineError):
-    """A request's body did not come in time; nothing was done."""
+    """A request's body did not arrive in time; the server did not run the request."""
 
 
 class AccessError(PosttrainError):
-    """Whoever asks may not do this."""
+    """The principal lacks the permission."""
 
     exit_code = 13
 
 
 class AuthenticationError(AccessError):
-    """Nobody is known by what was shown, or nothing was shown."""
+    """The credentials are missing or invalid."""
 
 
 class FailureClass(StrEnum):

@@ -166,7 +166,7 @@ class Reason(StrEnum):
     # --- waiting ------------------------------------------------------------------------------------------------------
     SUBMITTED = "Submitted", (_RUN,), "No driver has looked at the run yet.", "`attach` drives it"
     WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
-    READY = "Ready", (_STAGE,), "Its inputs are there, and it starts at the next look.", _NOTHING
+    READY = "Ready", (_STAGE,), "Its inputs are available; it starts at the next pass.", _NOTHING
     WAITING_FOR_SLOT = (
         "WaitingForSlot",
         (_STAGE,),
@@ -176,14 +176,14 @@ class Reason(StrEnum):
     WAITING_FOR_BUDGET = (
         "WaitingForBudget",
         (_STAGE,),
-        "Another stage of the run holds what is left of the budget.",
+        "Another stage of the run has reserved the rest of the budget.",
         _NOTHING,
     )
     WAITING_FOR_DEVICES = (
         "WaitingForDevices",
         (_STAGE,),
-        "The devices that it asks for are not free.",
-        "nothing; or end what holds them",
+        "The devices that it requests are not free.",
+        "nothing; or end the jobs that hold them",
     )
     WAITING_FOR_IDENTICAL_STAGE = (
         "WaitingForIdenticalStage",
@@ -195,90 +195,90 @@ class Reason(StrEnum):
     WAITING_FOR_SIGNAL = (
         "WaitingForSignal",
         (_STAGE,),
-        "It waits until somebody sends its signal.",
-        "`signal` lets it go on",
+        "It waits for its signal.",
+        "`signal` continues it",
     )
     WAITING_FOR_APPROVAL = (
         "WaitingForApproval",
         (_STAGE,),
-        "The channel's policy wants approvals of this release.",
+        "The channel's policy requires approvals for this release.",
         "`approve`, by an approver that the policy names",
     )
     BACK_OFF = "BackOff", (_STAGE,), "Its attempt was lost, and the next one starts after a pause.", _NOTHING
-    RETRIED = "Retried", _ENDED, "A person asked for another try.", _NOTHING
+    RETRIED = "Retried", _ENDED, "A user requested another attempt.", _NOTHING
 
     # --- under way ----------------------------------------------------------------------------------------------------
-    RUNNING = "Running", _ENDED, "A stage of the run is computed; of a stage: it has a live attempt.", _NOTHING
-    PLANNED = "Planned", (_ATTEMPT,), "It is written down, and its job is not known to be submitted.", _NOTHING
+    RUNNING = "Running", _ENDED, "Run: a stage is being computed. Stage: it has a live attempt.", _NOTHING
+    PLANNED = "Planned", (_ATTEMPT,), "It is recorded; there is no record yet that its job was submitted.", _NOTHING
     LAUNCHED = "Launched", (_ATTEMPT,), "Its job is submitted.", _NOTHING
     SUBMISSION_UNKNOWN = (
         "SubmissionUnknown",
         (_STAGE,),
-        "The executor could not say whether it has the job, so no other is submitted until it can.",
-        "see that the executor can be reached",
+        "The executor did not report whether it has the job; no other job is submitted until it does.",
+        "check that the executor is reachable",
     )
     JOB_NOT_VISIBLE = (
         "JobNotVisible",
         (_STAGE,),
         "The executor does not see the job, which does not prove that it ended.",
-        "see that the executor can be reached; if its host is gone, `dead` with `--assume-dead`",
+        "check that the executor is reachable; if its host is lost, `dead` with `--assume-dead`",
     )
     STALLED = (
         "Stalled",
         (_STAGE, _ATTEMPT),
-        "Its job reported no progress for `runtime.stall_after`: it is asked to checkpoint, then killed.",
-        "nothing: another attempt resumes; `logs` says where it hung",
+        "Its job reported no progress for `runtime.stall_after`: it gets a checkpoint request, then it is killed.",
+        "nothing: another attempt resumes; `logs` shows where it hung",
     )
     ANOTHER_RUNS = (
         "AnotherRuns",
         (_STAGE, _ATTEMPT),
         "Another process began the attempt before the launched job did, and its result counts.",
-        "nothing; if its host is gone, `dead` with `--assume-dead`",
+        "nothing; if its host is lost, `dead` with `--assume-dead`",
     )
     ASSUMED_DEAD = (
         "AssumedDead",
         (_ATTEMPT,),
-        "A person says that its job, of which nothing can be seen, is dead.",
+        "A user declared its job dead, which no executor can observe.",
         "nothing: another attempt resumes",
     )
     STOP_REQUESTED = (
         "StopRequested",
         (_RUN, _ATTEMPT),
-        "It is asked to stop: a job writes a checkpoint and ends, or is ended after a while.",
+        "A stop was requested: its job writes a checkpoint and ends, or is killed after the grace period.",
         _NOTHING,
     )
-    TROUBLED = "Troubled", (_STAGE,), "A look at it raised an error, and it is looked at again.", _NOTHING
+    TROUBLED = "Troubled", (_STAGE,), "A reconciler pass over it raised an error; the pass is repeated.", _NOTHING
     SET_ASIDE = (
         "SetAside",
         _ENDED,
-        "Looks at it failed again and again, and nothing is tried until a person says so.",
-        "mend what the message names, then `dead` with `--retry`",
+        "Reconciler passes over it failed repeatedly; none is tried until a user requests it.",
+        "fix the cause that the message names, then `dead` with `--retry`",
     )
 
     # --- done ---------------------------------------------------------------------------------------------------------
     SUCCEEDED = "Succeeded", _ALL, "It is done.", _NOTHING
-    WAIT_OVER = "WaitOver", (_STAGE,), "What it waited for has come.", _NOTHING
-    CACHE_HIT = "CacheHit", (_STAGE,), "The same was computed before, and its result is reused.", _NOTHING
+    WAIT_OVER = "WaitOver", (_STAGE,), "Its wait is over.", _NOTHING
+    CACHE_HIT = "CacheHit", (_STAGE,), "The result of an identical stage is reused.", _NOTHING
     CHANNEL_EMPTY = "ChannelEmpty", (_STAGE,), "The channel has no release, so there is no baseline.", _NOTHING
     GATE_PASSED = "GatePassed", (_STAGE,), "Every gate passed.", _NOTHING
     PROMOTED = "Promoted", (_STAGE,), "The channel points at the run's model now.", _NOTHING
-    ALREADY_LIVE = "AlreadyLive", (_STAGE,), "The channel pointed at this very model before.", _NOTHING
-    STOPPED = "Stopped", _ALL, "A person stopped it.", "`retry` resumes it"
-    NOT_REACHED = "NotReached", (_STAGE,), "The run ended before it came to this stage.", "see to the run's reason"
+    ALREADY_LIVE = "AlreadyLive", (_STAGE,), "The channel already pointed at this model.", _NOTHING
+    STOPPED = "Stopped", _ALL, "A user stopped it.", "`retry` resumes it"
+    NOT_REACHED = "NotReached", (_STAGE,), "The run ended before this stage.", "see the run's reason"
 
     # --- turned away --------------------------------------------------------------------------------------------------
-    GATE_FAILED = "GateFailed", _ENDED, "A gate measured less than it asks for.", "`why` shows the numbers"
+    GATE_FAILED = "GateFailed", _ENDED, "A gate's measurement misses its threshold.", "`why` shows the numbers"
     GATE_INCONCLUSIVE = (
         "GateInconclusive",
         _ENDED,
-        "There were too few items to say whether a gate passes.",
+        "There are too few items to decide whether a gate passes.",
         "measure on more items",
     )
-    GATE_ERROR = "GateError", _ENDED, "A gate could not be judged.", "mend what `why` names, then run again"
+    GATE_ERROR = "GateError", _ENDED, "A gate could not be judged.", "fix the cause that `why` names, then run again"
     CHANNEL_MOVED = (
         "ChannelMoved",
         _ENDED,
-        "The channel got another release after the gates had been judged.",
+        "The channel got another release after the gates were judged.",
         "`run` with `--again` judges against that",
     )
     CHANNEL_FROZEN = (
@@ -290,74 +290,74 @@ class Reason(StrEnum):
     POLICY_NOT_MET = (
         "PolicyNotMet",
         _ENDED,
-        "What was judged is not what the channel's policy asks for now.",
+        "The gates were judged under another policy than the channel's current one.",
         "`run` plans it under the policy",
     )
     APPROVAL_REJECTED = (
         "ApprovalRejected",
         _ENDED,
         "An approver rejected the release.",
-        "`why` says who; `approve` by the same person takes it back, then `promote`",
+        "`why` shows who; `approve` by the same person withdraws the rejection, then `promote`",
     )
     RECALLED = (
         "Recalled",
         _ENDED,
-        "The model was made from something that was recalled.",
+        "The model depends on a recalled asset.",
         "`lineage`; train again from another version",
     )
     QUARANTINED = (
         "Quarantined",
         _ENDED,
         "The model was rolled back from this channel.",
-        "`promote` with `--lift-quarantine` and why",
+        "`promote` with `--lift-quarantine REASON`",
     )
 
     # --- failed -------------------------------------------------------------------------------------------------------
-    LOST = "Lost", (_ATTEMPT,), "Its job is gone without a result.", "nothing: another attempt resumes"
+    LOST = "Lost", (_ATTEMPT,), "Its job ended without a result.", "nothing: another attempt resumes"
     PREEMPTED = (
         "Preempted",
         (_ATTEMPT,),
-        "Its job was told to end from outside; that uses no attempt up.",
+        "Its job was preempted from outside; this does not count as an attempt.",
         "nothing: another attempt resumes",
     )
     ATTEMPTS_EXHAUSTED = (
         "AttemptsExhausted",
         _ENDED,
-        "As many attempts were lost as the budget allows.",
-        "`logs` says why; then `retry`",
+        "All attempts that the budget allows were lost.",
+        "`logs` shows the cause; then `retry`",
     )
     CIRCUIT_OPEN = (
         "CircuitOpen",
         _ENDED,
-        "The same failure came twice in a row, so a third try would not help.",
-        "`logs` says why; mend it, then `retry`",
+        "The same failure occurred twice in a row, so a third attempt would not help.",
+        "`logs` shows the cause; fix it, then `retry`",
     )
     BUDGET_EXCEEDED = "BudgetExceeded", _ALL, "The run's budget is spent.", "raise it in the run file and submit again"
     SIGNAL_MISSED = (
         "SignalMissed",
         _ENDED,
-        "Nobody sent the signal in the time that the run file gives.",
-        "`retry` waits anew",
+        "The signal did not arrive within the time in the run file.",
+        "`retry` waits again",
     )
     CODE_CHANGED = (
         "CodeChanged",
         _ENDED,
-        "The code is not the one that the manifest names.",
+        "The code differs from the code in the manifest.",
         "submit the run file again",
     )
     ENVIRONMENT_CHANGED = (
         "EnvironmentChanged",
         _ENDED,
-        "The installed libraries are not those that the run began with.",
+        "The installed packages differ from those that the run began with.",
         "restore them, or `retry` with these",
     )
     CORRUPT = (
         "Corrupt",
         _ALL,
-        "Stored bytes are not what their digest says.",
-        "`verify` says which; restore them, then `retry`",
+        "Stored bytes do not match their digest.",
+        "`verify` lists them; restore them, then `retry`",
     )
-    JOB_FAILED = "JobFailed", _ALL, "The job failed and did not say how.", "`logs` says why; then `retry`"
+    JOB_FAILED = "JobFailed", _ALL, "The job failed without a report.", "`logs` shows the cause; then `retry`"
     JOB_FAILED_INFRASTRUCTURE = (
         "JobFailed:infrastructure",
         (_ATTEMPT,),
@@ -367,8 +367,8 @@ class Reason(StrEnum):
     JOB_FAILED_OUT_OF_MEMORY = (
         "JobFailed:out_of_memory",
         _ALL,
-        "The job asked for more memory than there is.",
-        "lower what it holds at a time, submit again",
+        "The job requested more memory than the machine has.",
+        "lower its batch or micro-batch size, submit again",
     )
     JOB_FAILED_DISK_FULL = (
         "JobFailed:disk_full",
@@ -379,20 +379,20 @@ class Reason(StrEnum):
     JOB_FAILED_DIVERGED = (
         "JobFailed:diverged",
         _ALL,
-        "The numbers of the training became useless: a loss that is not finite, say.",
+        "Training diverged, for example to a loss that is not finite.",
         "change the parameters, submit again",
     )
     JOB_FAILED_BAD_INPUT = (
         "JobFailed:bad_input",
         _ALL,
         "Data, a model, a reward or a parameter cannot be used as it is.",
-        "mend what the message names, then `retry`",
+        "fix the cause that the message names, then `retry`",
     )
     JOB_FAILED_BUG = (
         "JobFailed:bug",
         _ALL,
-        "The job raised what nobody expected.",
-        "`logs` has the traceback; mend it, then `retry`",
+        "The job raised an unexpected exception.",
+        "`logs` has the traceback; fix the bug, then `retry`",
     )
 
     @classmethod

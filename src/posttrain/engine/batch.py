@@ -289,7 +289,7 @@ class TokenBatch:
         """
         if per_document.shape != (self.documents,):
             raise InputError(
-                f"what is spread must have shape [{self.documents}], got {list(per_document.shape)}; "
+                f"numbers to spread must have shape [{self.documents}], got {list(per_document.shape)}; "
                 "give one number per document"
             )
         dtype = precision(*self.token_columns.values())
@@ -465,7 +465,7 @@ def _check_documents(documents: Sequence[Document]) -> bool:
             )
         if document.sampled is not None and len(document.sampled) != len(document.response):
             raise InputError(
-                f"document {index} must say of {len(document.response)} response tokens whether they were sampled, "
+                f"document {index} must mark which of {len(document.response)} response tokens were sampled, "
                 f"got {len(document.sampled)}"
             )
     scored = sum(d.logprobs is not None for d in documents)

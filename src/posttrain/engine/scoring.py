@@ -174,8 +174,8 @@ class RewardScorer:
         if not (self._placed or self._told_placed) and any(score.at for score in scores):
             self._told_placed = True
             self._tell(
-                "the reward says at which tokens a score was earned, and this algorithm gives each response one "
-                "advantage: their sum counts; ppo and reinforce_plus_plus credit each token with what follows it"
+                "the reward returned scores of single tokens, but this algorithm gives each response one advantage, so "
+                "their sum counts; ppo and reinforce_plus_plus credit each token with the scores that follow it"
             )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
         self._step = max(self._step, stretch.total)  # replacements of single groups are fewer than a step

@@ -158,7 +158,7 @@ def _dead(event: Envelope) -> _Text:
     name = event.subject
     return (
         f"{name} was set aside",
-        f"Looks at {name} failed again and again, and it was set aside: nothing is tried until a person says so.",
+        f"Checks of {name} failed repeatedly, and it was set aside: nothing is tried until a person asks for it.",
         "",
         f"posttrain dead {name}",
     )
@@ -166,7 +166,7 @@ def _dead(event: Envelope) -> _Text:
 
 def _sink_paused(event: Envelope) -> _Text:
     name = event.subject
-    what = f"Sink {name} failed for long and was paused: it is told of nothing until a person says so."
+    what = f"Sink {name} failed for a long time and was paused: it receives no events until a person resumes it."
     return f"sink {name} was paused", what, "", f"posttrain sink ls, then posttrain sink resume {name}"
 
 

@@ -275,7 +275,9 @@ def public(environ: Mapping[str, str] = os.environ) -> Admit:
         for one in _meant(ipaddress.ip_address(address.partition("%")[0])):
             named = any(one in network for network in allowed if network.version == one.version)
             if not named and (not one.is_global or one.is_multicast):
-                return f"{address} is no public address; whoever runs the server may name its network in {VARIABLE}"
+                return (
+                    f"{address} is not a public address; the server's administrator may name its network in {VARIABLE}"
+                )
         return ""
 
     return admit
@@ -322,8 +324,8 @@ def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any])
     for setting, variable in settings.items():
         if setting.endswith("_env") and variable not in mine:
             raise InputError(
-                f"sink {name}: {setting} must be a secret of project {project}, got {variable!a}; whoever runs the "
-                f"server adds {project}/{variable} to {SECRETS}"
+                f"sink {name}: {setting} must be a secret of project {project}, got {variable!a}; the administrator of "
+                f"the server adds {project}/{variable} to {SECRETS}"
             )
 
 

@@ -59,7 +59,7 @@ class Environment:
         added = sorted(self.files.keys() - pinned.files.keys())
         gone = sorted(pinned.files.keys() - self.files.keys())
         changed = sorted(name for name, digest in pinned.files.items() if self.files.get(name, digest) != digest)
-        told = ((changed, "changed"), (added, "is new"), (gone, "is gone"))
+        told = ((changed, "changed"), (added, "is new"), (gone, "was deleted"))
         named = [f"{path} {word}" for paths, word in told for path in paths]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         return ", ".join(named[:_SHOWN]) + more

@@ -176,7 +176,7 @@ def _the_run(client: MlflowClient, where: str, wanted: str | None) -> Run:
     rest = f" and {more} more" if more > 0 else ""
     if not chosen:
         raise NotFoundError(f"{where}: has no run {wanted!r}; there are {told}{rest}")
-    raise InputError(f"{where}: holds {len(chosen)} runs: say which with --run ID: {told}{rest}")
+    raise InputError(f"{where}: holds {len(chosen)} runs; name one with --run ID: {told}{rest}")
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

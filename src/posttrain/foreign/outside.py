@@ -182,7 +182,7 @@ def step_of(value: Any, place: str) -> int:
     """
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
     if not whole or not 0 <= value < _MOST_STEP:
-        raise InputError(f"{place}: step must be a whole number from 0, got {value!r:.40}; mend the file")
+        raise InputError(f"{place}: step must be a whole number from 0, got {value!r:.40}; fix the file")
     return int(value)
 
 
@@ -197,7 +197,7 @@ def number_of(value: Any, place: str) -> float | None:
     try:
         return float(value)
     except OverflowError as error:
-        raise InputError(f"{place}: a value must fit a 64-bit float, got a larger one; mend the file") from error
+        raise InputError(f"{place}: a value must fit a 64-bit float, got a larger one; fix the file") from error
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

@@ -446,7 +446,7 @@ class Draft:
             if name in harmless:
                 self.inert.append(name)
                 continue
-            reason = _told(told, name) or "the file does not say what this stands for; it is as by default"
+            reason = _told(told, name) or "the file does not define this value; the default applies"
             self.changed.append(f"{name}: {_short(text)}: {reason}")
         for name, value in settings.left().items():
             last, why = name.rpartition(".")[2], _told(told, name)
@@ -509,8 +509,8 @@ def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -
     """Return a share of a stage's steps as steps; where their number is unknown, a placeholder to replace."""
     if share and steps is None:
         draft.fill_in.append(
-            f"warmup_steps: {theirs} is {share:g} of the steps, which posttrain plan tells; "
-            f"{round(share * 100)} stands there now"
+            f"warmup_steps: {theirs} is {share:g} of the steps, which posttrain plan counts; "
+            f"{round(share * 100)} is a placeholder"
         )
     return round(share * (steps or 100))
 

@@ -39,7 +39,7 @@ _WHY = {  # reason → settings that change the result or the output for people
     "training samples from the whole distribution": "top_p top_k min_p repetition_penalty generation_kwargs",
     _PROBE: "load_best_model_at_end metric_for_best_model greater_is_better",
     f"a callback may change the training, and none is run; for EarlyStoppingCallback {_PROBE}": "callbacks",
-    "placement: says which roles take which devices": "deepspeed fsdp fsdp_config parallelism_config",
+    "placement: assigns devices to roles": "deepspeed fsdp fsdp_config parallelism_config",
     "there is no entropy bonus": (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
     ),
@@ -52,7 +52,7 @@ _WHY = {  # reason → settings that change the result or the output for people
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
     ),
-    "a pass goes over all rows once, in an order that seed decides; batches go on over its end": (
+    "a pass goes over all rows once, in an order that seed determines; a batch may span two passes": (
         "shuffle_dataset train_sampling_strategy data_seed dataloader_drop_last ignore_data_skip"
     ),
     "put it into the model's folder, as save_pretrained writes it": (
@@ -71,7 +71,7 @@ _WHY = {  # reason → settings that change the result or the output for people
         "packing packing_strategy"
     ),
     "rows are read as they are; write what it makes of them": "formatting_func dataset_kwargs",
-    "a row is rendered by the model's chat template; a mask of your own has no place": "data_collator",
+    "a row is rendered by the model's chat template; a custom mask has no counterpart": "data_collator",
     "the loss is that of the stage's kind": "compute_loss_func label_names",
     "a suite of an evaluate stage measures": "compute_metrics preprocess_logits_for_metrics",
     "code that comes with a model is never run": "trust_remote_code",
@@ -80,23 +80,23 @@ _WHY = {  # reason → settings that change the result or the output for people
     "is of another part": "data_files",
     "is not read; write the rows that it gives to JSON lines": "load_dataset",
     "the model is read from its folder, and only dtype and revision have a place": "model_init_kwargs",
-    "repeating the command resumes; a run does not begin at another one's checkpoint": "resume_from_checkpoint",
+    "repeating the command resumes; a run does not start from another run's checkpoint": "resume_from_checkpoint",
     NOT_HERE["stop_token_ids"]: "stop_token_ids",
     "the chat template is given the messages and nothing else": "chat_template_kwargs",
-    "what is sampled follows no grammar": "vllm_structured_outputs_regex",
+    "sampling is not constrained by a grammar": "vllm_structured_outputs_regex",
     "a rollout batch is passed over once; importance ratios of old batches do not arise": "num_iterations",
     "truncated responses are scored and learnt from": "mask_truncated_completions",
     "there is no second clip": "delta",
     "ratios are per token": "importance_sampling_level",
     "rewards are summed by their weights before they are normalised": "multi_objective_aggregation",
     "rewards are taken as they are": "normalize_advantages reward_clip_range",
-    "a reward model is read with the tokenizer of its own folder": "reward_processing_classes",
+    "a reward model uses the tokenizer in its folder": "reward_processing_classes",
     "rewards are not centred": "center_rewards_coefficient",
     "the head computes in the stage's dtype": "cast_lm_head_to_fp32",
     "there is no loss on the experts' load": "router_aux_loss_coef",
     "dropout acts in sft and reward_model, as the model's configuration has it, and nowhere else": "disable_dropout",
-    "lag: {steps: N} samples ahead, in a pool of its own": "max_staleness weight_sync_steps",
-    "what stands in that file is not read: posttrain init --from trl THAT.yaml reads it": "config",
+    "lag: {steps: N} samples ahead, in a separate pool": "max_staleness weight_sync_steps",
+    "the contents of that file are not read: posttrain init --from trl THAT.yaml reads it": "config",
     "the reference is the starting policy and stays": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "the reference is the starting policy": "ref_model",
     "the loss is always on what the assistant wrote, and on nothing else": "assistant_only_loss",
@@ -327,7 +327,7 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     scale = str(settings.take("scale_rewards", default="group")).lower()
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
-        draft.changed.append("scale_rewards: batch: rewards are scaled by the spread of their own group")
+        draft.changed.append("scale_rewards: batch: rewards are scaled by the spread of their group")
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
@@ -402,7 +402,7 @@ def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[st
     numbers = [_weight(settings, weight) for weight in weights]
     if len(numbers) != len(functions):
         wanted = f"one for each of {len(functions)} reward_funcs"
-        raise InputError(f"{settings.source}: reward_weights must be {wanted}, got {len(numbers)}; mend the list")
+        raise InputError(f"{settings.source}: reward_weights must be {wanted}, got {len(numbers)}; fix the list")
     if numbers == [1.0]:
         return {"reward": _reward(settings, draft, functions[0] or "")}
     found: dict[str, Any] = {}
@@ -448,7 +448,7 @@ def _alone(settings: Settings) -> str:
     """Return why a reward must be copied out of its script."""
     if settings.starts:
         return f"importing {settings.source} would start the training"
-    return "a reward is a file of its own, with what it needs"
+    return "a reward is a separate file that contains everything it needs"
 
 
 def _installed(draft: Draft, ref: str) -> str:

@@ -145,7 +145,7 @@ def _left_out(
             if path.is_dir():
                 yield f"{name}/", "another checkpoint" if _CHECKPOINT.fullmatch(path.name) else why_left_out("")
             else:
-                yield name, "the newest one says it all" if path.name == STATE else why_left_out(name)
+                yield name, "the newest one contains all of it" if path.name == STATE else why_left_out(name)
 
 
 class _Card:

@@ -84,7 +84,7 @@ def read_wandb_export(path: Path) -> OutsideRun:
     source = logs[0] if logs else _table(folder)
     points = _points(log.rows if log else _rows(source, folder), f"{source.name} of {folder}", notes)
     if log and not log.ended:
-        notes.append(f"{source.name} has no end: the run was killed, or goes on")
+        notes.append(f"{source.name} has no end: the run was killed, or is still running")
     written, config_file = _config(folder)
     config = {**written, **(log.config if log else {})}
     params, withheld = public_params({key: value for key, value in config.items() if key != "_wandb"})

@@ -166,7 +166,7 @@ def token_concern(
     if total > limit:
         return Concern(
             f"budget.tokens is {limit}, and the run may take up to about {_short(total)}: if it does, it stops at its "
-            "budget and goes on when that is raised"
+            "budget and continues when the budget is raised"
         )
     return None
 

@@ -488,7 +488,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
     """
     found = [
         f"memory: one rank of {_called(peak.pool)} needs at least {gib(peak.certain)} on its GPU, "
-        f"it has {gib(device)}; use more ranks, or give roles pools of their own"
+        f"it has {gib(device)}; use more ranks, or give roles separate pools"
         for peak in peaks
         if device is not None and peak.device == "cuda" and peak.certain > device
     ]

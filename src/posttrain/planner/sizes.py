@@ -311,7 +311,7 @@ class _Stage:
                     f"memory: {peak.phase} takes about {gib(peak.bytes)} with the smallest micro-batches, "
                     f"{max(load.micro_batch_tokens or 0, load.response_tokens)} tokens{again}; "
                     f"{self._place(self._pools[peak.pool])} has {gib(whole)}; use more ranks, a smaller model, or "
-                    "give roles pools of their own"
+                    "give roles separate pools"
                 )
         return ""
 
@@ -352,14 +352,14 @@ class _Stage:
         held = sum(h.bytes for h in found.held if (h.phase, h.pool) == ("rollout", pool.name) and h.part != "kv cache")
         cuda = self._device(pool) == "cuda"
         left = max(0, usable - held) // (1 if cuda else 2)
-        share = "" if cuda else "half of what is left: "
+        share = "" if cuda else "half of the remaining memory: "
         words = f"{share}{gib(usable)} of {gib(self._whole(pool) or 0)} usable on {self._place(pool)} less {gib(held)}"
         return left // _KV_STEP * _KV_STEP, words
 
     def _no_row(self, pool: Pool, row: int, longest: int, value: int) -> str:
         return (
             f"memory: the key-value cache of one row of {longest} tokens takes {gib(row)}, {gib(value)} are left for "
-            f"it on {self._place(pool)}; lower max_new_tokens, or give the rollout a pool of its own"
+            f"it on {self._place(pool)}; lower max_new_tokens, or give the rollout its own pool"
         )
 
     def _device(self, pool: Pool) -> str:

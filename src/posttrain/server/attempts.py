@@ -98,7 +98,7 @@ class Granting:
                 self._damaged.discard(name)
             except (PosttrainError, OSError) as error:
                 if name not in self._damaged:
-                    log.warning("a job cannot be told where the server is: %s", error)
+                    log.warning("a job cannot receive the server's address: %s", error)
                 self._damaged.add(name)
 
     def _server(self) -> tuple[str, str]:
@@ -110,7 +110,7 @@ class Granting:
             return f"{parts.scheme}://{shown}:{parts.port}", Path(certificate).read_text() if certificate else ""
         except (TypeError, KeyError, OSError) as error:
             raise InfrastructureError(
-                f"{self._root / PLACE}: does not say where the server is; it is starting"
+                f"{self._root / PLACE}: does not contain the server's address; the server is starting"
             ) from error
 
 
@@ -148,7 +148,7 @@ class _Jobs:
         await in_thread(UPLOAD, self._objects, who)
         key = request.path_params["key"]
         if not _KEY.fullmatch(key.removesuffix("/")) or (key.endswith("/") and request.method != "GET"):
-            raise InputError(f"attempt channel: {key[:80]!a} is no name of an object; see store/channel.py")
+            raise InputError(f"attempt channel: {key[:80]!a} is not the name of an object; see store/channel.py")
         most = most_of(key) if request.method == "PUT" else 0
         async with self._limits.taken(f"attempt {who.run_id}/{who.stage}/{who.number}", CHANNEL, _size(request, most)):
             body = await whole(request, most, f"attempt channel: {key}")
@@ -161,13 +161,15 @@ class _Jobs:
         digest = digest_bytes(secret.encode())
         found = self._grants.known(digest) if secret.startswith(PREFIX) else None
         if found is None:
-            raise AuthenticationError("this is no token of an attempt that lives; the attempt has ended, or is another")
+            raise AuthenticationError(
+                "this is not the token of a running attempt; the attempt has ended, or is another one"
+            )
         request.state.granted = found
         return found, digest
 
     def _size(self, digest: str, who: Granted) -> int:
         if not is_digest(digest) or digest not in self._inputs(who):
-            raise NotFoundError(f"{digest[:80]!r} is no input of this attempt")
+            raise NotFoundError(f"{digest[:80]!r} is not an input of this attempt")
         return self._workspace.blobs.size(digest)
 
     def _objects(self, who: Granted) -> ChannelObjects:

@@ -106,7 +106,7 @@ class _Blobs:
         who, seen = await in_thread(READ, self._seen, request, "add_dataset")
         digest, direct, mine = checked(request.path_params["digest"]), self._direct, Uploads(seen)
         if direct is None:
-            raise InputError("upload: this server's store takes nothing directly; send it to the server")
+            raise InputError("upload: this server's store takes no direct uploads; send it to the server")
 
         def adopted(size: int) -> None:
             if mine.held(digest):  # a repeat after a lost answer, or another request was quicker
@@ -179,7 +179,7 @@ class _Pieces:
             except queue.Empty as error:
                 self._ended = True
                 raise DeadlineError(
-                    f"upload: nothing has come for {_STALLED:g} s; ask how much is kept, and go on from there"
+                    f"upload: no bytes have arrived for {_STALLED:g} s; ask how many are kept, and continue there"
                 ) from error
             if piece is None:
                 self._ended = True

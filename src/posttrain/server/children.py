@@ -81,7 +81,7 @@ def begin(inherited: int, descriptor: int) -> None:
         length = int.from_bytes(server.recv(_LENGTH, socket.MSG_WAITALL))
         said = server.recv(length, socket.MSG_WAITALL)
     if not length or len(said) != length:
-        raise SystemExit("the server is gone")
+        raise SystemExit("the server has ended")
     os.environ.update(json.loads(said))
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__")

@@ -116,7 +116,7 @@ class Room:
                     found.shutdown(socket.SHUT_RDWR)
                 break
         if self._told.now():
-            log.warning("%d connections are open, and no more are let in: the oldest that is nobody's ends", self.most)
+            log.warning("%d connections are open, which is the limit: the oldest unidentified one is closed", self.most)
 
 
 class Door(socket.socket):
@@ -255,7 +255,7 @@ def checked_advertised(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise InputError(f"--advertise: is no URL: {error}") from error
+        raise InputError(f"--advertise: is not a URL: {error}") from error
     safe = parts.scheme == "https" or (parts.scheme == "http" and is_loopback(str(parts.hostname or "")))
     if not parts.hostname or not safe or parts.username is not None or parts.query or parts.fragment:
         raise InputError(

@@ -98,7 +98,7 @@ async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
             await limit.acquire_on_behalf_of(mine)
     except TimeoutError as error:
         raise BusyError(
-            f"the server has too much to do ({lane}), and came to it within {patience} s no more"
+            f"the server has too much to do ({lane}), and did not start the request within {patience} s"
         ) from error
     try:
         yield
@@ -122,7 +122,7 @@ MOST = {
 
 _WORDS = {
     **{LOOK: "requests", READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"},
-    **{ADOPT: "direct uploads that are looked at", BODY: "requests with bodies", LOGIN: "log-ins"},
+    **{ADOPT: "direct uploads that are verified", BODY: "requests with bodies", LOGIN: "log-ins"},
     CHANNEL: "requests about a channel",
 }
 
@@ -211,7 +211,7 @@ def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, 
         for name in request.query_params:
             values = request.query_params.getlist(name)
             if len(values) > 1:
-                raise InputError(f"{operation.name}: {name} must be there once, got it {len(values)} times")
+                raise InputError(f"{operation.name}: {name} must be given once, got it {len(values)} times")
             found.setdefault(name, values[0])
         return found
     named = _object(body) if body else {}
@@ -293,7 +293,9 @@ def timely(receive: Receive) -> Receive:
             async with asyncio.timeout(PIECE_SECONDS):
                 message = await receive()
         except TimeoutError as error:
-            raise SlowError(f"nothing of the request's body has come for {PIECE_SECONDS:g} s; send it again") from error
+            raise SlowError(
+                f"no bytes of the request's body have arrived for {PIECE_SECONDS:g} s; send it again"
+            ) from error
         ended = not message.get("more_body", False)
         return message
 

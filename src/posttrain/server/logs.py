@@ -98,7 +98,7 @@ def logged_problem(
     document = problem(error, request, status)
     told = facts(request=request, verb=verb, status=document["status"])
     if not isinstance(error, PosttrainError):
-        logging.getLogger(f"{OURS}.server").error("an error that nobody meant to raise", exc_info=error, extra=told)
+        logging.getLogger(f"{OURS}.server").error("an unexpected error", exc_info=error, extra=told)
     elif document["status"] >= SERVER_ERRORS:
         logging.getLogger(f"{OURS}.server").warning("%s", error, extra=told)
     return document
@@ -230,7 +230,7 @@ class _Held(logging.Handler):
                 _write(line)
                 if self._lost:
                     lost, self._lost = self._lost, 0
-                    logging.getLogger(OURS).warning("%d lines were lost: nobody read stderr in time", lost)
+                    logging.getLogger(OURS).warning("%d lines were lost: no process read stderr in time", lost)
             self._lines.task_done()
 
 

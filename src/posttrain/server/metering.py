@@ -81,7 +81,7 @@ class Meters:
             buckets=_BUCKETS, registry=registry,
         )  # fmt: skip
         self._in_flight = Gauge("posttrain_requests_in_flight", "Requests being answered.", registry=registry)
-        self._followers = Gauge("posttrain_followers", "Streams that somebody reads.", registry=registry)
+        self._followers = Gauge("posttrain_followers", "Streams that a client reads.", registry=registry)
         self._received = Counter("posttrain_received_bytes", "Bytes of bodies that came.", registry=registry)
         self._uploaded = Counter("posttrain_uploaded_bytes", "Bytes of uploads that came.", registry=registry)
         self._sent = Counter("posttrain_sent_bytes", "Bytes of answers' bodies.", registry=registry)
@@ -148,8 +148,8 @@ class _Asked:
     def _ask(self, workspace: Workspace) -> Iterator[Metric]:
         ledger, blobs, found = workspace.ledger, workspace.blobs, list[Standing]()
         up = GaugeMetricFamily("posttrain_up", "Whether it answers.", labels=["of"])
-        took = GaugeMetricFamily("posttrain_probe_seconds", "How long a look at it took.", labels=["of"])
-        failed = CounterMetricFamily("posttrain_probe_failures", "Looks at it that failed.", labels=["of"])
+        took = GaugeMetricFamily("posttrain_probe_seconds", "How long a check of it took.", labels=["of"])
+        failed = CounterMetricFamily("posttrain_probe_failures", "Checks of it that failed.", labels=["of"])
         looks: Mapping[str, Callable[[], object]] = {
             "database": lambda: found.append(standing(ledger.database, ledger.clock)),
             "store": lambda: blobs.has(_PROBE),
@@ -219,8 +219,8 @@ def _stood(one: Standing, waited: float) -> Iterator[Metric]:
     for name, text, value in (
         ("posttrain_work_due", "Objects that wait for a driver.", one.due),
         ("posttrain_work_oldest_seconds", "How long the first of them has waited.", waited),
-        ("posttrain_work_leased", "Objects that somebody looks at.", one.leased),
-        ("posttrain_work_leases_expired", "Leases that nobody renewed and nobody took.", one.expired),
+        ("posttrain_work_leased", "Objects that a driver has leased.", one.leased),
+        ("posttrain_work_leases_expired", "Leases that expired and were not taken over.", one.expired),
         ("posttrain_work_dead", "Objects set aside until a person looks (posttrain dead).", one.dead),
         ("posttrain_events_sealed", "Events in the sealed log.", one.sealed),
         ("posttrain_events_unsealed", "Events appended and not sealed.", one.unsealed),

@@ -39,20 +39,20 @@ _PROBLEM = {
     "required": ["type", "title", "status", "detail", "exit_code", "retryable"],
 }
 _STREAMS = {
-    "/runs/{run_id}/watch": ("watch", "How a run stands, whenever it changes: events `status`, then `end`.", ()),
+    "/runs/{run_id}/watch": ("watch", "The state of a run, at every change: events `status`, then `end`.", ()),
     "/runs/{run_id}/logs": ("logs", "What its jobs print: events `log`, then `end`.", ("stage", "follow")),
 }
 
 
 _WRONG = {  # status → its problems
-    400: "no request that a server reads",
-    401: "nobody is known by the token",
-    403: "the role does not cover it",
-    404: "there is nothing of that name in the project",
+    400: "the request is malformed",
+    401: "the token is unknown",
+    403: "the role does not allow it",
+    404: "nothing in the project has that name",
     408: "the body did not come in time",
-    409: "things stand otherwise than the request takes them to stand",
-    422: "what was sent means nothing",
-    424: "a place outside did not take it",
+    409: "the state differs from the one that the request expects",
+    422: "a value of the request is invalid",
+    424: "an external system refused it",
     429: "too much at once by one principal; `Retry-After` says when to ask again",
     500: "stored bytes are corrupt, or a bug in Posttrain",
     503: "the server, its database or its store cannot answer now",
@@ -116,7 +116,7 @@ def _described(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, 
     if operation.unsafe and operation.heavy:
         found["parameters"].append(_PREFER)
         found["responses"]["202"] = {
-            "description": "it goes on; look at `Location`",
+            "description": "it continues as an operation; see `Location`",
             "headers": {"location": {"schema": {"type": "string"}}},
             "content": _json(_OPERATION),
         }
@@ -155,7 +155,7 @@ def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, An
     told = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     return {
         "200": {"description": "what it answers", "content": content},
-        **({"304": {"description": "what `If-None-Match` names is still so"}} if cached else {}),
+        **({"304": {"description": "the version that `If-None-Match` names is current"}} if cached else {}),
         **{str(status): {"description": words, **told} for status, words in _WRONG.items()},
     }
 
@@ -174,7 +174,7 @@ def _answer(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any
     found = _taken(operation.answer.json_schema(mode="serialization", ref_template=_REF), schemas)
     if not operation.paged:
         return found
-    behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null: there is none"}
+    behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null: it was the last one"}
     return _object(items=found, next=behind)
 
 
@@ -278,7 +278,7 @@ def _token() -> dict[str, Any]:
     roles = {"type": "object", "additionalProperties": {"type": "string"}}
     return {
         "operationId": "token",
-        "summary": "Whose the token is that is shown; of its projects, the most that may be done there with it.",
+        "summary": "The principal of the token, and its highest role in each of its projects.",
         "parameters": [],
         "responses": _responses(_json(_object(principal={"type": "string"}, projects=roles))),
     }
@@ -288,8 +288,8 @@ def _operations() -> dict[str, Any]:
     """Return the paths of operations, which last longer than their request."""
     words = {"name": "operation_id", "in": "path", "required": True, "schema": {"type": "string"}}
     told = {
-        "get": ("operation", "How an operation stands, and what came of it."),
-        "delete": ("cancel_operation", "Carry an operation out no further."),
+        "get": ("operation", "The state of an operation, and its result."),
+        "delete": ("cancel_operation", "Cancel an operation."),
     }
     return {
         PREFIX + "/operations/{operation_id}": {

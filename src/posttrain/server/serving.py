@@ -108,7 +108,7 @@ class StoreLook:
                 if kind != told:
                     log.error("%s; this server is not ready until it answers", line)
                     told = kind
-                self._trouble = "the artifact store does not answer; the server's log says why"
+                self._trouble = "the artifact store does not answer; the server's log has the reason"
                 self._over.wait(_LOOK)
                 continue
             self._trouble = ""

@@ -128,7 +128,7 @@ class _WhileRead:
     def look(self) -> RunRecord:
         """See `Vigil.look`. Raises _LeftError."""
         if self.over.is_set():
-            raise _LeftError("nobody reads on")
+            raise _LeftError("the reader has left")
         return self._look()
 
     def rest(self, seconds: float) -> None:

@@ -175,12 +175,12 @@ class Once:
             words = verb.replace("_", " ")
             if verb in _FINDS:
                 raise ConflictError(
-                    f"{words}: was carried out, and its answer is lost; ask for it once more, as a request of its own: "
-                    "what it made is found, and made no second time"
+                    f"{words}: was carried out, and its answer is lost; repeat it as a new request: "
+                    "it finds the result, and does not make it a second time"
                 )
             raise ConflictError(
-                f"{words}: was carried out, or begun, and its answer is lost or not kept; look at what is there before "
-                "you ask again"
+                f"{words}: was carried out, or begun, and its answer is lost or not kept; check its result before "
+                "you repeat it"
             )
         if status != _OK:
             raise Refused(json.loads(answer))
@@ -501,7 +501,7 @@ class _Looking:
         self._server.admitted(request, found.verb)
         if found.lost:
             raise LostOperationError(
-                f"operation {found.id}: the server that carried it out is gone; ask again with the same "
+                f"operation {found.id}: the server that carried it out has ended; ask again with the same "
                 "Idempotency-Key, which carries it out once"
             )
         return found

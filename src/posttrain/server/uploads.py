@@ -103,7 +103,7 @@ class Arriving:
         if short:
             raise PartSizeError(
                 f"upload {digest}: a request must bring at least {LEAST} bytes or the last ones of the file; it "
-                f"brought fewer, which are not kept: go on at {start}"
+                f"brought fewer, which are not kept: continue at {start}"
             )
         if have == total:
             self._store(digest, total)
@@ -128,7 +128,9 @@ class Arriving:
             if not found and self._uploads.held(digest):
                 return
             if not found:
-                raise ConflictError(f"upload {digest}: another request began it again; ask where it is, and go on")
+                raise ConflictError(
+                    f"upload {digest}: another request restarted it; ask for its offset and continue there"
+                )
             if found == digest:
                 with self._workspace.blobs.holding():
                     self._workspace.blobs.put_file(folder / "whole")
@@ -149,7 +151,7 @@ def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int
     if have != start:
         also = f" (another upload of it names {min(others)} as its size)" if others else ""
         raise ConflictError(
-            f"upload {digest}: {have} bytes of {total} have come{also}, these begin at {start}; go on at {have}"
+            f"upload {digest}: {have} bytes of {total} have come{also}, these begin at {start}; continue at {have}"
         )
     return have
 
@@ -193,7 +195,7 @@ def _blocks(pieces: Iterable[bytes], most: int, digest: str) -> Iterator[bytes]:
 
 
 def _other(digest: str, found: str) -> UploadError:
-    return UploadError(f"upload {digest}: what came has the digest {found}; send it again")
+    return UploadError(f"upload {digest}: the received bytes have the digest {found}; send it again")
 
 
 class Bundles:
@@ -249,7 +251,7 @@ class Bundles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"files: {name[:80]!a} lies below another file that was sent; name them apart") from error
+            raise InputError(f"files: {name[:80]!a} is below another file that was sent; name them apart") from error
         if path.exists():
             raise InputError(f"files: {name[:80]!a} was sent twice; name them apart")
         blobs = self._workspace.blobs

@@ -45,7 +45,7 @@ _ITS_DOING = frozenset(
 MOST_AT_ONCE = 256 << 20  # bytes
 LOCK = "store.lock"  # in a workspace's folder
 PATIENCE = 120.0  # seconds that a writer waits: a sweep deletes for a moment at a time
-DELETES, STORES = "posttrain gc deletes from the artifact store", "somebody stores artifacts"
+DELETES, STORES = "posttrain gc deletes from the artifact store", "another process stores artifacts"
 
 
 _LOOK = 0.02  # seconds between two tries at a lock

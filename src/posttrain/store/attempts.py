@@ -338,7 +338,9 @@ def _facts(data: bytes, name: str) -> list[Fact]:
                 found.append(fact_from_json(json.loads(line.decode())))
         return found
     except (ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"event segment {name} cannot be read: {error}; remove it to go on without") from error
+        raise IntegrityError(
+            f"event segment {name} cannot be read: {error}; remove it to continue without its facts"
+        ) from error
 
 
 def _verified_commit(folder: Path) -> CheckpointCommit | None:

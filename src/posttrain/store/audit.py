@@ -160,7 +160,7 @@ def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> 
     """Apply one row change of an event."""
     sign, name, key, values = row
     if name not in told:
-        raise IntegrityError(f"event {event} tells of a table {name!r}, which there is not; {_REMEDY}")
+        raise IntegrityError(f"event {event} changes table {name!r}, which does not exist; {_REMEDY}")
     spec, rows = TABLES[name], told[name]
     place = tuple(key)
     if sign == ADDED:
@@ -198,16 +198,16 @@ def _compare(
             continue
         expected = told.pop(key, None)
         if expected is None:
-            raise IntegrityError(f"{spec.name(row)}: stands in the ledger, but no event tells of it; {_REMEDY}")
+            raise IntegrityError(f"{spec.name(row)}: is in the ledger, but no event records it; {_REMEDY}")
         for column in spec.columns:
             if column not in spec.key and auditable(row[column]) != expected[column]:
                 raise IntegrityError(
-                    f"{spec.name(row)}: {column} must be {expected[column]!r} as the event log says, "
+                    f"{spec.name(row)}: {column} must be {expected[column]!r} as the event log records, "
                     f"got {row[column]!r}; {_REMEDY}"
                 )
         compared += 1
     for key in told:
-        raise IntegrityError(f"{_named(name, key)}: an event tells of it, but it is gone from the ledger; {_REMEDY}")
+        raise IntegrityError(f"{_named(name, key)}: an event records it, but it is not in the ledger; {_REMEDY}")
     return compared
 
 

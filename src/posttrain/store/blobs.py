@@ -201,7 +201,9 @@ class ObjectBlobs:
         """Upload the file as a stream; its digest is checked before the end, so a changed file never gets a name."""
 
         def changed(_: str) -> IntegrityError:
-            return IntegrityError(f"file {path} changed while it was stored; store it again when nobody writes to it")
+            return IntegrityError(
+                f"file {path} changed while it was stored; store it again when no process writes to it"
+            )
 
         with self._translated(digest):
             chunks = verified(_chunks(file), digest, changed)
@@ -355,7 +357,7 @@ def blob_key(digest: str) -> str:
     if not is_digest(digest):
         raise IntegrityError(
             f"a digest must be sha256: and 64 hex digits, got {digest!r}; a row that names it was altered: posttrain "
-            "doctor says which"
+            "doctor shows which"
         )
     body = digest.removeprefix(DIGEST_PREFIX)
     return f"sha256/{body[:2]}/{body[2:]}"

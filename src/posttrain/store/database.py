@@ -323,7 +323,7 @@ class Database:
             found = [str(row[0]) for row in connection.exec_driver_sql(f"PRAGMA integrity_check({_COMPLAINTS})")]
             dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(_COMPLAINTS)
         lines = [] if found == ["ok"] else found
-        return lines + [f"a row of {row[0]} names a row of {row[2]} that is not there" for row in dangling]
+        return lines + [f"a row of {row[0]} names a row of {row[2]} that does not exist" for row in dangling]
 
     def _reader(self, file: Path) -> Callable[[], sqlite3.Connection]:
         """Return the function that opens a read-only ledger.
@@ -403,7 +403,7 @@ class Database:
             yield
         except exc.IntegrityError as error:
             raise ConflictError(
-                f"the ledger refused a row: {_line(error.orig)}; somebody wrote it first, read it again"
+                f"the ledger refused a row: {_line(error.orig)}; another process wrote it first, read it again"
             ) from error
         except exc.DBAPIError as error:
             raise self._translate(error.orig) from error

@@ -173,7 +173,7 @@ class Direct:
             try:
                 found = int(obstore.head(self._store, came)["size"])
             except FileNotFoundError as error:
-                raise NotFoundError(f"upload {digest}: nothing has come; send it") from error
+                raise NotFoundError(f"upload {digest}: no bytes have arrived; send it") from error
             if found != size:
                 self._drop(came)
                 raise UploadError(f"upload {digest}: must be {size} bytes, got {found}; send it again")
@@ -182,7 +182,7 @@ class Direct:
                 actual = digest_chunks(self._remote.pieces(self._store, own))
                 if actual != digest:
                     self._drop(came)
-                    raise UploadError(f"upload {digest}: what came has the digest {actual}; send it again")
+                    raise UploadError(f"upload {digest}: the received bytes have the digest {actual}; send it again")
                 self._remote.copy(own, blob_key(digest), size)
                 self._drop(came)
             finally:

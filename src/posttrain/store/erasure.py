@@ -92,7 +92,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         _refuse_newer(connection)
         state = connection.execute(select(runs.c.state).where(runs.c.id == subject)).scalar()
         if state in _GOING_ON:
-            raise InputError(f"run {subject}: is {state} and goes on writing words; stop it, then erase")
+            raise InputError(f"run {subject}: is {state} and still writes text; stop it, then erase")
         found = {one.id: one for one, _ in _told(connection, mine & _below(events.c.subject, subject))}
         rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)}
         rows |= _looks(connection, subject) | _approvals(connection, subject)
@@ -124,7 +124,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
     """
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
-        raise InputError(f"the reason must not say {name!r}, which is erased; write it without")
+        raise InputError(f"the reason must not contain {name!r}, which is erased; write it without")
     with ledger.database.write(across="names are erased in every project") as connection:
         _refuse_newer(connection)
         principal = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
@@ -159,8 +159,8 @@ def _refuse_newer(connection: Connection) -> None:
     found = schema_version(connection)
     if found is not None and found > SCHEMA_VERSION:
         raise WorkspaceError(
-            f"the ledger has schema {found}, and this Posttrain ({SCHEMA_VERSION}) does not know all of its words; "
-            "erase with that release"
+            f"the ledger has schema {found}, and this Posttrain ({SCHEMA_VERSION}) cannot find all of its text; "
+            "erase with the newer release"
         )
 
 

@@ -100,7 +100,7 @@ def external(uri: str, version: str = "") -> External:
     try:
         parts = urlsplit(uri)
     except ValueError as error:
-        raise InputError(f"external URI is none: {error}; write s3://BUCKET/KEY") from error
+        raise InputError(f"external URI cannot be parsed: {error}; write s3://BUCKET/KEY") from error
     if "@" in parts.netloc or parts.query or parts.fragment:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise InputError(

@@ -330,7 +330,7 @@ class Parts:
             write_stream(path, lambda file: file.writelines(pieces))
         except NotFoundError as error:
             self.forget(digest, total)
-            raise ConflictError(f"upload {digest}: what came of it is gone; send it again") from error
+            raise ConflictError(f"upload {digest}: parts that it received were deleted; send it again") from error
         return file_digest(path)
 
     def forget(self, digest: str, total: int | None = None) -> None:
@@ -367,7 +367,7 @@ def named_parts(ledger: Ledger) -> frozenset[str]:
 
 
 def _quicker(digest: str) -> ConflictError:
-    return ConflictError(f"upload {digest}: another request sent these bytes; ask where it is, and go on there")
+    return ConflictError(f"upload {digest}: another request sent these bytes; ask for its offset and continue there")
 
 
 class Noted:

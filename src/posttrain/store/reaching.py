@@ -168,7 +168,7 @@ class Reach:
             nonlocal url, why
             access = read_access(self.folder)
             if access is None:
-                raise InfrastructureError(f"{self.folder / FILE}: is gone; the attempt has no access any more")
+                raise InfrastructureError(f"{self.folder / FILE}: was deleted; the attempt no longer has access")
             try:
                 return ask(access)
             except _GONE as error:

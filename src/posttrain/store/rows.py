@@ -432,7 +432,7 @@ class ApprovalReading(Reading):
         """
         found = self.known_submitter(run_id)
         if found is None:
-            raise IntegrityError(f"run {run_id}: no event tells who submitted it; restore the ledger from a copy")
+            raise IntegrityError(f"run {run_id}: no event records who submitted it; restore the ledger from a copy")
         return found
 
     def known_submitter(self, run_id: str) -> str | None:

@@ -71,7 +71,7 @@ def read_json_text(value: str | None) -> Any:
         return None if value is None else json.loads(value)
     except ValueError as error:
         raise UnreadableColumnError(
-            f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor says which"
+            f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor shows which"
         ) from error
 
 

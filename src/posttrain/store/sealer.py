@@ -234,7 +234,8 @@ def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
             part.add(_hashes(connection, level, block << LEVELS, 1 << LEVELS))
             if [part.root] != _hashes(connection, level + 1, block, 1):
                 raise _broken(
-                    (block << LEVELS * (level + 1)) + 1, f"tile {block} of level {level} is not what is below"
+                    (block << LEVELS * (level + 1)) + 1,
+                    f"tile {block} of level {level} does not match the hash above it",
                 )
         level += 1
 
@@ -249,11 +250,11 @@ def _sealed(connection: Connection, *where: ColumnElement[bool]) -> Iterator[Map
 
 def _check(sequence: int, row: Mapping[str, Any], erased: _Erasures) -> None:
     if row["sequence"] != sequence:
-        raise _broken(sequence, f"the next leaf there is has sequence {row['sequence']}")
+        raise _broken(sequence, f"the next leaf has sequence {row['sequence']}")
     if row["written"] is None:
-        raise _broken(sequence, "its event is gone")
+        raise _broken(sequence, "its event is missing")
     if row["written"] != row["leaf"]:
-        raise _broken(sequence, "its leaf is not its event's")
+        raise _broken(sequence, "its leaf does not match its event")
     _check_event(row, erased, lambda what: _broken(sequence, what))
 
 
@@ -272,7 +273,7 @@ def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[st
     if row["body"] is None:
         if erased.has(row["words"]):
             return
-        raise broken("its words are gone")
+        raise broken("its words are missing")
     try:
         said = Payload(row["retention"], row["salt"], json.loads(row["body"])).digest
     except (ValueError, TypeError, InputError, RecursionError) as error:
@@ -293,10 +294,10 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
         raise _broken(tree.size, f"tile {position} of level {level} has no leaves")
     head = connection.execute(select(tree_head)).one_or_none()
     if head is None:
-        raise _broken(tree.size + 1, "the head is gone")
+        raise _broken(tree.size + 1, "the head is missing")
     if (head.size, head.root, head.peaks) != (tree.size, tree.root, tree.packed):
         ends = head.size if isinstance(head.size, int) else tree.size
-        raise _broken(min(tree.size, ends) + 1, f"the log ends at {tree.size}, its head says {head.size}")
+        raise _broken(min(tree.size, ends) + 1, f"the log ends at {tree.size}, its head records {head.size}")
 
 
 def _check_pending(connection: Connection, size: int, erased: _Erasures, *where: ColumnElement[bool]) -> int:

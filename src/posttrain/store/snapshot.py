@@ -141,7 +141,7 @@ def no_run(now: Snapshot, word: str) -> str:
         hint = f" ({whole!r} is a run, and its stages are shown with it)"
     else:
         listed = ", ".join(run.id for run in newest[:_LISTED])
-        hint = meant(word, known) or (f" (the newest: {listed})" if listed else " (there is none yet)")
+        hint = meant(word, known) or (f" (the newest: {listed})" if listed else " (there are no runs yet)")
     return f"there is no run {word!r}{hint}; `posttrain ls` shows them"
 
 

@@ -118,7 +118,7 @@ class Marker:
                 except (NotFoundError, IntegrityError) as error:
                     if strict:
                         raise IntegrityError(
-                            f"{error}; while it cannot be read, nobody can say which artifacts it needs: restore it "
+                            f"{error}; gc must read it to find the artifacts that it needs: restore it "
                             "from a backup, then run posttrain gc again"
                         ) from error
                     continue
@@ -163,8 +163,8 @@ def _roots(connection: Connection) -> _Roots:
     schema = schema_version(connection)
     if schema is not None and schema > SCHEMA_VERSION:
         raise WorkspaceError(
-            f"the ledger has schema {schema}, and this Posttrain ({SCHEMA_VERSION}) does not know all that its tables "
-            "name; run gc with that release"
+            f"the ledger has schema {schema}, and this Posttrain ({SCHEMA_VERSION}) cannot read all of its tables; "
+            "run gc with the newer release"
         )
     roots = _Roots(moment=_moment(connection))
     erased = erased_versions(connection)

@@ -72,7 +72,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             key = int.from_bytes(bytes.fromhex(request[:16]), "big", signed=True)
             self._connection.execute(sql("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
         if self.snapshot.has_request(request):
-            raise ConflictError("the request was carried out already; look at what is there before you ask again")
+            raise ConflictError("the request was carried out already; check its result before you repeat it")
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:
         """Insert a new run and all its stages.

@@ -287,7 +287,7 @@ def verify_tree(blobs: BlobStore, digest: str) -> int:
     for name, file in tree_listing(blobs, digest).items():
         size = blobs.check(file.digest)
         if size != file.size:
-            raise IntegrityError(f"tree {digest} says that {name} has {file.size} bytes, got {size}; store it again")
+            raise IntegrityError(f"tree {digest}: {name} must have {file.size} bytes, got {size}; store it again")
         total += size
     return total
 

@@ -226,7 +226,7 @@ class WorkQueue:
             mine = [self._named(kind, [name])] if held is None else [self._project, *_held(held)]
             changed = connection.execute(update(work).where(*mine).values(values).returning(*_told(now))).one_or_none()
             if changed is None:
-                raise StaleWriteError(f"{kind} {name}: another driver looks at it now")
+                raise StaleWriteError(f"{kind} {name}: another driver has leased it by now")
             row = _work(changed)
             self._finish(connection, name.partition("/")[0])  # another driver may have ended it meanwhile
             return row
@@ -248,7 +248,7 @@ class WorkQueue:
             again = work.c.wanted_version + 1
             values = {"dead_at": None, "due_at": now, "failures": 0, "failed_since": None, "wanted_version": again}
             if not connection.execute(update(work).where(*aside).values(values)).rowcount:
-                raise NotFoundError(f"nothing that is called {name} was set aside; look: posttrain dead")
+                raise NotFoundError(f"no object named {name} was set aside; posttrain dead lists those that were")
             if kind == STAGE:
                 wake(connection, self._ledger.project, RUN, [name.partition("/")[0]])
 

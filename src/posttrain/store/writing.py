@@ -116,7 +116,7 @@ class Writing:
             )
         except exc.IntegrityError as error:  # it references a row that does not exist
             said = " ".join(str(error.orig).split())
-            raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
+            raise ConflictError(f"{what} cannot be added: {said}; read the current rows and decide again") from error
         if not added:
             raise ConflictError(f"{what} cannot be added: its key or its name is taken; read it and decide again")
         return Change(ADDED, table.name, {column.name: columns[column.name] for column in table.primary_key}, columns)
@@ -384,7 +384,7 @@ class ReleaseWriting(Writing):
         """
         record, live = self._as_it_was_seen(channel, action, expected, policy, generation)
         if action == "promote" and record.protected and not approved:
-            raise StaleWriteError(f"channel {channel} was protected meanwhile; look at it and decide again")
+            raise StaleWriteError(f"channel {channel} was protected meanwhile; check it and decide again")
         sequence = self.snapshot.last_release(channel) + 1
         self._pass_quarantine(record, model_digest, lift, approved)
         if action == "rollback" and live is not None:
@@ -411,10 +411,10 @@ class ReleaseWriting(Writing):
         if found != expected:
             raise ConflictError(
                 f"channel {channel} moved: expected {_release(expected)} live, found {_release(found)}; "
-                "look at it and decide again"
+                "check it and decide again"
             )
         if generation is not None and record.generation != generation:
-            raise ConflictError(f"channel {channel} was changed meanwhile; look at it and decide again")
+            raise ConflictError(f"channel {channel} was changed meanwhile; check it and decide again")
         pass_freeze(record, action)
         if action == "promote" and record.policy not in (None, policy):
             raise PolicyError(
@@ -469,7 +469,7 @@ class ReleaseWriting(Writing):
         else:
             change = self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         if change is None:
-            raise ConflictError(f"channel {record.name}: somebody moved or changed it meanwhile; look at it again")
+            raise ConflictError(f"channel {record.name}: another user moved or changed it meanwhile; check it again")
         # their approvals are moot; read after the write, because a run that starts to wait needs the row's lock
         self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
@@ -483,7 +483,7 @@ class ReleaseWriting(Writing):
             return self._added(deployments, {**key, **values, "generation": 1}, f"what channel {entry.channel} serves")
         change = self._moved(deployments, key, served[LIVE].generation, values)
         if change is None:
-            raise ConflictError(f"channel {entry.channel}: somebody moved it meanwhile; look at it again")
+            raise ConflictError(f"channel {entry.channel}: another user moved it meanwhile; check it again")
         return change
 
     def _pass_quarantine(self, record: ChannelRecord, model: str, lift: str, approved: str) -> None:
@@ -533,8 +533,8 @@ def refuse_protected(record: ChannelRecord, what: str) -> None:
     """
     if record.protected:
         raise ChannelClosedError(
-            f"channel {record.name}: is protected, so {what} needs an approval, and nobody else could give it; "
-            f"posttrain channel unprotect {record.name} comes first"
+            f"channel {record.name}: is protected, so {what} needs an approval, and no one else could give it; "
+            f"run posttrain channel unprotect {record.name} first"
         )
 
 

@@ -373,7 +373,7 @@ def states(workspace: OpenWorkspace, run: RunRecord) -> list[TrackerState]:
 
 def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held: bool, recorded: bool) -> TrackerState:
     where = str(said.get("where") or where)
-    remedy = f"posttrain track {run.id} writes what is missing"
+    remedy = f"posttrain track {run.id} writes the missing data"
     ended = is_final("run", run.state)
     if said.get("state") == WRITTEN and said.get("finished_at") == run.finished_at and ended:
         return TrackerState(kind, WRITTEN, where, str(said.get("message", "")))

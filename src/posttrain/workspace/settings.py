@@ -159,7 +159,7 @@ def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
     if known is not None and elsewhere and not known.gone:
         raise WorkspaceError(
             f"{where}: is a copy of {known.name}, which was heard of {known.silent:.0f} s ago and has the same id; use "
-            f"that one; if this one was moved, try again in {GONE_SECONDS:.0f} s; for a host of its own, make another "
+            f"that one; if this one was moved, try again in {GONE_SECONDS:.0f} s; for a separate host, make another "
             "with posttrain init in an empty folder"
         )
 

@@ -21,5 +21,5 @@ class FakeAuthenticator:
     def authenticate(self, proof: str) -> Identity:
         """See `Authenticator.authenticate`."""
         if proof not in self._known:
-            raise AccessError("nobody is known by that; show something else")
+            raise AccessError("no identity has this proof; show another one")
         return self._known[proof]

@@ -15,7 +15,9 @@ class SystemUser:
     def authenticate(self, proof: str = "") -> Identity:
         """See `Authenticator.authenticate`; a proof is refused, since it cannot be checked."""
         if proof:
-            raise AccessError("this workspace knows its user by the operating system; log in nowhere, show nothing")
+            raise AccessError(
+                "this workspace identifies its user by the operating system; do not log in, show no token"
+            )
         return Identity(f"user:{login_name()}", self.auth)
 
 

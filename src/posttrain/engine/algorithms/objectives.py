@@ -195,7 +195,7 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
         return rewards.index_copy(0, last, scores.to(rewards.dtype)[document[ends]])
     if bool(token_scores[~mask].any()):
         first = int((token_scores.masked_fill(mask, 0)).nonzero()[0])
-        raise ValueError(f"token scores must stand at response tokens, got one at token {first}; move it")
+        raise ValueError(f"token scores must be at response tokens, got one at token {first}; move it")
     earned = token_scores.detach().double()[index]
     rest = scores.double().index_add(0, document, -earned)
     rewards[index] = earned.to(rewards.dtype)

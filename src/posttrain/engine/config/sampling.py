@@ -214,7 +214,7 @@ class OnPolicyConfig(SamplingConfig):
     # why gradients cannot be summed group by group; empty: every term of the loss shares one denominator, and a group's
     # credit depends on that group alone
     not_streamable: ClassVar[str] = (
-        "credit that is given to each group by itself; this kind does not say that it does; drop stream_gradients"
+        "credit that is given to each group by itself, which this kind does not declare; drop stream_gradients"
     )
 
     reward_model: Word | None = None  # scores instead of `reward`
@@ -239,13 +239,13 @@ class OnPolicyConfig(SamplingConfig):
         at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
         if at["policy"] == at["rollout"]:
             raise ValueError(
-                f"lag needs a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; "
+                f"lag needs a rollout in its own pool, got it in the pool {at['rollout']} with the policy; "
                 "write placement: {policy: {…}, rollout: {…}}"
             )
         if self.steps and self.lag.steps >= self.steps:
             raise ValueError(
-                f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: nothing would be sampled by "
-                "what was trained; lower it"
+                f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: no batch would be sampled "
+                "by a trained policy; lower it"
             )
         roles = [role for role in self.roles() if role in ("critic", "reference", "reward_model")]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
@@ -269,7 +269,7 @@ class OnPolicyConfig(SamplingConfig):
             reason = f"{wanted}, got lag {self.lag.steps}; drop one of them"
         if not reason and at["policy"] == at["rollout"]:
             reason = (
-                f"a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; write placement: "
+                f"a rollout in its own pool, got it in the pool {at['rollout']} with the policy; write placement: "
                 "{policy: {…}, rollout: {…}}"
             )
         roles = [role for role in self.roles() if role in ("reference", "reward_model")]

@@ -106,7 +106,7 @@ class Extractor:
         try:
             self._pattern = regex.compile(extract)
         except (regex.error, RecursionError) as error:
-            raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; mend it") from error
+            raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; fix it") from error
 
     def __call__(self, response: str) -> str | None:
         """Return group 1 of the last non-empty match; None without one.
@@ -410,7 +410,7 @@ class RewardJudge:
         if not low <= score.score <= high:
             raise RewardError(
                 f"{what}: must be worth {low:g} to {high:g} (reward_range), got {score.score:.17g} for "
-                f"{shortened(text)}; mend the reward, or declare its range"
+                f"{shortened(text)}; fix the reward, or declare its range"
             )
 
 

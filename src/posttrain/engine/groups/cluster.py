@@ -137,8 +137,8 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
 def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
     if sys.modules.get("ray") is not None and not _PREPARED.is_set():
         raise InputError(
-            "a local Ray cluster must keep to the loopback interface and to its token, but ray was imported before "
-            "that could be arranged; open the cluster first"
+            "a local Ray cluster must be limited to the loopback interface and its token, but ray was imported before "
+            "that could be set; open the cluster before ray is imported"
         )
     folder = _folder()
     reaper = subprocess.Popen(
@@ -235,7 +235,7 @@ def _confined(ray: Any) -> str:
     host = address.rpartition(":")[0].strip("[]")
     if not ipaddress.ip_address(host).is_loopback:
         raise InfrastructureError(
-            f"a local Ray cluster must keep to the loopback interface, got {host}; use a version of ray that knows "
+            f"a local Ray cluster must be limited to the loopback interface, got {host}; use a version of ray with "
             f"{_OUTWARD}, or name a running cluster as ray_address"
         )
     return address

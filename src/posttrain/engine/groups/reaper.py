@@ -52,7 +52,7 @@ def _last_words(folder: str) -> str:
     for log in Path(folder).glob("session_2*/logs/raylet.err"):
         with suppress(OSError):
             lines += log.read_text(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "no word from its node")
+    return next((line for line in reversed(lines) if line.strip()), "no message from its node")
 
 
 def marked(folder: str) -> Iterator[psutil.Process]:

@@ -184,9 +184,9 @@ class Feed(Generic[K, R]):
         self._silent = 0.0 if found or self.ended else self._silent + time.perf_counter() - begin
         if self._silent > self._handle.deadline:
             role, deadline = self._handle.role, self._handle.deadline
-            self._handle.backend.give_up(f"{role} said nothing in {self._method}")
+            self._handle.backend.give_up(f"{role} did not answer {self._method}")
             raise DeadlineError(
-                f"{role} must answer {self._method} within {deadline:g} seconds, said nothing for {self._silent:.3g}; "
+                f"{role} must answer {self._method} within {deadline:g} seconds, got no answer for {self._silent:.3g}; "
                 "give the call a longer deadline (runtime.call_timeout)"
             )
         return found

@@ -722,8 +722,8 @@ def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[C
     ids, lengths = [i for part in parts for i in part.sample_ids], [n for part in parts for n in part.lengths]
     if ids != list(batch.sample_ids) or lengths != list(batch.lengths):
         raise InputError(
-            f"{name} says that it forms documents by group, so those of a step must be those of its groups one after "
-            f"the other, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
+            f"{name} declares that it forms documents by group, so those of a step must be those of its groups in "
+            f"order, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
         )
     for column in columns:
         batch = _with(batch, column, parts)

@@ -165,7 +165,7 @@ class OnPolicy:
             algorithm, roles, config.steps, seed, lag=lag, streams=streams, followed=followed, meanwhile=self._look
         )
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
-            raise InputError(f"lag {lag} needs a rollout with weights of its own, got one that reads the policy's")
+            raise InputError(f"lag {lag} needs a rollout with its own weights, got one that reads the policy's")
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
             raise InputError(
                 f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, got "

@@ -234,7 +234,7 @@ def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
     if not _has_scalar_head(module) or not _is_read_at_the_end(module):
         raise InputError(
             f"{type(module).__name__} must score by one linear layer without bias and one label (num_labels 1) on the "
-            "last token, got another head; train it anew from a causal language model"
+            "last token, got another head; train it again from a causal language model"
         )
     return ScalarModel(module, choose_packing(module, last_hidden_states(module)))
 

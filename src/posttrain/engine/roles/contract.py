@@ -131,8 +131,8 @@ def exports_every_element_once(bench: Bench) -> None:
     engine.write_model(bench.folder / "exported")
     if bench.context.rank == 0:
         written = load_file(bench.folder / "exported" / "model.safetensors")
-        _require(names <= written.keys(), "a model is written whole")
-        _require(_equal({name: written[name] for name in whole}, whole), "what is written is what is exported")
+        _require(names <= written.keys(), "every tensor of a model is written")
+        _require(_equal({name: written[name] for name in whole}, whole), "the written weights equal the exported ones")
 
 
 def lets_a_rank_be_idle(bench: Bench) -> None:
@@ -142,7 +142,10 @@ def lets_a_rank_be_idle(bench: Bench) -> None:
     one, two = bench.train(spread, range(2)), bench.train(idle, range(2), lopsided)
     _require(one.keys() == two.keys(), "metrics have the same names")
     _require(all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one), "metrics are the whole's")
-    _require(_close(bench.weights(spread), bench.weights(idle)), "an update does not depend on who had what")
+    _require(
+        _close(bench.weights(spread), bench.weights(idle)),
+        "an update does not depend on the sharding",
+    )
 
 
 def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
@@ -178,7 +181,7 @@ def sums_what_comes_in_parts(bench: Bench) -> None:
     parted.step(mine, sums, step=0, part=0, more=True)  # abandoned: another mini-batch begins
     for number, part in enumerate((range(half), range(0), range(half, len(mine)))):
         parted.step(mine.select_items(part), sums, step=0, part=number, more=True)
-    _require(_equal(bench.weights(parted), before), "an update that has not come whole changes no weight")
+    _require(_equal(bench.weights(parted), before), "an update that is incomplete changes no weight")
     division = Division(total.tokens, total.computed)
     two = dict(parted.step(mine.select_items([]), sums, step=0, divide=division).metrics)
     _require(one.keys() == two.keys(), "metrics have the same names")
@@ -186,7 +189,7 @@ def sums_what_comes_in_parts(bench: Bench) -> None:
     _require(_close(bench.weights(whole), bench.weights(parted)), "parts add up to the whole's update")
     for engine in (whole, parted):
         bench.train(engine, range(1, 2))
-    _require(_close(bench.weights(whole), bench.weights(parted)), "nothing of the parts is left in the next update")
+    _require(_close(bench.weights(whole), bench.weights(parted)), "the parts do not affect the next update")
 
 
 def goes_on_from_a_checkpoint(bench: Bench) -> None:

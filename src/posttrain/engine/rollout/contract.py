@@ -172,9 +172,9 @@ class DrawContract(Bench):
         }
         found = {name: answer.response.tolist() for name, answer in self.ask(engine, [first, *others.values()]).items()}
         for name in others:
-            require(found[name] != found["it"], f"another {name} must change what is drawn, got the same {found[name]}")
+            require(found[name] != found["it"], f"another {name} must change the tokens drawn, got {found[name]}")
         repeats = all(len(set(tokens)) == 1 for tokens in found.values())
-        require(not repeats, f"every token must have a random number of its own, got {found['it']}")
+        require(not repeats, f"every token must have its own random number, got {found['it']}")
 
     def test_a_response_ends_at_the_first_end_of_sequence_token(self) -> None:
         """With `ignore_eos` at its limit alone; until then both have the same tokens."""
@@ -186,7 +186,7 @@ class DrawContract(Bench):
             require(kept, f"{name} must ignore what ends it and have {self.long} tokens, got {got}")
         found = self.ask(engine, self.work(limit=self.long))
         last = {int(answer.response[-1]) for answer in found.values() if answer.status == "ok" and answer.generated}
-        require(bool(last), "no response ended by itself; give a policy that ends some, or a larger `long`")
+        require(bool(last), "no response ended by itself; use a policy that ends some responses, or a larger `long`")
         ends = {*self.ends, *last}
         for name, answer in found.items():
             tokens: list[int] = whole[name].response.tolist()
@@ -204,7 +204,7 @@ class DrawContract(Bench):
             for way in ({"greedy": True}, *_TRUNCATIONS):
                 drawn = self._seen(engine, temperature=temperature, **way)
                 pairs = list(_both(seen, drawn))
-                require(bool(pairs), f"no token was drawn with {way} and without; give a policy that is surer")
+                require(bool(pairs), f"no token was drawn with {way} and without; use a policy that is surer")
                 apart = max(abs(one[token] - other[token]) for one, other, tokens in pairs for token in tokens)
                 require(
                     apart <= self.rounding,
@@ -228,9 +228,9 @@ class DrawContract(Bench):
                 require(
                     abs(found - logits / _WARM) <= 4 * self.rounding,
                     f"two log-probabilities must differ by {logits / _WARM:g} at temperature {_WARM}, "
-                    f"for they do by {logits:g} at 1, got {found:g}",
+                    f"because they differ by {logits:g} at 1, got {found:g}",
                 )
-        require(told > 0, "no two tokens were drawn at both temperatures; give a policy that is less sure")
+        require(told > 0, "no two tokens were drawn at both temperatures; use a policy that is less sure")
 
     def test_truncated_draws_are_among_the_likely_tokens(self) -> None:
         """Checked with the log-probabilities of the tokens that were drawn after the same context."""
@@ -288,7 +288,7 @@ class WeightContract(Bench):
                 self.tell(engine, _NEW)
                 found = self.ask(engine, work)
             heard = any(_differ(before[asked], answer, self.tolerance) for asked, answer in found.items())
-            require(heard, f"it shows {name} and must decode with it, but says the same when that changes")
+            require(heard, f"it shows {name} and must decode with it, but answers the same when that changes")
         self.tell(engine, _OLD)
         for asked, answer in self.ask(engine, work).items():
             same(asked, before[asked], answer, self.tolerance)
@@ -303,7 +303,7 @@ class WeightContract(Bench):
             with changed(shown, lambda held: torch.full_like(held, torch.nan)):
                 self.tell(engine, _NEW)
                 said = _answered(partial(self.ask, engine, self.work(samples=1, **sampling)))
-            require(said is None, f"logits that are no numbers must end in JobFailedError, got {said} answers")
+            require(said is None, f"logits that are not finite must end in JobFailedError, got {said} answers")
 
     def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
         """Any other update is refused and changes nothing, as is one of a policy that the engine does not serve."""
@@ -312,7 +312,7 @@ class WeightContract(Bench):
         if self.in_place:
             require(refuses(partial(engine.update, "", _NEW)), "an update was taken by an engine that was not paused")
         engine.pause()
-        require(refuses(partial(engine.update, "opponent", _NEW)), "an update of a policy that nobody serves was taken")
+        require(refuses(partial(engine.update, "opponent", _NEW)), "an update of a policy that is not served was taken")
         engine.resume()
         for name, answer in self.ask(engine, self.work(samples=1)).items():
             require(answer.versions == (_OLD,), f"{name} was sampled by {answer.versions} after a refused update")
@@ -337,7 +337,7 @@ class WeightContract(Bench):
                 for asked in left:
                     self._goes_on(asked.id, whole[asked.id], found[asked.id], finished=finished)
                 begun = [answer for answer in found.values() if answer.versions[0] == _OLD]
-                require(bool(begun) or not refused, f"none of what had begun says that {_OLD} began it")
+                require(bool(begun) or not refused, f"a begun response must report {_OLD} as its first version")
                 if shown:
                     self._reads_again(engine, begun, in_flight)
 
@@ -361,7 +361,7 @@ class WeightContract(Bench):
         require(found.generated == whole.generated, f"{name} must have {whole.generated} tokens, got {found.generated}")
         old = _said_by(_OLD, found)
         beginning = found.response.tolist()[:old] == whole.response.tolist()[:old]
-        require(beginning, f"{name} has tokens of {_OLD} that {_OLD} does not say")
+        require(beginning, f"{name} has tokens of {_OLD} that {_OLD} does not sample")
 
     def _reads_again(self, engine: RolloutEngine, begun: Sequence[Trajectory], in_flight: InFlight) -> None:
         """Compare the first token under new weights with the first token of a new generation of the same context."""
@@ -376,10 +376,10 @@ class WeightContract(Bench):
             apart.append(abs(logprob - float(answer.logprobs[old])))
         if in_flight == "recompute":
             most = max(apart, default=0.0)
-            require(most <= self.rounding, f"what had been said must be computed again, got a token {most:g} away")
+            require(most <= self.rounding, f"old tokens must be computed again, got a log-probability {most:g} away")
         else:  # a response that had to wait in between has lost its keys and values
             kept = not apart or max(apart) > self.rounding
-            require(kept, "keys and values of the old weights must be kept, got what the new ones say")
+            require(kept, "keys and values of the old weights must be kept, got those of the new weights")
 
 
 @contextmanager
@@ -445,7 +445,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
             answer = found[asked.id]
             require(tuple(answer.prompt.tolist()) == asked.tokens, f"{asked.id} continues another prompt")
             require(1 <= answer.generated <= asked.limit, f"{asked.id} has {answer.generated} tokens")
-            require(bool(np.isfinite(answer.logprobs).all()), f"{asked.id} has log-probabilities that are no numbers")
+            require(bool(np.isfinite(answer.logprobs).all()), f"{asked.id} has log-probabilities that are not finite")
             require(bool((answer.logprobs <= 1e-3).all()), f"{asked.id} has log-probabilities above 0")
             require(answer.status in ("ok", "truncated"), f"{asked.id} ended as {answer.status}")
             if answer.status == "truncated":
@@ -493,14 +493,14 @@ class RolloutEngineContract(DrawContract, WeightContract):
         longest = sorted((text.strip("\ufffd") for text in texts), key=len)[-1]
         parts = [longest[len(longest) // 3 :][:2], longest[len(longest) // 2 :][:4]]
         found = tuple(part for part in parts if part and "\ufffd" not in part)
-        require(bool(found), f"no text in {longest!r}; give a policy that says some")
+        require(bool(found), f"no text in {longest!r}; use a policy that writes text")
         return found
 
     def _ends_at_string(self, name: str, whole: Trajectory, found: Trajectory, stop: tuple[str, ...]) -> None:
         tokens: list[int] = whole.response.tolist()
         texts = [self.says(tokens[:end]) or "" for end in range(1, len(tokens) + 1 - whole.closed)]
         end = next((at for at, text in enumerate(texts, start=1) if any(one in text for one in stop)), None)
-        require(found.stopped == (end is not None), f"{name} must say whether a string ended it")
+        require(found.stopped == (end is not None), f"{name} must report whether a stop string ended it")
         require(found.response.tolist() == tokens[:end], f"{name} did not end at the first of {stop!r}")
         apart = float(np.abs(found.logprobs - whole.logprobs[:end]).max(initial=0.0))
         require(apart <= self.tolerance, f"the log-probabilities of {name} differ by {apart:g}")

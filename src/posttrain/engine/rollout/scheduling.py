@@ -173,7 +173,7 @@ class Intake:
         for generation in work:
             self._served(generation.policy)
             if generation.id in self._ids or generation.id in ids:
-                raise InputError(f"generation {generation.id} must have an id of its own, got one in work already")
+                raise InputError(f"generation {generation.id} must have a unique id, got one in use; use another")
             if generation.sampling.stop and not self._reads_text:
                 raise InputError(
                     f"generation {generation.id} must have no stop strings, got {generation.sampling.stop[0]!r}: "

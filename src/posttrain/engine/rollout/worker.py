@@ -242,8 +242,8 @@ def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known:
         EngineError: an unrequested or repeated answer.
     """
     if done.id in known or done.id not in waiting:  # ids are per call, so messages name a sample by its prompt
-        what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id} without being asked"
-        raise EngineError(f"rollout engine {engine} must answer every sample once, got {what}; mend it")
+        what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id}, which was not requested"
+        raise EngineError(f"rollout engine {engine} must answer every sample once, got {what}; fix the engine")
     known[done.id] = waiting[done.id]
     return known[done.id]
 
@@ -297,7 +297,7 @@ def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) 
 
 
 def _faulty(engine: str, asked: Generation, reason: str) -> str:
-    return f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; mend the engine"
+    return f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; fix the engine"
 
 
 def _sample(asked: Generation) -> str:
@@ -428,7 +428,7 @@ class RolloutWorker:
     def exchange(self, count: int) -> None:
         """Copy the shards of the policy's ranks into place, `count` buckets from each. Collective."""
         if self._neighbour is None:
-            raise InputError(f"rollout rank {self._rank} must stand beside a policy, has no neighbour; send it buckets")
+            raise InputError(f"rollout rank {self._rank} must be in a process of the policy, is not; send it buckets")
         exchange(self._neighbour, count, self._put)
 
     def attest(self) -> Standing:
@@ -487,7 +487,7 @@ class RolloutWorker:
         """
         _refuse_truncated(sampling)
         if prompts.first:
-            raise InputError("samples that go on are asked for one by one, got them fed; generate them")
+            raise InputError("samples that continue must be generated, got them in feed; call generate")
         engine, work, before = self._engine, list[Generation](), self._engine.counts()
         if len(prompts):
             work = plan_generations(

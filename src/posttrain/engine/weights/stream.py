@@ -394,9 +394,9 @@ def _arrived(mine: Tensor | None, pieces: tuple[Piece, ...], rank: int, device: 
 
 """How a rollout reads the policy's weights:
 
-`alias`      where they are: nothing moves; only unsharded weights, only in the policy's own process.
-`neighbour`  a copy, in the same processes as the policy's shards: buckets go from rank to rank of their process group.
-`copy`       a copy, in processes of its own: buckets go there through the object store, past the controller.
+`alias`      in place, without a copy: only unsharded weights, only in the policy's own process.
+`neighbour`  a copy, in the same processes as the policy's shards: the process group carries the buckets between ranks.
+`copy`       a copy, in separate processes: the object store carries the buckets, and the controller does not.
 """
 
 

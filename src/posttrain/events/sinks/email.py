@@ -93,10 +93,10 @@ class EmailSink(NetworkSink):
         if isinstance(error, smtplib.SMTPRecipientsRefused):
             return f"the server refuses the address ({', '.join(str(code) for code, _ in error.recipients.values())})"
         if isinstance(error, smtplib.SMTPNotSupportedError):
-            return "the server cannot do what is asked of it (STARTTLS or a password)"
+            return "the server does not support what it was asked for (STARTTLS or a password)"
         if isinstance(error, smtplib.SMTPResponseException):
             return f"the server answers {error.smtp_code}"
-        return f"the server does not go on ({type(error).__name__})" if isinstance(error, smtplib.SMTPException) else ""
+        return f"the server failed ({type(error).__name__})" if isinstance(error, smtplib.SMTPException) else ""
 
 
 def _message(notice: Notice, sender: str, to: str) -> EmailMessage:

@@ -75,12 +75,12 @@ class JsonLinesSink:
         """
         size = os.fstat(handle).st_size
         if not _BEGINS.startswith(os.pread(handle, len(_BEGINS), 0)):
-            raise SinkError(f"{self._path}: must be empty or hold events, got what somebody else wrote; name another")
+            raise SinkError(f"{self._path}: must be empty or hold events, got other content; name another")
         if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
             return size
         half = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST)).rpartition(b"\n")[2]
         if not (half.startswith(_BEGINS) or _BEGINS.startswith(half)):
-            raise SinkError(f"{self._path}: must end with a whole line, got one that somebody else wrote; end it")
+            raise SinkError(f"{self._path}: must end with a whole line, got a part of one that is no event; end it")
         if _whole(half):
             return size + os.write(handle, b"\n")
         os.ftruncate(handle, size - len(half))

@@ -59,7 +59,7 @@ def _key(text: str) -> bytes:
     except NotBase64 as error:
         raise ValueError(f"what follows {PREFIX} must be base64") from error
     if len(key) < LEAST:
-        raise ValueError(f"must be at least {LEAST} bytes, got {len(key)} (spaces stand between two of them)")
+        raise ValueError(f"must be at least {LEAST} bytes, got {len(key)} (spaces separate secrets)")
     return key
 
 

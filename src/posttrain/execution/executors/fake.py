@@ -159,7 +159,7 @@ class FakeExecutor:
         """Lose the jobs of that name, or one of these; in a gang the loss of `pod` ends the other pods."""
         for job in self._those(name, number):
             job.culprit = pod
-        self._over(name, Observation(JobState.LOST, detail="its supervisor is gone", cause=cause), number)
+        self._over(name, Observation(JobState.LOST, detail="its supervisor has ended", cause=cause), number)
 
     def requeue(self, name: str, number: int | None = None) -> None:
         """Restart the jobs of that name, or one of these, as a scheduler's requeue does: the name stays."""

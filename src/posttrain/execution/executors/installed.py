@@ -118,7 +118,7 @@ class InstalledExecutor:
             raise
         except Exception as error:
             raise InfrastructureError(
-                f"{plugin}: {verb} raised {type(error).__name__}: {_line(error)}; mend the package"
+                f"{plugin}: {verb} raised {type(error).__name__}: {_line(error)}; fix the package"
             ) from error
 
     def _load(self) -> tuple[Plugin, Executor]:

@@ -125,7 +125,7 @@ def roll_back(visit: Visit) -> Response:
     found, form = _channel(visit), visit.form
     to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
     if not reason:
-        return _confirmation(visit, found, to, "a rollback needs a reason: who comes next will want to know")
+        return _confirmation(visit, found, to, "a rollback needs a reason, which is kept with its event; enter one")
     sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
     sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed it, and required a reason
     visit.worker("rollback", sent)
@@ -139,7 +139,7 @@ def decide(visit: Visit) -> Response:
     if verdict not in ("approve", "reject") or not any(
         one.request.digest == request for one in visit.control.approval_requests(found.record.name)
     ):
-        raise InputError("nothing that waits for approval here is called that any more; look at the channel again")
+        raise InputError("no pending approval has this name any more; open the channel again")
     visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
 

@@ -202,7 +202,7 @@ def _enter(server: Server, request: Request) -> Visit:
     request.state.asker, request.state.principal = who, server.entrance.known_as(who)
     words = [*request.path_params.values(), *(word for _, word in request.query_params.multi_items())]
     if any(not word.isprintable() or "\ufffd" in word or len(word) > _LONGEST for word in words):
-        raise NotFoundError("there is nothing of that name")
+        raise NotFoundError("nothing has that name")
     control = server.entrance.control(who, request.state.id)
     return Visit(server, request, who, secret, control, control.whoami().role, {})
 

@@ -148,7 +148,9 @@ def _answer(access: JobAccess, method: str, digest: str, *, direct: bool = False
             if response.status != _OK:
                 raise UnavailableError(f"the store answers {response.status}")
         if response.status == _MISSING:
-            raise NotFoundError(f"blob {digest} is no input of this attempt, or not in the store; run the stage again")
+            raise NotFoundError(
+                f"blob {digest} is not an input of this attempt, or is not in the store; run the stage again"
+            )
         if response.status in REFUSED:
             raise refusal()
         if response.status != _OK:

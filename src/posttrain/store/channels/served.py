@@ -84,7 +84,7 @@ class ServedObjects:
             if status in REFUSED:
                 raise refusal()
             if status == TOO_MUCH:
-                raise InputError(f"{key}: the attempt has put more into its channel than one may; let it write less")
+                raise InputError(f"{key}: the attempt has written more to its channel than it may; let it write less")
             if status not in (*_OK, _MISSING, _THERE):
                 raise UnavailableError(f"status {status}")
             return status, body

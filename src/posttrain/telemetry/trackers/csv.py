@@ -48,7 +48,7 @@ class CsvTracker(AppendedTracker):
             found.saw(stage, int(step), metric)
         except (ValueError, StopIteration) as error:
             raise WorkspaceError(
-                f"{self._path}: line {number} is none of ours: {line[:80]!r}; mend it, or move the file away"
+                f"{self._path}: line {number} is not a row of metrics: {line[:80]!r}; correct it, or move the file away"
             ) from error
 
     def log(self, rows: Sequence[Row]) -> None:

@@ -313,7 +313,7 @@ class RayBackend:
 
     def _usable(self, role: str) -> None:
         if self._closed:
-            raise WorkerLostError(f"{role} is gone: its pool {self.pool} was closed; start a new pool")
+            raise WorkerLostError(f"{role} has ended: its pool {self.pool} was closed; start a new pool")
         if self._broken:
             raise WorkerLostError(
                 f"{role} cannot be called: pool {self.pool} was given up, {self._broken}; start a new pool from the "

@@ -259,7 +259,7 @@ class RayCall(Generic[R]):
     def _lost(self, error: RayError) -> WorkerLostError:
         process = self._process
         line = (
-            f"{self.role} rank {self.rank} is gone: process {process.pid} on {process.host} ended during {self.method}"
+            f"{self.role} rank {self.rank} was lost: process {process.pid} on {process.host} ended during {self.method}"
         )
         together = "its pool is given up, because its ranks work together; start again from the last checkpoint"
         lost = WorkerLostError(line, process) if process.alone else WorkerLostError(f"{line}; {together}")

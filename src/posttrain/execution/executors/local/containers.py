@@ -123,11 +123,11 @@ def fetched(image: str, seconds: float, pause: Callable[[float], None] = time.sl
         if code is None:
             return _late(image, seconds, words)
         if _FINAL.search(words):
-            return f"image {image} cannot be fetched, podman says: {words}; mend that, then posttrain retry"
+            return f"image {image} cannot be fetched, podman reports: {words}; fix it, then posttrain retry"
         wait = _PAUSES[min(tried, len(_PAUSES) - 1)]
         if time.monotonic() + wait >= until:
             return _late(image, seconds, words)
-        print(f"image {image} cannot be fetched, podman says: {words}; trying again in {wait:g} s", file=sys.stderr)
+        print(f"image {image} cannot be fetched, podman reports: {words}; trying again in {wait:g} s", file=sys.stderr)
         sys.stderr.flush()
         pause(wait)
         tried += 1
@@ -153,7 +153,7 @@ def _pulled(image: str, seconds: float) -> tuple[int | None, str]:
 
 def _late(image: str, seconds: float, words: str) -> str:
     return (
-        f"image {image} could not be fetched within {seconds:g} s, podman says: {words}; see that its registry "
+        f"image {image} could not be fetched within {seconds:g} s, podman reports: {words}; see that its registry "
         f"answers, or raise {FETCH_VARIABLE}, then posttrain retry"
     )
 
@@ -269,7 +269,7 @@ def _trouble(*_: str) -> str:
     if shutil.which(_RUNTIME) is None:
         return f"podman needs the OCI runtime {_RUNTIME}, which is not installed; install it"
     if _profile() is None:
-        return f"podman's seccomp profile must lie in {_PROFILES[1]}, and does not; install containers-common"
+        return f"podman's seccomp profile must be in {_PROFILES[1]}, and is not; install containers-common"
     return ""
 
 

@@ -212,8 +212,8 @@ def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, 
             raise InputError(f"job {request.name} asks for {needed} {what}, this machine has {has}; ask for less")
     if lacking := [name for name in request.secrets if name not in job_environment({}, own)]:
         raise InputError(
-            f"job {request.name} needs {', '.join(lacking)} in the environment of whoever drives its run, where it is "
-            "not set (or is one that jobs do not get: a tracker's, Python's); export it"
+            f"job {request.name} needs {', '.join(lacking)} in the environment of the process that drives its run, "
+            "where it is not set (or is one that jobs do not get: a tracker's, Python's); export it"
         )
 
 
@@ -235,13 +235,13 @@ def _observe(folder: Path) -> Observation:
             cause, most = Cause.OUT_OF_MEMORY, int(record["oom"]) / 2**30
             said = f"the kernel killed it, exit code {code}; its largest process held {most:.2f} GiB"
         return seen(JobState.EXITED, code, said, cause=cause, seconds=seconds)
-    gone, job = "its supervisor is gone", _job(folder, read_json(folder / "supervisor.json"))
+    gone, job = "its supervisor has ended", _job(folder, read_json(folder / "supervisor.json"))
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
         resists = f"{gone} and process {job[0]} resists being killed"
         return seen(JobState.RUNNING, detail=resists, seconds=seconds)
     if box and not containers.is_copy(folder, box):
         if not containers.gone(box):
-            resists = f"{gone} and podman does not say that container {box['name']} is; podman rm -f it"
+            resists = f"{gone} and podman does not report that container {box['name']} has ended; podman rm -f it"
             return seen(JobState.RUNNING, detail=resists, seconds=seconds)
         containers.forget(folder)
     return seen(JobState.LOST, detail=gone, seconds=seconds)
