@@ -130,7 +130,7 @@ def test_a_job_that_it_is_not_ready_for_starts_cold(driver: Driver) -> None:
     spec = driver.spec()
     (Path(spec.attempt_dir) / "unready").touch()
     assert driver.run(spec)["server"] is None
-    assert "this job imports for itself: its order asks" in (Path(spec.attempt_dir) / "log.txt").read_text()
+    assert "this job imports for itself: its order needs" in (Path(spec.attempt_dir) / "log.txt").read_text()
     assert driver.run()["server"] is not None
 
 
@@ -150,7 +150,7 @@ def test_a_killed_server_takes_nothing_along_and_the_next_job_starts_cold(driver
     os.kill(server, signal.SIGKILL)
     after = driver.spec(JOB_MODE="polite")
     assert driver.run(after)["server"] is None
-    assert "the fork server of its driver serves no more" in (Path(after.attempt_dir) / "log.txt").read_text()
+    assert "the fork server of its driver has stopped serving" in (Path(after.attempt_dir) / "log.txt").read_text()
     assert driver.executor.observe([spec])[0].state is JobState.RUNNING
     assert stopped(driver.executor, spec) == 0
 

@@ -47,7 +47,10 @@ def test_a_server_that_begins_without_its_store_is_not_ready(tmp_path: Path, mon
         log = host.folder / "serve.log"
         try:
             host.wait("a line in its log", lambda: "is not ready until" in log.read_text())
-            assert readiness(served.port) == (503, "the artifact store does not answer; the server's log has the reason")
+            assert readiness(served.port) == (
+                503,
+                "the artifact store does not answer; the server's log has the reason",
+            )
             assert host.run("ls").code == 0  # what needs no artifact is answered
             proxy.heal()
             host.wait("a server that is ready", lambda: readiness(served.port)[0] == 200)

@@ -182,7 +182,7 @@ def test_a_ledger_in_postgresql_is_pg_dumps(
     world.ok("init", "--ledger", postgres_ledger)
     refused = world("backup", str(tmp_path / "kept"))
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "which pg_dump copies: the database first, then the store (docs/howto/backup.md" in refused.stderr
+    assert "which pg_dump copies: the database first, then the store (see docs/howto/backup.md" in refused.stderr
     assert not (tmp_path / "kept").exists()
 
 

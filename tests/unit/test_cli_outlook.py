@@ -168,7 +168,7 @@ def test_what_another_run_computes_now_is_not_counted(world: World) -> None:
     assert world("plan", "run.yaml").exit_code == 0
     shown = world.ok("plan", world.write("run.yaml", RUN + "budget: {tokens: 33}\n"))
     assert f"{world.newest()}/sft makes it now" in shown
-    assert f"the run takes at least about {LEAST - 32}: it would stop at its budget, unless what another" in shown
+    assert f"the run takes at least about {LEAST - 32}: it would stop at its budget, unless an active" in shown
     assert shown.splitlines()[-1] == "next:     posttrain run run.yaml"
     own = RUN.replace("model: sft, data", "model: base, data")  # of this one nothing comes from elsewhere but its sft
     assert "at least" in world("plan", world.write("own.yaml", own + f"budget: {{tokens: {LEAST - 33}}}\n")).stderr

@@ -408,7 +408,7 @@ def test_an_exit_code_is_that_of_the_job(
     [
         (None, "podman is not installed; install podman 4 or newer"),
         ("echo 3.4.4", "podman must be 4 or newer, got 3.4.4; upgrade it"),
-        ("echo no >&2; exit 125", "podman gives no answer"),
+        ("echo no >&2; exit 125", "podman does not answer"),
     ],
 )
 def test_a_machine_without_a_podman_is_told_at_init(

@@ -488,7 +488,7 @@ def test_a_checkpoint_says_what_waited(model: ModelSource, tmp_path: Path, name:
 @pytest.mark.parametrize(
     ("lag", "words"),
     [
-        ({"steps": 0, "correction": "bypass"}, r"lag\.steps 0 is there to correct, got correction: bypass"),
+        ({"steps": 0, "correction": "bypass"}, r"lag\.steps 0 only corrects, got correction: bypass"),
         ({"steps": 5}, r"lag\.steps must be less than steps \(5\), got 5"),
         ({"correction": "decoupled", "cap": 3}, "cap belongs to correction: tis, got cap 3 with decoupled; drop it"),
         ({"correction": "bypass", "cap": 2.5}, r"cap belongs to correction: tis, got cap 2\.5 with bypass; drop it"),

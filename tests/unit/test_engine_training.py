@@ -269,7 +269,7 @@ def test_incomplete_moments_are_refused(key: str) -> None:
     learner = policy.engine.learner
     odd = {name: value for name, value in learner.moments().items() if name != key}
     odd |= {key: torch.zeros(())} if key not in learner.moments() else {}
-    with pytest.raises(IntegrityError, match=f"moment {key} is odd"):
+    with pytest.raises(IntegrityError, match=f"moment {key} differs"):
         worker(sft()).engine.learner.restore(learner.parameters(), odd)
 
 

@@ -262,7 +262,7 @@ def test_audit_25_a_guarded_script_is_not_said_to_train_when_it_is_imported(worl
     )
     for text in guarded:
         draft, _ = read(world, text)
-        assert any("copy mine into reward.py: a reward is a file of its own" in item for item in draft.fill_in)
+        assert any("copy mine into reward.py: a reward is a separate file" in item for item in draft.fill_in)
     for text in (f"{train}\n", f"def main():\n    {train}\n\nmain()\n"):
         draft, _ = read(world, text)
         assert any("importing script.py would start the training" in item for item in draft.fill_in)

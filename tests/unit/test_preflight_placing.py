@@ -116,9 +116,9 @@ def test_a_cluster_is_asked_by_the_job(world: World, machine: list[Machine]) -> 
     shown = world.ok("plan", file(world, placed))
     assert "pool policy at 10.0.0.1:6379: 4 ranks, 4 h100: policy, reward" in shown
     assert "pool rollout at 10.0.0.1:6379: 12 ranks, 12 gpus: rollout" in shown
-    assert "whose memory is not known" not in shown
+    assert "whose memory is unknown" not in shown
     odd = " ".join(world.ok("plan", file(world, placed.replace("h100", "h1000"))).split())
-    assert "grpo: policy asks for GPUs of kind h1000, whose memory is not known: nothing is held against it" in odd
+    assert "grpo: policy asks for GPUs of kind h1000, whose memory is unknown, so sizes are not checked" in odd
 
 
 def test_lag_is_told(world: World, machine: list[Machine]) -> None:
@@ -131,7 +131,7 @@ def test_lag_is_told(world: World, machine: list[Machine]) -> None:
     assert "correction: decoupled: the policy reads every response once more" in here
     assert "lag 0" not in here
     odd = world("plan", file(world, "lag: {steps: 0, correction: bypass}"))
-    assert (odd.exit_code, "lag.steps 0 is there to correct" in odd.stderr) == (2, True)
+    assert (odd.exit_code, "lag.steps 0 only corrects" in odd.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "lock"])

@@ -98,7 +98,7 @@ def test_a_tree_in_the_cache_is_named_once_it_is_whole(disk: Disk, tmp_path: Pat
 def test_a_listing_that_lies_about_a_size_does_not_verify(tmp_path: Path) -> None:
     blobs = open_blobs(tmp_path / "blobs")
     listing = {"format": FORMAT, "files": {"weights": {"digest": blobs.put(b"weights"), "size": 8}}}
-    with pytest.raises(IntegrityError, match="weights has 8 bytes, got 7"):
+    with pytest.raises(IntegrityError, match="weights must have 8 bytes, got 7"):
         verify_tree(blobs, blobs.put(canonical_json(listing)))
 
 

@@ -1,1 +1,1 @@
-"""What can be asked of Posttrain, the `Control` protocol, and the values it answers with. HTTP is to stand here."""
+"""The interface of Posttrain: the verbs of `Control`, the values that they return, and their JSON encoding."""

@@ -1,4 +1,4 @@
-"""The parts of `Control` about data sets, models and rewards, and about projects, members and tokens."""
+"""The verbs of `Control` for data sets, models and rewards, and for projects, members and tokens."""
 
 from __future__ import annotations
 
@@ -29,29 +29,42 @@ SWEEP = {"path": RunFile, "overrides": list[Override], "seeds": int, "metric": s
 
 
 class Assets(Verbs):
-    """Versioned data sets, models, rewards, and runs of other programs."""
+    """Verbs for versioned data sets, models, rewards, and imported runs of other programs."""
 
     @verb("POST /assets/datasets", Role.SUBMITTER, ".catalog.add_dataset", heavy=True, command="asset add", seals=True)
     def add_dataset(
         self, path: Path, name: Word, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
-        """Register a data set: a file, a folder, or several files. `progress` is told how many rows were looked at."""
+        """Register a data set: a file, a folder, or several files.
+
+        Args:
+            progress: called with the number of rows read so far.
+        """
 
     @verb("POST /assets/external", Role.SUBMITTER, "app.models", heavy=True, command="asset add", seals=True)
     def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
-        """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
+        """Register an external data set: one object, whose bytes stay in place.
+
+        Args:
+            checksum: of the object.
+            version: of the object in its store, or empty.
+        """
 
     @verb("POST /assets/models", Role.SUBMITTER, ".catalog.add_model", heavy=True, command="asset add", seals=True)
     def add_model(self, folder: Path, name: Word, *, progress: Callable[[str], None] = lambda _: None) -> Asset:
-        """Register a model's folder. `progress` is told how many files and bytes were stored."""
+        """Register a model folder.
+
+        Args:
+            progress: called with the number of stored files and bytes.
+        """
 
     @verb("POST /assets/rewards", Role.SUBMITTER, ".catalog.add_reward", heavy=True, command="asset add", seals=True)
     def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
-        """Register a reward's source file, with the guideline that it implements."""
+        """Register the source file of a reward, with the guideline that it implements."""
 
     @verb("POST /assets/made-models", Role.SUBMITTER, "app.models", heavy=True, command="init", seals=True)
     def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
-        """Make a small base model from nothing, by a run of one stage; with that run's id."""
+        """Create a small base model from random weights in a one-stage run; return the model and the run's id."""
 
     @verb(
         "GET /assets",
@@ -61,31 +74,39 @@ class Assets(Verbs):
         key=lambda one: (one.kind, one.name, one.version),
     )
     def assets(self, kind: Name | None) -> list[Asset]:
-        """Every version of every asset, or of those of one kind."""
+        """Return every version of every asset, or of the assets of one kind."""
 
     @verb("GET /asset", Role.VIEWER, ".catalog.find", command="asset get")
     def asset(self, ref: Word) -> Asset:
-        """`KIND:NAME`, the latest, or `KIND:NAME@VERSION`. Raises NotFoundError with the nearest known one."""
+        """Return an asset: `KIND:NAME@VERSION`, or the latest version of `KIND:NAME`.
+
+        Raises:
+            NotFoundError: there is no such asset; the message names the nearest existing one.
+        """
 
     @verb("GET /asset-status", Role.VIEWER, "app.queries", key=lambda one: (one.kind, one.name, one.version))
     def asset_status(self) -> list[AssetStatus]:
-        """Of every version that has one."""
+        """Return the status of every asset version that has one."""
 
     @verb("POST /recalled", Role.VIEWER, "app.queries")
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
-        """Of these bytes, those that were recalled or made from something recalled."""
+        """Return those of the digests whose bytes were recalled or made from recalled bytes, with the recall."""
 
     @verb("POST /assets/marks", Role.APPROVER, "app.models", heavy=True, command="asset recall", seals=True)
     def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
-        """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
+        """Set or clear the status of an asset version; return the version, its status and its uses.
+
+        Args:
+            status: `approved`, `recalled`, or empty, which clears it.
+        """
 
     @verb("GET /curves", Role.VIEWER, "app.models", heavy=True)
     def curves(self, ref: Word) -> list[Curve]:
-        """The metrics of an imported run."""
+        """Return the metrics of an imported run."""
 
     @verb("POST /imports/trl", Role.SUBMITTER, "app.models", heavy=True, command="import trl-output", seals=True)
     def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
-        """Register what a TRL or transformers trainer left in its `output_dir`."""
+        """Register the output of a TRL or transformers trainer in its `output_dir`."""
 
     @verb(
         "POST /imports/mlflow",
@@ -102,11 +123,11 @@ class Assets(Verbs):
 
     @verb("POST /imports/wandb", Role.SUBMITTER, "app.models", heavy=True, command="import wandb-export", seals=True)
     def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
-        """Register a W&B run's files."""
+        """Register the files of a W&B run."""
 
 
 class Models(Verbs):
-    """A model asked, taken out, and runs of one file ranked."""
+    """Verbs for sampling from a model, exporting one, and sweeps."""
 
     @verb("POST /answers", Role.SUBMITTER, "app.models", heavy=True, command="sample", streams="answers")
     def ask(
@@ -127,25 +148,30 @@ class Models(Verbs):
         top_p: float = 1.0,
         min_p: float = 0.0,
     ) -> Asked:
-        """Ask a model by the words that a person has for it. Nothing is recorded.
+        """Sample responses of a model, which is named as on the command line. Nothing is recorded.
 
         Args:
-            chat: as a user's message or as plain text; None: as it was trained.
+            chat: prompts are user's messages (true) or plain text (false); None: the form of the training rows, else
+                that of the chat template.
             stop: a response ends with the token that completes one of these in its text.
             top_k: draw among the k most likely tokens; 0: all.
-            top_p: draw among the most likely ones that together have this probability.
-            min_p: draw among those at least this times as likely as the likeliest.
+            top_p: draw among the most likely tokens that together have this probability.
+            min_p: draw among the tokens at least this times as likely as the likeliest.
         """
 
     @verb("POST /exports", Role.SUBMITTER, "app.export", heavy=True, writes="folder")
     def export(self, model: Word, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
-        """Write a model as a Hugging Face folder. `progress` is told each file."""
+        """Write a model as a Hugging Face folder.
+
+        Args:
+            progress: called with each file.
+        """
 
     @verb("POST /sweeps/plans", Role.VIEWER, "app.runs", heavy=True, command="sweep", run_file=True)
     def plan_sweep(
         self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
     ) -> Sweep:
-        """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep."""
+        """Resolve every point of a sweep. Writes nothing; one infeasible point refuses the whole sweep."""
 
     @verb(
         "POST /sweeps/runs",
@@ -157,7 +183,7 @@ class Models(Verbs):
         meant="app.runs:sent_point",
     )
     def submit_point(self, point: Point) -> Submitted:
-        """The run of a point: a new one, or the one that exists."""
+        """Submit the run of a sweep's point, or attach to the existing one."""
 
     @verb(
         "POST /sweeps/ranks",
@@ -169,97 +195,106 @@ class Models(Verbs):
         meant="app.runs:sent_sweep",
     )
     def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
-        """Rank its settings; `runs`: (place of a setting, seed) → run id."""
+        """Return the settings of a sweep, ranked by the measurements so far.
+
+        Args:
+            runs: (place of a setting, seed) → run id.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Whoami:
-    """Who asks, and what they may do in the present project."""
+    """The caller, and the caller's roles in the present project and in others."""
 
     principal: str
-    auth: str  # how that is known: os | token
+    auth: str  # how the caller was identified: os | token
     project: str
-    role: str | None  # viewer | submitter | approver | admin; None: none there
-    projects: Mapping[str, str]  # project → role, of every one that they have a role in
+    role: str | None  # viewer | submitter | approver | admin; None: no role there
+    projects: Mapping[str, str]  # project → role, of every project where the caller has one
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
     """A token that was issued."""
 
-    secret: str  # shown once; it is kept nowhere
+    secret: str  # shown once and not stored
     token: Token
 
 
 class Access(Verbs):
-    """Projects, members and tokens."""
+    """Verbs for projects, members and tokens."""
 
     @verb("GET /whoami", Role.VIEWER, "app.access")
     def whoami(self) -> Whoami:
-        """Who asks."""
+        """Return the caller, and the caller's roles."""
 
     @verb("POST /projects", Role.ADMIN, "app.access", command="project add", seals=True)
     def add_project(self, name: Word) -> Whoami:
-        """Make a project, and whoever asks its admin; asked of the project `default`.
+        """Create a project with the caller as its admin.
 
         Raises:
-            InputError: no name for a project. ConflictError: there is one of that name.
+            InputError: an invalid project name, or a request to another project than `default`.
+            ConflictError: a project of that name exists.
         """
 
     @verb("GET /images", Role.VIEWER, ".ledger.images", command="project images")
     def images(self) -> list[str] | None:
-        """The images that runs of the project may name, `NAME@sha256:…` or `NAME@*`. None: nobody said; then a server
-        lets its runs name none, and whoever has the workspace before them may name any.
+        """Return the images that runs of the project may name, `NAME@sha256:…` or `NAME@*`.
+
+        None: never set. Then runs over a server may name no image, and users of a local workspace may name any.
         """
 
     @verb("POST /images", Role.ADMIN, "app.access", command="project allow-image", seals=True)
     def allow_image(self, image: Word) -> list[str] | None:
-        """Let runs of the project name an image; the images afterwards.
+        """Allow an image for runs of the project; return the allowed images.
 
         Raises:
-            InputError: neither a reference with a digest nor NAME@*.
+            InputError: not a reference with a digest and not NAME@*.
         """
 
     @verb("POST /images/removal", Role.ADMIN, "app.access", command="project remove-image", seals=True)
     def remove_image(self, image: Word) -> list[str] | None:
-        """Let no new run of the project name an image any more; the images afterwards.
+        """Disallow an image for new runs of the project; return the allowed images.
 
         Raises:
-            NotFoundError: it does not allow that one.
+            NotFoundError: the project does not allow this image.
         """
 
     @verb("GET /members", Role.ADMIN, ".ledger.roles", command="member ls", key=lambda one: (one[0],))
     def members(self) -> dict[str, str]:
-        """Principal → role, of everybody who was given one in the project."""
+        """Return principal → role, of every member of the project."""
 
     @verb("PUT /members/{principal}", Role.ADMIN, "app.access", command="member set", seals=True)
     def set_member(self, principal: Principal, role: str | None) -> dict[str, str]:
-        """Give somebody a role in the project, another one, or none; the members afterwards.
+        """Set, change or remove the role of a principal in the project; return the members.
 
         Raises:
-            InputError: no principal, or no role. ConflictError: the last admin would be gone.
+            InputError: an invalid principal or role. ConflictError: the project would have no admin.
         """
 
     @verb("GET /tokens", Role.ADMIN, ".ledger.tokens", command="token ls", key=lambda one: (one.created_at, one.id))
     def tokens(self) -> list[Token]:
-        """Those of the project, also expired and revoked ones."""
+        """Return the tokens of the project, including expired and revoked ones."""
 
     @verb("POST /tokens", Role.ADMIN, "app.access", command="token issue", seals=True)
     def issue_token(self, principal: Principal, role: str | None, days: float) -> Issued:
-        """A token by which somebody is known, and with which they may do at most this here; None: what their role is.
+        """Create a token that identifies a principal and limits its role in the project.
+
+        Args:
+            role: the highest role that the token grants; None: the principal's present role.
 
         Raises:
-            InputError: no principal, no role, too long a time.
+            InputError: an invalid principal or role, a principal without a role, or too many days.
         """
 
     @verb("POST /tokens/{token_id}/rotation", Role.ADMIN, "app.access", command="token rotate", seals=True)
     def rotate_token(self, token_id: TokenId, days: float) -> Issued:
-        """A token in the place of another one, which is good for nothing from now on."""
+        """Create a token that replaces another one, which is revoked immediately."""
 
     @verb("DELETE /tokens/{token_id}", Role.ADMIN, "app.access", command="token revoke", seals=True)
     def revoke_token(self, token_id: TokenId) -> list[Token]:
-        """Let a token be good for nothing from now on; the tokens afterwards.
+        """Revoke a token; return the tokens of the project.
 
         Raises:
-            NotFoundError: the project has none of that id.
+            NotFoundError: the project has no token of that id.
         """

@@ -1,7 +1,7 @@
-"""Values as JSON and back, by the types that verbs are annotated with.
+"""Conversion of values to JSON and back, by the type annotations of verbs.
 
-pydantic does the work. What is written here is how names are found that modules import for the type checker alone: a
-room of values must not load the rooms below, and whoever decodes a value has to. Their own import lines say where.
+pydantic converts. This module resolves names that modules import only for the type checker: a package of values must
+not load lower packages, but decoding a value requires them. The import lines of these modules give the places.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pydantic.errors import PydanticUndefinedAnnotation
 
 
 class _Names(dict[str, Any]):
-    """Names that modules import for the type checker alone, each loaded when it is asked for.
+    """Names that modules import only for the type checker, each loaded when it is used.
 
-    Such a module is entered when a verb of it is read, or when a name of it is loaded.
+    A module is entered when one of its verbs is read, or when one of its names is loaded.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._rooms: dict[str, str] = {}  # name → the module that it is imported from
+        self._rooms: dict[str, str] = {}  # name → the module that exports it
 
     def enter(self, module: str) -> None:
-        """Know what a module imports; of two equal names the first one counts."""
+        """Record the imports of a module; of two equal names the first one counts."""
         self._rooms = {**_imported(module), **self._rooms}
 
     def __missing__(self, name: str) -> Any:
         room = self._rooms[name]
-        while not hasattr(import_module(room), name):  # it imports the name for the type checker too
+        while not hasattr(import_module(room), name):  # this module also imports the name only for the type checker
             room = _imported(room)[name]
         self.enter(room)
         self[name] = found = getattr(import_module(room), name)
@@ -43,7 +43,7 @@ class _Names(dict[str, Any]):
 
 @functools.cache
 def _imported(module: str) -> dict[str, str]:
-    """Name → module, of what a module imports, also under `if TYPE_CHECKING`: its bytecode says both."""
+    """Return name → module for the imports of a module, including those under `if TYPE_CHECKING`, from its bytecode."""
     found, room = {}, ""
     for step in dis.get_instructions(import_module(module).__loader__.get_code(module)):  # type: ignore[union-attr]
         if step.opname == "IMPORT_NAME":
@@ -58,7 +58,7 @@ _NAMES = _Names()
 
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """What reads and writes values of a type; names that it needs are loaded as they are met."""
+    """Return the reader and writer of values of a type; names in the type are loaded as they occur."""
     found: TypeAdapter[Any] = TypeAdapter(kind)
     known: dict[str, Any] = {}
     while not found.pydantic_complete:
@@ -71,7 +71,7 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 @functools.cache
 def signature(declared: Callable[..., Any]) -> inspect.Signature:
-    """A verb's parameters, after `self`, with the types themselves; what it answers is left as it is written."""
+    """Return a verb's parameters after `self`, with resolved types; the return annotation stays as written."""
     own = inspect.signature(declared)
     hints = _hints(declared, lambda name: name != "return")
     named = [one.replace(annotation=hints[one.name]) for one in own.parameters.values() if one.name != "self"]
@@ -80,7 +80,7 @@ def signature(declared: Callable[..., Any]) -> inspect.Signature:
 
 @functools.cache
 def answer(declared: Callable[..., Any]) -> TypeAdapter[Any]:
-    """What reads a verb's answer. It loads the rooms of the values in it, which a server need not."""
+    """Return the reader of a verb's answer. It loads the packages of the values, which a server need not do."""
     return adapter(_hints(declared, lambda name: name == "return")["return"])
 
 

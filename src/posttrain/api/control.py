@@ -1,10 +1,10 @@
-"""`Control`, the verbs that the command line and the Python API ask of Posttrain, in process or of a server.
+"""`Control`: the verbs that the command line and the Python API call, in process or on a server.
 
-Arguments are words, numbers and files of this machine; answers are values (`api.values`, `domain`). Callers cannot see
-whether there is a ledger. Each verb is declared here, and nowhere else.
+Arguments are strings, numbers and files of this machine; answers are values (`api.values`, `domain`). Callers cannot
+see whether there is a ledger. Each verb is declared once, here or in `api.assets`.
 
-The verbs of `Sinks` set where events go, show how each sink stands, and carry out what a person does about it.
-`Watcher` and `Vigil` are what `Control` gives to a caller that looks at a run again and again.
+The verbs of `Sinks` configure, show, test, pause and remove receivers of events. `Control` returns a `Watcher` or a
+`Vigil` to a caller that reads a run repeatedly.
 """
 
 from __future__ import annotations
@@ -62,59 +62,59 @@ if TYPE_CHECKING:
 
 
 class Sinks(Verbs):
-    """Telling the outside of events."""
+    """Verbs for sinks, the external receivers of events."""
 
     @verb("GET /sinks", Role.VIEWER, "app.sinks", command="sink ls", key=lambda one: (one.name,))
     def sinks(self) -> list[SinkView]:
-        """Every sink, and how far it is."""
+        """Return every sink with its delivery position."""
 
     @verb("POST /sinks", Role.ADMIN, "app.sinks", heavy=True, command="sink add")
     def add_sink(
         self, name: Name, kind: str, settings: Mapping[str, Any], rule: Mapping[str, Any], *, from_start: bool = False
     ) -> SinkView:
-        """Tell a place of events from now on.
+        """Create a sink, which receives events from now on.
 
         Args:
             kind: webhook | jsonl | email.
-            settings: where it is, and the names of what holds its secrets; see its back-end.
-            rule: of which events; see `domain.sinks.Rule`.
-            from_start: of every event that the log has, too.
+            settings: its address, and the names of the variables or files with its secrets; see its back-end.
+            rule: which events it receives; see `domain.sinks.Rule`.
+            from_start: also deliver every event that is already in the log.
 
         Raises:
-            InputError: settings or a rule that mean nothing. ConflictError: there is a sink of this name.
+            InputError: an invalid name, settings or rule. ConflictError: there is a sink of this name.
         """
 
     @verb("POST /sinks/{name}/test", Role.ADMIN, "app.sinks", heavy=True, command="sink test")
     def test_sink(self, name: Name) -> str:
-        """Send it a message that is marked as a test; where it went.
+        """Send a message marked as a test to a sink; return the sink's address.
 
         Raises:
-            SinkError: it did not take it.
+            SinkError: the sink did not accept it.
         """
 
     @verb("POST /sinks/{name}/pause", Role.ADMIN, "app.sinks", command="sink pause")
     def pause_sink(self, name: Name) -> SinkView:
-        """Tell it of nothing until `resume_sink`; what happens meanwhile waits."""
+        """Pause deliveries to a sink until `resume_sink`; events that occur meanwhile are kept."""
 
     @verb("POST /sinks/{name}/resume", Role.ADMIN, "app.sinks", heavy=True, command="sink resume")
     def resume_sink(self, name: Name, *, skip: bool = False) -> SinkView:
-        """Deliver again, and at once, also where a back-off would wait.
+        """Resume deliveries to a sink immediately, even during a back-off.
 
         Args:
-            skip: leave out what it was not told of so far.
+            skip: omit the events that were not delivered so far.
         """
 
     @verb("DELETE /sinks/{name}", Role.ADMIN, "app.sinks", command="sink remove", seals=True)
     def remove_sink(self, name: Name) -> None:
-        """Forget it."""
+        """Delete a sink."""
 
 
 class Submissions(Verbs):
-    """From a run file to a run, and what is told to a run."""
+    """Verbs for planning and submitting a run, and for acting on it."""
 
     @verb("POST /plans", Role.VIEWER, "app.runs:view_plan", heavy=True, run_file=True)
     def plan(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
-        """What submitting a run file would do. Writes nothing.
+        """Return what submitting a run file would do. Writes nothing.
 
         Raises:
             InputError: naming file, field, constraint and value.
@@ -122,7 +122,7 @@ class Submissions(Verbs):
 
     @verb("POST /locks", Role.VIEWER, "app.runs", heavy=True, run_file=True)
     def lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
-        """The manifest of a run file. Raises as `plan`."""
+        """Return the locked manifest of a run file. Raises as `plan`."""
 
     @verb("POST /runs", Role.SUBMITTER, "app.runs", heavy=True, command="run", run_file=True)
     def submit(
@@ -135,10 +135,10 @@ class Submissions(Verbs):
         note: str = "",
         tags: Sequence[Tag] = (),
     ) -> Submitted:
-        """Record a run of a run file or a locked manifest; one that was submitted before attaches to its run.
+        """Submit a run file or a locked manifest as a run; one submitted before attaches to its existing run.
 
         Args:
-            note, tags: are written down of the run, as `note` does; what no run can be given is refused first.
+            note, tags: added to the run, as `note` does; invalid ones are refused before anything is recorded.
         """
 
     @verb(
@@ -160,7 +160,7 @@ class Submissions(Verbs):
         seed: int,
         again: bool,
     ) -> Submitted:
-        """Record a run of one evaluate stage."""
+        """Submit a run of one evaluate stage, which measures a model on suites."""
 
     @verb("", Role.SUBMITTER, "app.driver", command="attach")
     def drive(
@@ -171,123 +171,146 @@ class Submissions(Verbs):
         watch: Callable[[RunRecord], None] | None = None,
         report: bool = False,
     ) -> RunRecord:
-        """Drive a run until it ends, or wait while somebody else does.
+        """Drive a run until it ends, or wait while another process drives it.
 
         Args:
-            timeout: seconds; None: as long as it takes.
-            watch: called about ten times a second.
-            report: `write_report` will be asked for when it has ended.
+            timeout: seconds; None: no limit.
+            watch: called with the run about ten times a second.
+            report: the caller will call `write_report` when the run has ended.
 
         Raises:
-            DeadlineError: `timeout` passed; the run is not stopped by that.
+            DeadlineError: `timeout` passed; this does not stop the run.
         """
 
     @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "drivers.detaching", command="run --detach")
     def detach(self, run_id: RunId) -> RunDriver:
-        """Have somebody else drive the run to its end; returns as soon as they have it.
+        """Hand a run over to a background driver; return as soon as the driver has it.
 
         Raises:
             InputError: the run has ended.
             WorkspaceError: the workspace cannot be written.
-            InfrastructureError: no driver could be started; nothing is left of it.
+            InfrastructureError: no driver could be started; neither driver nor request is left.
         """
 
     @verb("POST /runs/{run_id}/signals", Role.SUBMITTER, "control.actions:send_signal")
     def signal(self, run_id: RunId, name: Name, reason: str = "") -> tuple[Signal, bool]:
-        """Let a run go on where it waits for this signal; and whether it was sent for the first time."""
+        """Send a signal that a run waits for; return the signal, and whether this call sent it first."""
 
     @verb("POST /runs/{run_id}/notes", Role.SUBMITTER, "control.actions")
     def note(self, run_id: RunId, text: str = "", tags: Sequence[Tag] = (), untag: Sequence[Tag] = ()) -> list[RunNote]:
-        """Write a text down of a run, give it tags and take tags off it; its tags, and its newest text.
+        """Add a note to a run, add and remove tags; return its tags and newest note.
 
         Raises:
-            InputError: nothing to write down, too long a text, too many, a tag that is given and taken, none to take
-                off.
+            InputError: nothing to change, a text that is too long, too many texts or tags, a tag that is both added
+                and removed, or a tag to remove that the run does not have.
         """
 
     @verb("POST /runs/{run_id}/stop", Role.SUBMITTER, "control.actions")
     def stop(self, run_id: RunId) -> RunRecord:
-        """Ask it to stop; whoever drives it carries that out."""
+        """Request a stop of a run; its driver carries it out."""
 
     @verb("POST /runs/{run_id}/retry", Role.SUBMITTER, "app.runs")
     def retry(self, run_id: RunId) -> RunRecord:
-        """Let a stopped or failed run go on."""
+        """Continue a stopped or failed run."""
 
 
 class Runs(Verbs):
-    """Looking at runs."""
+    """Verbs for reading runs."""
 
     @verb("GET /run-ids", Role.VIEWER, "app.queries", command="ls", newest=str)
     def ids(self, limit: int, before: RunId | None = None) -> list[str]:
-        """Of the newest runs; `before`: of those that are older than this one."""
+        """Return the ids of the newest runs.
+
+        Args:
+            before: the id of a run: only older runs.
+        """
 
     @verb("GET /runs/{words}", Role.VIEWER, ".ledger.find_run", command="get")
     def run(self, words: Word) -> RunRecord:
-        """A run by id, by a prefix of it, or the newest of a name.
+        """Return a run: by its id, by a prefix of the id, or the newest run of a name.
 
         Raises:
-            NotFoundError: no such run. InputError: the prefix names several.
+            NotFoundError: no such run. InputError: the prefix is ambiguous.
         """
 
     @verb("GET /runs/{run_id}/manifest", Role.VIEWER, "app.queries", command="lock")
     def manifest(self, run_id: RunId) -> Manifest:
-        """Its locked manifest."""
+        """Return the locked manifest of a run."""
 
     @verb("GET /runs", Role.VIEWER, "views.status:read_newest", newest=lambda run: str(run.id))
     def ls(self, limit: int, before: RunId | None = None, tag: Tag | None = None) -> list[RunSummary]:
-        """The newest runs in brief, a kilobyte each; `before`: those that are older than this one; `tag`: those that
-        have it.
+        """Return summaries of the newest runs, about a kilobyte each.
+
+        Args:
+            before: the id of a run: only older runs.
+            tag: only runs with this tag.
         """
 
     @verb("GET /queue", Role.VIEWER, "views.status:read_unfinished")
     def queue(self, limit: int) -> list[RunSummary]:
-        """Runs that have not ended, in brief: those that wait first, each kind newest first."""
+        """Return summaries of unfinished runs: pending ones first, newest first within each state.
+
+        Args:
+            limit: the maximum number of runs of each state.
+        """
 
     @verb("GET /runs/{run_id}/status", Role.VIEWER, "views.status:read_status", command="get")
     def status(self, run_id: RunId) -> RunStatus:
-        """How a run stands."""
+        """Return the status of a run."""
 
     @verb("GET /runs/{run_id}/scores", Role.VIEWER, "app.queries", heavy=True)
     def scores(self, run_id: RunId) -> Scores:
-        """What it has measured."""
+        """Return the measured scores of a run."""
 
     @verb("GET /runs/{run_id}/driver", Role.VIEWER, "app.queries")
     def driver(self, run_id: RunId) -> RunDriver | None:
-        """Who drives it; None: it has ended."""
+        """Return the driver of a run; None: the run has ended."""
 
     @verb("GET /runs/{run_id}/why", Role.VIEWER, "app.queries", heavy=True)
     def why(self, run_id: RunId) -> Why:
-        """Where it is and why."""
+        """Return the state of a run, the reason for it, and the next action."""
 
     @verb("GET /diffs", Role.VIEWER, "app.queries", heavy=True)
     def diff(self, first: Word, second: Word) -> RunDiff:
-        """What differs between two runs, as a person names them."""
+        """Return the differences between two runs, each named by id, prefix or name."""
 
     @verb("POST /comparisons", Role.VIEWER, "app.queries", heavy=True, writes="page", file="comparison.html")
     def compare(self, words: Sequence[Word], page: Path | None = None) -> Comparison:
-        """Runs, or their evaluate stages, side by side; `page`: write one of it too."""
+        """Return a comparison of runs or of their evaluate stages.
+
+        Args:
+            page: also write the comparison to this HTML file.
+        """
 
     @verb("", Role.VIEWER, "app.queries")
     def comparison(self, words: Sequence[Word]) -> ComparePage:
-        """Everything that the page of a comparison shows."""
+        """Return the data of a comparison's page."""
 
     @verb("", Role.VIEWER, "views.status:RunWatcher")
     def watcher(self, run_id: RunId) -> Watcher:
-        """Whoever looks at it again and again reads only what is new."""
+        """Return a watcher of a run, which reads only new data each time."""
 
     @verb("", Role.VIEWER, "views.logs:Vigil")
     def vigil(self, run_id: RunId, say: Callable[[str], None], timeout: float | None) -> Vigil:
-        """Wait for it without driving it; `say` is told when nobody does."""
+        """Return an object that waits for a run without driving it.
+
+        Args:
+            say: called with a line when no process drives the run.
+        """
 
     @verb("", Role.VIEWER, "app.queries")
     def logs(
         self, run_id: RunId, stage: StageName | None, follow: Vigil | None = None
     ) -> Iterator[tuple[LogFile, str]]:
-        """What its jobs printed, piece by piece; with `follow` until it ends."""
+        """Yield the output of a run's jobs, piece by piece.
+
+        Args:
+            follow: continue until the run ends.
+        """
 
     @verb("", Role.VIEWER, "views.reporting:read_report")
     def report(self, run_id: RunId) -> RunReport:
-        """Everything that its page shows."""
+        """Return the data of a run's report page."""
 
     @verb(
         "GET /runs/{run_id}/report",
@@ -298,11 +321,11 @@ class Runs(Verbs):
         writes="folder",
     )
     def write_report(self, run_id: RunId, folder: Path | None = None) -> Written:
-        """Its page and its learning curves."""
+        """Write the report page and the learning curves of a run."""
 
     @verb("GET /runs/{run_id}/trace", Role.VIEWER, "views.tracing", heavy=True, command="trace", writes="folder")
     def write_trace(self, run_id: RunId, stage: StageName | None, folder: Path) -> WrittenTrace:
-        """Where its time went, as files."""
+        """Write the time trace of a run as files."""
 
     @verb(
         "GET /runs/{run_id}/samples",
@@ -314,47 +337,55 @@ class Runs(Verbs):
     def samples(
         self, run_id: RunId, stage: StageName | None, step: int | None, say: Callable[[str], None]
     ) -> Sequence[RecordedSample]:
-        """The samples that it recorded; `say` is told what cannot be read."""
+        """Return the samples that a run recorded.
+
+        Args:
+            say: called with a line for each thing that cannot be read.
+        """
 
     @verb("GET /runs/{run_id}/samples/{sample}", Role.VIEWER, "views.tracing:recorded_sample", heavy=True)
     def sample(self, run_id: RunId, sample: SampleId, stage: StageName | None) -> RecordedSample:
-        """One of them, token by token."""
+        """Return one recorded sample of a run, token by token."""
 
     @verb("GET /runs/{run_id}/trackers", Role.VIEWER, "app.queries", heavy=True)
     def trackers(self, run_id: RunId) -> list[TrackerState]:
-        """How its trackers stand."""
+        """Return the states of a run's trackers."""
 
     @verb("POST /runs/{run_id}/trackers", Role.SUBMITTER, "app.queries", heavy=True)
     def track(self, run_id: RunId, chosen: Mapping[str, Any]) -> list[TrackerState]:
-        """Write what its trackers miss; `chosen`: write these places too, and only these."""
+        """Write the missing points of a run's trackers; return their states.
+
+        Args:
+            chosen: add these trackers to the run, and write only these.
+        """
 
     @verb("", Role.SUBMITTER, "app.queries")
     def follow(self, run_id: RunId) -> None:
-        """Write its trackers until it ends; at once over when somebody else does."""
+        """Write a run's trackers until it ends; return immediately if another process writes them."""
 
 
 class Channels(Verbs):
-    """What is live, what every release must pass, who may move it."""
+    """Verbs for release channels: live releases, policies, approvals and moves."""
 
     @verb("GET /channels", Role.VIEWER, ".ledger.channel_records", command="ls", key=lambda one: (one.name,))
     def channels(self) -> list[ChannelRecord]:
-        """Every channel, also those without a release."""
+        """Return every channel, including channels without a release."""
 
     @verb("GET /releases", Role.VIEWER, "app.channels", command="ls", key=lambda one: (one.channel,))
     def live(self) -> list[ReleaseEntry]:
-        """What the channels point at."""
+        """Return the live release of every channel that has one."""
 
     @verb("GET /channels/{name}/record", Role.VIEWER, ".ledger.channel_record")
     def channel_record(self, name: Word) -> ChannelRecord:
-        """Whether it is protected or frozen; of generation 0 where there is none of that name."""
+        """Return a channel's protection, freeze and policy digest; generation 0 if it does not exist."""
 
     @verb("GET /channels/{name}", Role.VIEWER, "app.channels", command="get")
     def channel(self, name: Name) -> ChannelView:
-        """All that is known of it; it need not exist yet."""
+        """Return everything recorded about a channel, which need not exist yet."""
 
     @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.tracked:channel_states", heavy=True)
     def channel_trackers(self, name: Name) -> list[TrackerState]:
-        """How the registries stand that follow it."""
+        """Return the states of the registries that follow a channel."""
 
     @verb(
         "POST /channels/{name}/trackers",
@@ -364,14 +395,14 @@ class Channels(Verbs):
         command="track",
     )
     def track_channel(self, name: Name) -> list[TrackerState]:
-        """Bring these registries to where it is."""
+        """Update every registry that follows a channel to the channel's present state."""
 
     @verb("POST /channels/{channel}/releases", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def promote(self, run_id: RunId, channel: Name, lift_quarantine: str = "") -> ReleaseEntry:
-        """Point it at a run's model, if its gates pass.
+        """Point a channel at a run's model, if the run's gates pass; return the release.
 
         Args:
-            lift_quarantine: why a model that was rolled back from it may come back.
+            lift_quarantine: the reason why a model that was rolled back from the channel may return.
         """
 
     @verb("POST /channels/{channel}/rollback", Role.APPROVER, "app.channels", heavy=True, seals=True)
@@ -383,29 +414,30 @@ class Channels(Verbs):
         reason: str = "",
         lift_quarantine: str = "",
     ) -> ReleaseEntry:
-        """Point it back at the newest release that is not quarantined, or at `to` (number, run id, digest prefix).
+        """Point a channel back at an earlier release; return the new release.
 
         Args:
+            to: a release number, run id or digest prefix; None: the newest release that is not quarantined.
             since: the release that must be live now.
-            reason: why.
-            lift_quarantine: why the quarantined model that `to` names may come back.
+            reason: the reason for the rollback.
+            lift_quarantine: the reason why the quarantined model that `to` names may return.
         """
 
     @verb("POST /approvals", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def approve(self, what: Word, channel: Name | None, reason: str) -> Standing:
-        """Approve what waits for it, as the present principal; where it stands afterwards.
+        """Approve a pending request as the present principal; return the standing of the request.
 
         Args:
-            what: the id of a run whose model is to be released, or the digest of a request, or its beginning.
-            channel: of a run, another one than its run file names.
+            what: the id of a run whose model is to be released, or the digest of a request or a prefix of it.
+            channel: of a run: another channel than its run file names.
 
         Raises:
-            AccessError: the policy does not name the principal, or what is asked for is the principal's own.
+            AccessError: the policy does not name the principal, or it is the principal's own request.
         """
 
     @verb("POST /rejections", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def reject(self, what: Word, channel: Name | None, reason: str) -> Standing:
-        """Reject it; as `approve`."""
+        """Reject a pending request; arguments and errors as for `approve`."""
 
     @verb(
         "GET /channels/{channel}/approvals",
@@ -415,19 +447,19 @@ class Channels(Verbs):
         key=lambda one: (one.request.at, one.request.digest),
     )
     def approval_requests(self, channel: Name) -> list[Standing]:
-        """What waits for approvals on a channel, oldest first."""
+        """Return the pending approval requests of a channel, oldest first."""
 
     @verb("GET /channels/{name}/policy", Role.VIEWER, "app.channels", heavy=True, command="channel policy")
     def policy(self, name: Name, request: Word | None = None) -> PinnedPolicy | None:
-        """What every release of it must pass; None: what its run says.
+        """Return the policy that every release of a channel must pass; None: the gates of its run.
 
         Args:
-            request: of the policy that this approval request asks for instead.
+            request: the digest of an approval request: return the policy that it would set instead.
         """
 
     @verb("GET /channels/{name}/policies", Role.VIEWER, "app.channels", key=lambda one: (one.id,))
     def policies(self, name: Name) -> list[Event]:
-        """Every time its policy was set or removed, oldest first."""
+        """Return the events that set or removed the policy of a channel, oldest first."""
 
     @verb(
         "GET /channels/{name}/history",
@@ -437,21 +469,21 @@ class Channels(Verbs):
         newest=lambda move: str(move.entry.sequence),
     )
     def history(self, name: Name, limit: int | None = None, before: Word | None = None) -> list[Move]:
-        """Its moves, newest first: what became of each, why, and who approved it.
+        """Return the moves of a channel, newest first: state, reason and approvers of each.
 
         Args:
-            before: the number of a release: only those that are older.
+            before: the number of a release: only older moves.
         """
 
     @verb("GET /channels/{name}/events/{kind}", Role.VIEWER, "app.channels", key=lambda one: (one.id,))
     def channel_events(self, name: Name, kind: Name) -> list[Event]:
-        """What was told of it of one kind, such as `channel.frozen`, oldest first."""
+        """Return the events of one kind about a channel, such as `channel.frozen`, oldest first."""
 
     @verb(
         "PUT /channels/{name}/policy", Role.ADMIN, "app.channels", heavy=True, command="channel set-policy", seals=True
     )
     def set_policy(self, name: Word, path: Path) -> tuple[PinnedPolicy, list[str]]:
-        """Let it have the policy in a YAML file from now on; with what that does not do, in words."""
+        """Set the policy of a channel from a YAML file; return it with hints about its limits."""
 
     @verb(
         "DELETE /channels/{name}/policy",
@@ -462,25 +494,33 @@ class Channels(Verbs):
         seals=True,
     )
     def remove_policy(self, name: Word) -> ChannelRecord:
-        """Let releases pass what their runs say."""
+        """Delete the policy of a channel: releases then need to pass only the gates of their runs."""
 
     @verb(
         "PUT /channels/{name}/protection", Role.ADMIN, "app.channels", heavy=True, command="channel protect", seals=True
     )
     def protect(self, name: Word, *, protected: bool = True, why: str = "") -> ChannelRecord:
-        """Make releases and changes of its policy and quarantine wait for the approval of somebody who neither
-        submitted nor owns what is released; `protected=False` takes that back.
+        """Require another person's approval for releases to a channel, or stop requiring it.
+
+        Changes of its policy and quarantine require it too. The approver neither submitted nor owns the released run.
+
+        Args:
+            protected: false removes the protection.
 
         Raises:
-            InputError: nobody but the present principal could approve anything.
-            ApprovalError: nobody approved yet that it is unprotected; this call requests it.
+            InputError: the present principal is the only possible approver.
+            ApprovalError: removing the protection is not approved yet; this call requests the approval.
         """
 
     @verb(
         "PUT /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel freeze", seals=True
     )
     def freeze(self, name: Word, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
-        """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""
+        """Freeze a channel: nothing is released to it.
+
+        Args:
+            rollbacks: also refuse rollbacks.
+        """
 
     @verb(
         "DELETE /channels/{name}/freeze",
@@ -491,70 +531,86 @@ class Channels(Verbs):
         seals=True,
     )
     def unfreeze(self, name: Word, *, why: str = "") -> ChannelRecord:
-        """Let it move again."""
+        """Unfreeze a channel: releases and rollbacks are possible again."""
 
 
 class Records(Verbs):
-    """The proof, and what a person mends."""
+    """Verbs for lineage and verification, repair, erasure and garbage collection."""
 
     @verb("GET /lineage", Role.VIEWER, "app.queries", heavy=True)
     def lineage(self, target: Word) -> Node:
-        """Of a channel (`channel:NAME`, whatever else has that name), a run or an asset: what it was made from."""
+        """Return the lineage of a channel, a run or an asset: everything it was made from.
+
+        Args:
+            target: `channel:NAME` means the channel even if a run or an asset has the same name.
+        """
 
     @verb("GET /downstream", Role.VIEWER, "app.queries", heavy=True)
     def downstream(self, target: Word, limit: int = 200) -> Downstream:
-        """What was made from an asset, from bytes, from what a channel serves, from a run; `limit` things in the tree,
-        the nearest first."""
+        """Return everything made from an asset, a digest, the model that a channel serves, or a run.
+
+        Args:
+            limit: the maximum number of nodes in the tree; the nearest come first.
+        """
 
     @verb("POST /verifications", Role.VIEWER, "app.queries", heavy=True)
     def verify(self, target: Word = "") -> VerifyReport:
-        """Hash a lineage and the event log again; without a target, of what every channel serves."""
+        """Verify a lineage and the event log by hashing them again.
+
+        Args:
+            target: empty: the lineages of the models that all channels serve.
+        """
 
     @verb("GET /dead", Role.VIEWER, "app.runs", heavy=True, key=lambda one: (one.object, one.kind))
     def dead(self, within: Word | None) -> list[Dead]:
-        """What was set aside, all of it or of one RUN or RUN/STAGE."""
+        """Return the objects that were set aside: all of them, or those of one RUN or RUN/STAGE."""
 
     @verb("POST /dead/retry", Role.SUBMITTER, "app.runs", heavy=True, command="dead --retry")
     def look_again(self, within: Word) -> list[Dead]:
-        """Let it be looked at again."""
+        """Resume the objects of a RUN or RUN/STAGE that were set aside; return them."""
 
     @verb("POST /dead/assume", Role.ADMIN, "app.runs", heavy=True, command="dead --assume-dead")
     def assume_dead(self, stage: Word) -> AttemptRecord:
-        """Take a person's word that the job of RUN/STAGE, of which nothing can be seen, is dead."""
+        """Record a person's statement that the job of RUN/STAGE, which cannot be observed, is dead."""
 
     @verb("POST /erasures", Role.ADMIN, "app.collecting", heavy=True, seals=True)
     def erase(self, what: Word, reason: str) -> Erasure:
-        """Erase the words of a run, of a version of an asset, or the name of a person."""
+        """Erase the words of a run, the words of an asset version, or the name of a person."""
 
     @verb("POST /garbage-collections", Role.ADMIN, "app.collecting:collect_garbage", heavy=True, seals=True)
     def gc(self, older_than: float, *, dry_run: bool) -> Collected:
-        """Delete what nobody needs and is older than so many seconds; `dry_run`: only say what that would be."""
+        """Delete artifacts that no record needs and that are older than a limit; return their numbers.
+
+        Args:
+            older_than: the limit in seconds.
+            dry_run: delete nothing; return what would be deleted.
+        """
 
 
 class Control(Submissions, Runs, Channels, Records, Assets, Sinks, Models, Access):
-    """Everything."""
+    """All verbs."""
 
     def close(self) -> None:
-        """Nothing is asked after it."""
+        """Close the connection or workspace; no verb may be called afterwards."""
         self.asks.close()
 
 
 VERBS: Mapping[str, Verb[..., Any]] = verbs_of(Control)
-OPERATIONS: Mapping[str, Verb[..., Any]] = {name: one for name, one in VERBS.items() if one.path}  # that are requests
+OPERATIONS: Mapping[str, Verb[..., Any]] = {name: one for name, one in VERBS.items() if one.path}  # HTTP requests
 
 
 class Watcher(Protocol):
-    """Looks at one run again and again."""
+    """Reads one run repeatedly."""
 
     def read(self) -> RunStatus:
-        """The run as it is now."""
+        """Return the present status of the run."""
 
 
 class Vigil(Protocol):
-    """Waits for a run that somebody else drives."""
+    """Waits for a run that another process drives."""
 
     def look(self) -> RunRecord:
-        """The run as it is now. Raises DeadlineError when the time is up."""
+        """Return the present run. Raises DeadlineError after the timeout."""
 
     def rest(self, seconds: float) -> None:
-        """Until the next look."""
+        """Sleep until the next look."""

@@ -1,4 +1,4 @@
-"""Checks that the caller's role covers a verb and that its ids are ids, before it is carried out; nothing else does."""
+"""The only check that the caller's role covers a verb and that ids are well-formed, before the verb is carried out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Guard:
     """Checks the role and the ids of every verb before it passes the verb on.
 
     Args:
-        asks: carries it out.
-        who: the caller, as errors name them.
-        role: returns their present role; None: they have none.
+        asks: carries the verbs out.
+        who: the caller's name in errors.
+        role: returns the caller's present role; None: no role.
     """
 
     def __init__(self, asks: Asks, who: str, project: str, role: Callable[[], Role | None]) -> None:
@@ -31,7 +31,8 @@ class Guard:
         """Carry a verb out.
 
         Raises:
-            AccessError: they may not. InputError: an id or a name is none, a parameter is unknown or missing.
+            AccessError: the caller's role does not cover it.
+            InputError: an invalid id or name, or an unknown or missing parameter.
         """
         self.refuse(verb)
         check_ids(verb, verb.given(words, options))
@@ -42,7 +43,7 @@ class Guard:
         return found
 
     def close(self) -> None:
-        """Nothing is asked after it."""
+        """Close what carries the verbs out; no verb may be called afterwards."""
         self._asks.close()
 
     def refuse(self, verb: Verb[..., Any]) -> None:
@@ -58,7 +59,7 @@ class Guard:
 
 @functools.cache
 def _ids_of(verb: Verb[..., Any]) -> Mapping[str, Id]:
-    """The parameters of a verb that hold ids or names, and what these must be."""
+    """Return the parameters of a verb that hold ids or names, and the required form of each."""
     written = {one.name: re.findall(r"\w+", str(one.annotation)) for one in verb.declared.parameters.values()}
     return {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
 
@@ -67,7 +68,7 @@ def check_ids(verb: Verb[..., Any], given: Mapping[str, Any]) -> None:
     """Check the ids and names among a verb's arguments.
 
     Raises:
-        InputError: one is no such id or name.
+        InputError: an invalid id or name.
     """
     for name, kind in _ids_of(verb).items():
         kind.check(given.get(name), f"{verb.typed}: {name}")

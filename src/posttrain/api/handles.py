@@ -1,6 +1,6 @@
-"""Handles of the Python API: a run and a release channel, over whatever `Control` they are given.
+"""Handles of the Python API: a run and a release channel, over any `Control`.
 
-A handle holds a name and asks when it is touched, so it never tells of a moment that is over.
+A handle contains a name and no state: each access reads the present state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry, RunRecord
 
 
-_LOOK = 2.0  # seconds between two looks whether a run waits for a person
+_LOOK = 2.0  # seconds between two checks whether a run waits for a person
 
 
 class Bound(Generic[P, R]):
-    """A verb of a handle: the verb's first parameter is what the handle names."""
+    """A verb of a handle, which passes its run or channel as the verb's first argument."""
 
     def __init__(self, verb: Verb[Concatenate[str, P], R]) -> None:
         self.verb, self.__doc__ = verb, verb.function.__doc__
@@ -50,17 +50,17 @@ class Run:
 
     control: Control = field(repr=False)
     id: str
-    attached: bool = False  # submitted before: this submit started nothing
-    warnings: tuple[str, ...] = ()  # of the plan that this submit made, or of what it attached to
+    attached: bool = False  # to a run that was submitted before: this submit started nothing
+    warnings: tuple[str, ...] = ()  # of this submit's plan, or of attaching
 
     @property
     def word(self) -> str:
-        """As verbs name it."""
+        """The first argument of its verbs."""
         return self.id
 
     @property
     def record(self) -> RunRecord:
-        """The run as it is now."""
+        """The present record of the run."""
         return self.control.run(self.id)
 
     @property
@@ -82,18 +82,18 @@ class Run:
     def wait(
         self, timeout: float | None = None, *, check: bool = False, watch: Callable[[RunRecord], None] | None = None
     ) -> RunRecord:
-        """Drive the run until it ends (or watch, while somebody else drives it).
+        """Drive the run until it ends, or watch while another process drives it.
 
         Args:
-            timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
-            check: raise when it did not succeed.
+            timeout: seconds; None: no limit. Then only a `wall_clock` budget bounds the jobs.
+            check: raise if the run did not succeed.
             watch: called about ten times a second with the run.
 
         Warns:
-            RuntimeWarning: it waits for a person, with the command that lets it go on.
+            RuntimeWarning: the run waits for a person; the warning contains the command that continues it.
 
         Raises:
-            DeadlineError: `timeout` passed; the run is not stopped by that.
+            DeadlineError: `timeout` passed; this does not stop the run.
             PosttrainError: with `check`, the error of the run's outcome.
         """
         asked = _Asked(self.control, self.id)
@@ -117,36 +117,36 @@ class Run:
     promote = Bound(Control.promote)
 
     def retry(self) -> Run:
-        """Let a stopped or failed run go on; then `wait()`."""
+        """Continue a stopped or failed run; call `wait()` afterwards."""
         self.control.retry(self.id)
         return self
 
     def diff(self, other: Run) -> list[Difference]:
-        """What differs in the manifests."""
+        """Return the differences between the manifests of two runs."""
         return list(self.control.diff(self.id, other.id).differences)
 
     def approve(self, reason: str = "", *, channel: str | None = None) -> Standing:
-        """Approve the release of its model, as whoever the control takes you for.
+        """Approve the release of the run's model, as the principal of the control.
 
         Args:
-            channel: another one than its run file names.
+            channel: another channel than the run file names.
         """
         return self.control.approve(self.id, channel, reason)
 
     def reject(self, reason: str = "", *, channel: str | None = None) -> Standing:
-        """Reject it; as `approve`."""
+        """Reject the release of the run's model; otherwise as `approve`."""
         return self.control.reject(self.id, channel, reason)
 
 
 class _Asked:
-    """Warns whoever waits for a run in Python when it asks a person for something; once for each thing it asks."""
+    """Warns a Python caller that waits for a run when the run requires a person's action; once for each action."""
 
     def __init__(self, control: Control, run_id: str) -> None:
         self._control, self._run_id, self._at = control, run_id, -_LOOK
         self._told: set[str] = set()
 
     def look(self) -> None:
-        """Look now and then."""
+        """Check the run, at most once in `_LOOK` seconds."""
         if time.monotonic() - self._at < _LOOK:
             return
         self._at = time.monotonic()
@@ -167,7 +167,7 @@ class Channel:
 
     @property
     def word(self) -> str:
-        """As verbs name it."""
+        """The first argument of its verbs."""
         return self.name
 
     @property
@@ -176,12 +176,12 @@ class Channel:
 
     @property
     def live(self) -> ReleaseEntry | None:
-        """What it points at; None when nothing was ever promoted."""
+        """The live release; None: nothing was ever promoted."""
         return self._view.live
 
     @property
     def history(self) -> list[ReleaseEntry]:
-        """Every move, oldest first."""
+        """Every move of the channel, oldest first."""
         return [move.entry for move in reversed(self.control.history(self.name))]
 
     @property
@@ -191,30 +191,30 @@ class Channel:
 
     @property
     def record(self) -> ChannelRecord:
-        """Whether it is protected or frozen, and the digest of its policy."""
+        """The channel's protection, freeze and policy digest."""
         return self.control.channel_record(self.name)
 
     @property
     def policy(self) -> PinnedPolicy | None:
-        """What every release of it must pass; None: what its run says."""
+        """The policy that every release must pass; None: the gates of its run."""
         return self.control.policy(self.name)
 
     @property
     def policies(self) -> list[Event]:
-        """Every time its policy was set or removed, oldest first: `payload["set"]["policy"]` is the digest."""
+        """The events that set or removed the policy, oldest first: `payload["set"]["policy"]` is the digest."""
         return self.control.policies(self.name)
 
     def told(self, kind: str) -> Event | None:
-        """The last event of one kind about it, such as `channel.frozen`."""
+        """Return the last event of one kind about the channel, such as `channel.frozen`."""
         return next(reversed(self.control.channel_events(self.name, kind)), None)
 
     def set_policy(self, path: str | Path) -> ChannelRecord:
-        """Let it have the policy in a YAML file from now on. Asking twice changes nothing.
+        """Set the policy of the channel from a YAML file. Setting the same policy again changes nothing.
 
         Raises:
             InputError: naming file, field, constraint and value.
-            ApprovalError: it is protected, and approvers have not approved the change yet; it is asked for then.
-            ChannelClosedError: it is protected, and nobody is named who could approve.
+            ApprovalError: the channel is protected and the change is not approved yet; this call requests it.
+            ChannelClosedError: the channel is protected, and no approver is named.
         """
         self.control.set_policy(self.name, Path(path))
         return self.record
@@ -226,9 +226,9 @@ class Channel:
     rollback = Bound(Control.rollback)
 
     def lineage(self) -> Node:
-        """From its weights back to prompts, reward source, base model and manifest."""
+        """Return the lineage from its weights back to prompts, reward source, base model and manifest."""
         return self.control.lineage(f"channel:{self.name}")
 
     def verify(self) -> VerifyReport:
-        """Hash all of the lineage again."""
+        """Verify the whole lineage by hashing it again."""
         return self.control.verify(f"channel:{self.name}")

@@ -1,4 +1,4 @@
-"""Errors as problem documents (RFC 9457) and back: the same classes, messages and exit codes on both sides."""
+"""Conversion of errors to problem documents (RFC 9457) and back, with the same classes, messages and exit codes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from posttrain.domain import errors
 from posttrain.domain.errors import InfrastructureError, PosttrainError
 
 MEDIA_TYPE = "application/problem+json"
-TYPE = "urn:posttrain:problem:"  # and the name of the error
-SERVER_ERRORS = 500  # and above: something is wrong with the server, and not with what was asked
+TYPE = "urn:posttrain:problem:"  # followed by the name of the error
+SERVER_ERRORS = 500  # and above: the fault is the server's, not the request's
 _LOG = "The server's log has the reason under the id of this request."
-UNEXPECTED = "unexpected"  # a bug: the server's log has more
+UNEXPECTED = "unexpected"  # a bug: the server's log has the details
 _STATUS: Mapping[type[PosttrainError], int] = {
     errors.NotFoundError: 404,
     errors.ApiVersionError: 404,
@@ -49,12 +49,12 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def problem(error: BaseException, request: str = "", status: int | None = None) -> dict[str, Any]:
-    """The document that describes an error. Of a status of 500 or more it gives the kind of error and the request's id
-    alone: messages of such errors name databases, users, endpoints and objects.
+    """Return the document that describes an error. With a status of 500 or more it contains only the kind of error and
+    the request's id: messages of such errors name databases, users, endpoints and objects.
 
     Args:
-        request: id of the request, which the server's log names too.
-        status: another one than the class's.
+        request: id of the request, which is also in the server's log.
+        status: replaces the status of the error's class.
     """
     known = error if isinstance(error, PosttrainError) else None
     kind: type[PosttrainError] = type(known) if known else PosttrainError
@@ -73,12 +73,12 @@ def problem(error: BaseException, request: str = "", status: int | None = None) 
 
 
 def raised(document: Mapping[str, Any]) -> PosttrainError:
-    """The error that a problem document tells of."""
+    """Return the error that a problem document describes."""
     known = {TYPE + _name(one): one for one in _classes()}
     word, detail = str(document.get("type", "")), str(document.get("detail") or document.get("title") or "")
     found = known.get(word)
     code = document.get("exit_code")
-    if found is None and detail and code != PosttrainError.exit_code:  # a type that a newer server has
+    if found is None and detail and code != PosttrainError.exit_code:  # a type of a newer server
         found = next((one for one in _classes() if one.exit_code == code), None)
     if found is not None:
         return found(detail)

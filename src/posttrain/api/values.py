@@ -1,6 +1,7 @@
-"""Values that `Control` answers with.
+"""Values that `Control` returns.
 
-Those of the rooms below are named here for whoever may not look into these rooms; at run time that imports nothing.
+Values of lower packages are re-exported for modules that may not import these packages; at run time this imports
+nothing.
 """
 
 from __future__ import annotations
@@ -55,24 +56,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A run that is recorded, or that was before."""
+    """A recorded run: a new one, or an existing one."""
 
     run: RunRecord
-    attached: bool = True  # submitted before: nothing was started
-    warnings: tuple[str, ...] = ()  # of the plan that was made of it, or of what it was attached to
+    attached: bool = True  # to a run that was submitted before: nothing was started
+    warnings: tuple[str, ...] = ()  # of its plan, or of attaching
 
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """A run file as the manifest it stands for."""
+    """The locked manifest of a run file."""
 
     manifest: Manifest
     warnings: tuple[str, ...]
-    changes: tuple[str, ...]  # what to change before it is run
-    place: Path  # where its lock goes by default
+    changes: tuple[str, ...]  # to make before it is run
+    place: Path  # of its lock by default
 
     def write(self, path: Path) -> None:
-        """Write it, so that the file's SHA-256 is the manifest's digest. Raises as `preflight.locks.write_lock`."""
+        """Write the manifest, so that the file's SHA-256 is its digest. Raises as `preflight.locks.write_lock`."""
         from posttrain.preflight.locks import write_lock
 
         write_lock(self.manifest, path)
@@ -80,50 +81,50 @@ class Locked:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Why a run is where it is."""
+    """The state of a run and the reasons for it."""
 
     status: RunStatus
     report: GateReport | None
-    lost: tuple[AttemptRecord, ...]  # that did not end well
+    lost: tuple[AttemptRecord, ...]  # attempts that failed, were lost or were stopped
     scores: Scores
-    compared_with: str | None  # the run that made the model its gates compared with
+    compared_with: str | None  # the run that made the baseline model of its gates
     next_action: str
     trackers: tuple[TrackerState, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunDiff:
-    """What differs between two runs."""
+    """The differences between two runs."""
 
     first: str
     second: str
     differences: tuple[Difference, ...]
-    metrics: tuple[Mapping[str, float], Mapping[str, float]]  # `stage/metric` → value, of each
-    measured: frozenset[str]  # stages of the first that measure
+    metrics: tuple[Mapping[str, float], Mapping[str, float]]  # `stage/metric` → value, of each run
+    measured: frozenset[str]  # stages of the first run that measure
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelView:
-    """A release channel as a person sees it."""
+    """A release channel with everything recorded about it."""
 
     record: ChannelRecord
     live: ReleaseEntry | None  # None: nothing was ever released to it
-    moves: int  # that it ever made; `history` tells them
-    states: Mapping[str, ReleaseState]  # model digest → what has become of it
+    moves: int  # number of all moves; `history` returns them
+    states: Mapping[str, ReleaseState]  # model digest → state
     deployments: tuple[Deployment, ...]
     quarantine: tuple[Quarantine, ...]
     looks: tuple[Look, ...]  # evaluations of the data that judged the live release
-    frozen: Event | None  # of the freeze that holds; None: it may move
+    frozen: Event | None  # of the present freeze; None: not frozen
 
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """One object at which looks failed again and again: it waits for a person."""
+    """An object that was set aside because its processing failed repeatedly."""
 
     object: str  # RUN, or RUN/STAGE
     kind: str
     tries: int
-    since: float | None  # the first of the failures
+    since: float | None  # time of the first failure
     set_aside_at: float
     error: str
     traceback: str
@@ -131,7 +132,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """What was erased of what, and where more of it is."""
+    """The result of an erasure, and the places with further copies."""
 
     target: str
     done: Erased
@@ -140,29 +141,29 @@ class Erasure:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a garbage collection deleted, or would delete."""
+    """The result of a garbage collection, or of its dry run."""
 
     dry_run: bool
     blobs: SweptBlobs
-    folders: int  # cached copies, and checkpoints of runs that ended
+    folders: int  # of cached copies, and of checkpoints of ended runs
     folder_bytes: int
-    requests: int  # answers to requests that nobody repeats any more
+    requests: int  # answers to requests that are too old to be repeated
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What was said of a version, and where it is in use."""
+    """The status that was set on an asset version, and its uses."""
 
     said: AssetStatus | None
-    runs: tuple[str, ...] = ()  # that began with it, or with what was made from it
-    running: tuple[str, ...] = ()  # those of them that have not ended
-    live: tuple[tuple[str, int | None], ...] = ()  # channels that serve what was made from it; a release to go back to
-    still: AssetStatus | None = None  # the recall that bars its bytes all the same
+    runs: tuple[str, ...] = ()  # that used it, or anything made from it
+    running: tuple[str, ...] = ()  # those that have not ended
+    live: tuple[tuple[str, int | None], ...] = ()  # channels that serve such a model; a release to return to
+    still: AssetStatus | None = None  # another recall that still bars its bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One response."""
+    """One sampled response."""
 
     prompt: int  # position among the prompts, from 0
     sample: int
@@ -174,7 +175,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """A model that was exported as a folder."""
 
     folder: Path
     name: str  # run:sort-b0ed9b49/grpo, channel:prod@3, model:base@1
@@ -183,19 +184,19 @@ class Exported:
     cast: bool  # whether the weights were converted
     files: tuple[str, ...]
     bytes: int
-    card: bool  # false: no run of this workspace made the model, so it has the card that it came with
+    card: bool  # whether a card was written; false: no run of this workspace made the model, so its own card was kept
     opened_by: str  # the class of transformers that loads it
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A model that was asked, and what it says, as it comes."""
+    """A model that was sampled, and its responses as they arrive."""
 
     name: str
     digest: str
     form: str  # chat | text
-    why: str  # it is asked so
-    answers: Iterator[Answer | str]  # a text is a warning
+    why: str  # the reason for this form
+    answers: Iterator[Answer | str]  # a string is a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,33 +206,33 @@ class Point:
     place: int  # of its setting
     setting: Setting
     seed: int
-    planned: Planned  # its run, resolved
+    planned: Planned  # its resolved run
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All points, by setting and then seed, and how they are ranked."""
+    """All points of a sweep, by setting and then seed, and the ranking metric."""
 
     source: Path
     points: tuple[Point, ...]
     metric: str
     better: str  # higher | lower
-    model: str  # that is ranked, as the file names it: grpo, grpo/best
+    model: str  # the ranked one, as the file names it: grpo, grpo/best
     notes: tuple[str, ...]
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Each once, in order."""
+        """Each setting once, in order."""
         return tuple({point.place: point.setting for point in self.points}.values())
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Each once, in order."""
+        """Each seed once, in order."""
         return tuple(dict.fromkeys(point.seed for point in self.points))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """That it has fewer seeds than are enough to tell settings apart."""
+        """A warning if the sweep has too few seeds to distinguish its settings."""
         from posttrain.domain.kinds import few_seeds
 
         return few_seeds(len(self.seeds)) if len(self.settings) > 1 else ()
@@ -239,13 +240,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The settings of a sweep, ranked by what was measured so far."""
+    """The settings of a sweep, ranked by the measurements so far."""
 
     ranking: Ranking
-    troubles: tuple[str, ...]  # what could not be read
+    troubles: tuple[str, ...]  # errors of runs that could not be read
 
     def to_json(self, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Plain JSON; `own`: what else is known of each setting."""
+        """Return plain JSON; `own`: further fields of each setting."""
         from posttrain.control.sweeping import ranking_json
 
         return {**ranking_json(self.ranking, own), "troubles": list(self.troubles)}

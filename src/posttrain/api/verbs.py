@@ -1,17 +1,17 @@
-"""Declarations of verbs, which the command line and the Python API ask of Posttrain, and cursors of lists in pages.
+"""Declarations of verbs, which the command line and the Python API call, and cursors of paged lists.
 
-A verb is declared once (`api.control`, `api.assets`). The declaration is a function without a body: its
-parameters, its answer, its documentation; beside it stand the request, the least role, and what answers it in this
-process. The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a
-client and the page of the reference are derived from it.
+A verb is declared once (`api.control`, `api.assets`). The declaration is a function without a body: parameters, return
+type and documentation. Its decorator adds the request, the lowest role, and the function that answers it in process.
+The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a client
+and the page of the reference are derived from it.
 
-Parameters that a path names come from it; the others are the query of a GET and the JSON body of anything else, by
-their names. Files of whoever asks are uploaded by digest first, and named by a `FileRef` or a `RunFile`; what a verb
-writes is fetched by digest. What is called back meanwhile stays on the client.
+Parameters in the path come from the path; the others are the query of a GET and the JSON body of any other request, by
+name. The caller's files are first uploaded by digest, and named by a `FileRef` or a `RunFile`; files that a verb writes
+are fetched by digest. Callbacks stay on the client.
 
-Lists come in pages, and a cursor marks where a page ends. A cursor names the last entry of a page, never how many came
-before, so the next page begins behind it whatever was added meanwhile. It belongs to one list of one project, asked
-with the same parameters, and means nothing anywhere else.
+Lists have pages, and a cursor marks the end of a page. A cursor contains the key of the last entry, not the number of
+entries before, so the next page begins after that entry whatever was added meanwhile. It is valid for one list of one
+project with the same parameters only.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from posttrain.domain.ids import Role
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-API_VERSION = 1  # that a client speaks; it is in the path of every request
-API_VERSIONS = (1,)  # that a server speaks: beside its own that of the release before
-UNKNOWN_PARAMETER = "unknown parameter"  # words of a refusal
+API_VERSION = 1  # of a client; it is in the path of every request
+API_VERSIONS = (1,)  # of a server: its own and that of the previous release
+UNKNOWN_PARAMETER = "unknown parameter"  # in the message of a refusal
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
 PREFIX = f"/v{API_VERSION}/projects/{{project}}"
-MOST, USUAL = 1000, 100  # things of one page
+MOST, USUAL = 1000, 100  # items of one page
 
 
 LIMIT, CURSOR = "limit", "cursor"
 
 
-FILES = "files"  # relative path in the words of a request → what lies there
+FILES = "files"  # relative path in the strings of a request → file
 
 
 _NAMED = re.compile(r"{(\w+)}")
@@ -68,34 +68,34 @@ _NAMED = re.compile(r"{(\w+)}")
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file or a folder of whoever asks, in the store: `FileRef("train.jsonl", "sha256:…", "file")`."""
+    """A file or a folder of the caller, in the store: `FileRef("train.jsonl", "sha256:…", "file")`."""
 
-    name: str  # its last part, as it is called where it lies
+    name: str  # the last part of its path on the client
     digest: str
     form: str  # file | tree
 
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A run file with the local files that it names, which are rewritten to the names they have in `files`."""
+    """A run file with the local files that it names; their paths in it are rewritten to their names in `files`."""
 
-    name: str  # as errors call it
+    name: str  # in errors
     text: str
-    files: Mapping[str, FileRef] = field(default_factory=dict)  # relative path in the text → what lies there
+    files: Mapping[str, FileRef] = field(default_factory=dict)  # relative path in the text → file
 
 
 class Asks(Protocol):
-    """Carries verbs out: this process, a server, or a guard in front of either."""
+    """The component that carries verbs out: this process, a server, or a guard in front of either."""
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         """Carry a verb out."""
 
     def close(self) -> None:
-        """Nothing is asked after it."""
+        """Close it; no verb may be called afterwards."""
 
 
 class Verbs:
-    """A set of verbs, and what carries them out."""
+    """A set of verbs, and the component that carries them out."""
 
     def __init__(self, asks: Asks) -> None:
         self.asks = asks
@@ -106,24 +106,24 @@ class Verb(Generic[P, R]):
     """One verb."""
 
     function: Callable[Concatenate[Any, P], R]  # its declaration
-    method: str  # GET | POST | PUT | DELETE; empty: it is no request
+    method: str  # GET | POST | PUT | DELETE; empty: not an HTTP request
     path: str  # below the project
-    needs: Role  # the least
-    answered_by: str  # MODULE[:FUNCTION] of this package, or what a workspace has: `.ledger.find_run`
+    needs: Role  # the lowest role
+    answered_by: str  # MODULE[:FUNCTION] of this package, or a path in a workspace: `.ledger.find_run`
     heavy: bool = False  # it reads files, or computes: a worker answers it
-    command: str = ""  # that people type for it
-    newest: Callable[[Any], str] | None = None  # of a list that begins with the newest: what names a thing
-    key: Callable[[Any], tuple[Any, ...]] | None = None  # of a list in the order of a key that is each thing's own
+    command: str = ""  # of the command line, if it is not the verb's name
+    newest: Callable[[Any], str] | None = None  # of a list that begins with the newest: the id of an item
+    key: Callable[[Any], tuple[Any, ...]] | None = None  # of a list in the order of a unique key: the key of an item
     run_file: bool = False  # its path is a run file
-    writes: str = ""  # the folder that it writes: it stays on the client's side, and the files are fetched into it
-    file: str = ""  # `writes` is no folder but a file, which may be left out; the server calls it so
-    streams: str = ""  # the field of its answer whose things may come one by one
+    writes: str = ""  # parameter with the folder that it writes; the client fetches the files into it
+    file: str = ""  # `writes` is a file, which may be omitted, instead of a folder; its name on the server
+    streams: str = ""  # the field of its answer whose items may be streamed
     along: Mapping[str, str] = field(
         default_factory=dict
-    )  # words that may name local files, which are sent; their kind
-    sent: Mapping[str, Any] | None = None  # what is sent instead: parameters are values which the server has
-    meant: str = ""  # MODULE:FUNCTION that makes the parameters of what is sent instead
-    seals: bool = False  # the event log is sealed behind it
+    )  # parameters that may name local files, which are sent → their kind
+    sent: Mapping[str, Any] | None = None  # the parameters to send instead, where its own are values of the server
+    meant: str = ""  # MODULE:FUNCTION that converts the sent parameters to its own
+    seals: bool = False  # the event log is sealed after it
 
     @overload
     def __get__(self, verbs: None, kind: type) -> Verb[P, R]: ...
@@ -135,7 +135,7 @@ class Verb(Generic[P, R]):
         return self if verbs is None else self.bound(verbs.asks)
 
     def bound(self, asks: Asks, *first: Any) -> Callable[..., R]:
-        """What asks it, with these words before all others; it looks like the declaration."""
+        """Return a function that calls the verb with these first arguments, with the rest of the declared signature."""
 
         def asked(*words: Any, **options: Any) -> R:
             return cast("R", asks.ask(self, *first, *words, **options))
@@ -147,35 +147,35 @@ class Verb(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """As it is declared."""
+        """The name of its declaration."""
         return self.function.__name__
 
     @property
     def typed(self) -> str:
-        """The command that people type for it."""
+        """The command of the command line."""
         return f"posttrain {self.command or self.name.replace('_', ' ')}"
 
     @property
     def whole_path(self) -> str:
-        """With the project."""
+        """The path with the version and the project."""
         return PREFIX + self.path
 
     @property
     def in_path(self) -> tuple[str, ...]:
-        """The parameters that the path names."""
+        """The parameters in the path."""
         return tuple(_NAMED.findall(self.path))
 
     @functools.cached_property
     def declared(self) -> inspect.Signature:
-        """Its parameters as they are written."""
+        """Its parameters, with annotations as written."""
         own = inspect.signature(self.function)
         return own.replace(parameters=list(own.parameters.values())[1:])
 
     def given(self, words: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its arguments by name.
+        """Return its arguments by name.
 
         Raises:
-            InputError: one is unknown, missing, or too many.
+            InputError: an unknown, missing or surplus argument.
         """
         refuse_unknown(self.name, options, self.declared.parameters)
         try:
@@ -185,40 +185,40 @@ class Verb(Generic[P, R]):
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Its parameters, with the types themselves; what it answers is left as it is written."""
-        from posttrain.api.codec import signature  # loads what reads values
+        """Its parameters, with resolved types; the return annotation stays as written."""
+        from posttrain.api.codec import signature  # loads pydantic
 
         return signature(self.function)
 
     @property
     def answer(self) -> TypeAdapter[Any]:
-        """What reads its answer. It loads the rooms of the values in it, which a server need not."""
+        """The reader of its answer. It loads the packages of the values, which a server need not do."""
         from posttrain.api.codec import answer
 
         return answer(self.function)
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Name → parameter as it is sent, those of the path too."""
+        """Name → parameter as it is sent, including those in the path."""
         return dict(self._sent())
 
     @property
     def looks_at_jobs(self) -> bool:
-        """Whether the host that has the jobs of a run answers best: it alone can read what they say."""
+        """Whether the host of a run's jobs should answer: only that host can read their output."""
         return "run_id" in self.in_path and (not self.unsafe or self.name == "retry")
 
     @property
     def unsafe(self) -> bool:
-        """Whether it may change something, so that a repeated request must be known as one."""
+        """Whether it may change something, so that a repeated request must be recognised."""
         return self.method != "GET"
 
     @property
     def paged(self) -> bool:
-        """Whether it answers with pages of a list."""
+        """Whether it returns pages of a list."""
         return self.newest is not None or self.key is not None
 
     def answers(self, workspace: Any) -> Callable[P, R]:
-        """What answers it in this process, over an open workspace."""
+        """Return the function that answers it in this process, on an open workspace."""
         if self.answered_by.startswith("."):
             return cast("Callable[P, R]", functools.reduce(getattr, self.answered_by[1:].split("."), workspace))
         function = named_function(self.answered_by, self.name)
@@ -254,7 +254,7 @@ def refuse_unknown(verb: str, given: Iterable[str], known: Collection[str]) -> N
     """Refuse a parameter that a verb does not have.
 
     Raises:
-        InputError: there is one.
+        InputError: a parameter is unknown.
     """
     for name in given:
         if name not in known:
@@ -262,7 +262,7 @@ def refuse_unknown(verb: str, given: Iterable[str], known: Collection[str]) -> N
 
 
 def named_function(place: str, name: str = "") -> Callable[..., Any]:
-    """The function that MODULE[:FUNCTION] of this package names."""
+    """Return the function that MODULE[:FUNCTION] of this package names."""
     module, _, own = place.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"posttrain.{module}"), own or name)
     return found
@@ -270,7 +270,7 @@ def named_function(place: str, name: str = "") -> Callable[..., Any]:
 
 @functools.cache
 def _first(function: Callable[..., Any]) -> str:
-    """The first parameter of what answers: `workspace`, or the part of one that it works on."""
+    """Return the name of a function's first parameter: `workspace`, or the attribute of one that it requires."""
     return next(iter(inspect.signature(function).parameters))
 
 
@@ -302,10 +302,10 @@ def verb(
     meant: str = "",
     seals: bool = False,
 ) -> Callable[[Callable[Concatenate[Any, P], R]], Verb[P, R]]:
-    """Declare a verb; everything else as the fields of `Verb`.
+    """Declare a verb; the other arguments are fields of `Verb`.
 
     Args:
-        request: method and path below the project; empty: it is none, and a client does it with others.
+        request: method and path below the project; empty: no request, a client composes it of other verbs.
     """
     method, _, path = request.partition(" ")
     how = (heavy, command, newest, key, run_file, writes, file, streams, along, sent, meant, seals)
@@ -313,26 +313,26 @@ def verb(
 
 
 def answers(verb: Verb[P, R]) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """Mark what answers a verb: whoever checks types sees whether it takes and gives what the verb declares."""
+    """Mark the function that answers a verb: the type checker compares its signature with the verb's declaration."""
     return lambda function: function
 
 
 def verbs_of(kind: type[Verbs]) -> dict[str, Verb[..., Any]]:
-    """Name → verb, of a set and those that it is made of, as they are declared."""
+    """Return name → verb, of a set and its base classes, in the order of declaration."""
     found = [one for part in kind.__mro__ for one in vars(part).values() if isinstance(one, Verb)]
     return {one.name: one for one in found}
 
 
-_SUM = 6  # bytes at the beginning of a cursor, by which it is known to be whole
+_SUM = 6  # bytes of the checksum at the beginning of a cursor
 
 
 def numbers(sample: str) -> tuple[int, ...]:
-    """`(12, 388, 3)` of the id `12.388.3`: its order among the samples of a stage."""
+    """Return the sort key of a sample in its stage: `(12, 388, 3)` for the id `12.388.3`."""
     return tuple(int(part) if part.isdecimal() else -1 for part in sample.split("."))
 
 
 def cursor(project: str, verb: Verb[..., Any], named: Mapping[str, Any], key: tuple[Any, ...]) -> str:
-    """The place behind the thing of this key.
+    """Return the cursor of the position after the item with this key.
 
     Args:
         named: the request's parameters.
@@ -342,10 +342,10 @@ def cursor(project: str, verb: Verb[..., Any], named: Mapping[str, Any], key: tu
 
 
 def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The key that a cursor was made of.
+    """Return the key in a cursor.
 
     Raises:
-        CursorError: it is none, or one of another list, project or parameters.
+        CursorError: not a cursor, or the cursor of another list, project or parameters.
     """
     try:
         whole = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
@@ -368,7 +368,7 @@ def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any
 
 
 def _is_key(verb: Verb[..., Any], key: Any) -> bool:
-    """Whether things of a list can have it: words and numbers, of a run its id."""
+    """Return whether items of the list can have this key: strings and numbers; for a list of runs, one id."""
     if not isinstance(key, list) or not all(type(one) in (str, int, float) for one in key):
         return False
     return verb.newest is None or (len(key) == 1 and type(key[0]) is str and key[0].isprintable())

@@ -164,7 +164,7 @@ class Driver:
         return changed
 
     def _of(self, project: str) -> OpenWorkspace:
-        """Return the workspace as this driver sees one of its projects."""
+        """Return the workspace scoped to a project."""
         if project not in self._seen:
             own = self._workspace
             self._seen[project] = seen = own.seen_by(DRIVER, project, AUTH) if self._served else own

@@ -228,7 +228,7 @@ def _positive(timeout: float | None) -> float | None:
 
 
 TimeoutOption = Annotated[
-    float | None, typer.Option(callback=_positive, help="Seconds to wait at most; a run continues after that.")
+    float | None, typer.Option(callback=_positive, help="Seconds to wait; the run continues after them (exit code 12).")
 ]
 
 
@@ -238,15 +238,13 @@ TagOption = Annotated[
 ]
 
 
-DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Give the run to a background driver, and do not wait for its end.")
-]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return at once; a background driver continues the run.")]
 
 
 def run(
     file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file, or manifest written by lock.")],
     again: Annotated[
-        bool, typer.Option("--again", help="Start another run of a manifest that was submitted before.")
+        bool, typer.Option("--again", help="Run again although an identical run exists; finished stages are reused.")
     ] = False,
     timeout: TimeoutOption = None,
     seed: SeedOption = None,
@@ -256,7 +254,7 @@ def run(
     detach: DetachOption = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Submit a run and drive it to its end.
+    """Submit a run and follow it until it ends.
 
     If its manifest was submitted before, the command attaches to that run. The exit code is the run's outcome.
     """

@@ -181,7 +181,7 @@ def verify(
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Hash a lineage and the event log again. The exit code is 8 if a hash does not match."""
+    """Verify the hashes of a lineage and of the event log. The exit code is 8 if one does not match."""
     report = open_control().verify(target or "")
     target = target or (f"channels {', '.join(report.channels)}" if report.channels else "no channel has a release")
     if output is Output.JSON:
@@ -340,7 +340,8 @@ def remove_policy(channel: ChannelArgument) -> None:
 def protect(channel: ChannelArgument, reason: WhyOption = "") -> None:
     """Require another person's approval for changes of a channel.
 
-    Releases, and changes of the policy and quarantine, wait for the approval.
+    Releases, and changes of the policy and quarantine, wait for the approval. It needs a second member with the role
+    approver (`posttrain member set`), who logs in to a server (`posttrain serve`).
     """
     open_control().protect(channel, protected=True, why=reason)
     say(f"channel {channel} is protected: releases and changes of its policy wait for another person's approval")

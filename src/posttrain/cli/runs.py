@@ -384,7 +384,7 @@ def dead(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """List objects that drivers set aside after failures.
+    """List runs and stages that failed repeatedly and were set aside.
 
     Each failed repeatedly, and the list shows why. `--retry` lets a driver process it again.
     """

@@ -49,7 +49,7 @@ def _held_against(trajectory: Trajectory, score: Score) -> Score:
         try:
             refuse_places(score.at, trajectory.sampled.tolist())
         except AnswerError as error:
-            fault = f"the reward must return {error}; its worker did not look"
+            fault = f"the reward must return {error}; its worker did not check"
     return replace(score, score=None, status="error", message=fault, at={}) if fault else score
 
 

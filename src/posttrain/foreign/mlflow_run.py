@@ -114,7 +114,7 @@ def _place(where: str) -> Path | None:
         if any(path.glob("*/meta.yaml")):
             return path
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"{where}: cannot be looked into: {error}; check the path") from error
+        raise InputError(f"{where}: cannot be read: {error}; check the path") from error
     if not path.is_dir():
         raise NotFoundError(f"{where}: no such folder or file; give MLflow's folder, file of sqlite, or URI")
     raise InputError(f"{where}: is no MLflow store: it has no mlflow.db, no mlruns and no experiment; check the path")

@@ -215,7 +215,7 @@ def run_folder(path: Path, what: str) -> Path:
             os.scandir(folder).close()
             return folder
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"{path}: cannot be looked into: {error}; check the path") from error
+        raise InputError(f"{path}: cannot be read: {error}; check the path") from error
     raise NotFoundError(f"{path}: no such folder; give the folder of {what}")
 
 
@@ -344,7 +344,7 @@ def carried(folder: Path) -> OutsideRun:
     try:
         return _run(said, folder)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise InputError(f"{RUN}: is no run that was read: {type(error).__name__} {str(error)[:80]}") from error
+        raise InputError(f"{RUN}: is not a valid run: {type(error).__name__} {str(error)[:80]}") from error
 
 
 def _run(said: Mapping[str, Any], folder: Path) -> OutsideRun:
@@ -353,7 +353,7 @@ def _run(said: Mapping[str, Any], folder: Path) -> OutsideRun:
     names = [str(name) for name in said["points"]["names"]]
     for metric, step, value, at in zip(*columns, strict=True):
         if not 0 <= metric < len(names):
-            raise ValueError("a point of no metric")
+            raise ValueError("a point without a metric")
         points.add(names[metric], int(step), float(value), float(at))
     model = said["model"]
     return OutsideRun(

@@ -106,7 +106,7 @@ _WHY = {  # reason → settings that change the result or the output for people
     "there is no label smoothing": "label_smoothing_factor",
     "a step's loss is divided by the tokens of all devices": "average_tokens_across_devices",
     "the batch is as written; micro_batch_tokens bounds the memory": "auto_find_batch_size",
-    "float16 is not there; dtype: float32 or bfloat16": "fp16",
+    "float16 is not supported; dtype: float32 or bfloat16": "fp16",
 }
 _CHANGES = {name: why for why, names in _WHY.items() for name in names.split()}
 _SAME = {  # values that match the behaviour here, in addition to empty ones
@@ -234,7 +234,7 @@ def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kin
     if settings.given("loss_type"):
         fits = len(names) == 1 and names[0] in known
         draft.carry("loss_type", loss, "kind", stage["kind"]) if fits else draft.changed.append(
-            f"loss_type: {loss}: is not there; {_PAIRS if kind == 'dpo' else 'the loss is the mean over tokens'}"
+            f"loss_type: {loss}: is not supported; {_PAIRS if kind == 'dpo' else 'the loss is the mean over tokens'}"
         )
     if kind == "dpo":
         stage["beta"] = settings.number("beta", default=0.1)
@@ -323,7 +323,7 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     loss = str(settings.take("loss_type", default="dapo"))
     stage["aggregation"] = _AGGREGATIONS.get(loss, "token-mean")
     if loss not in _AGGREGATIONS:
-        draft.changed.append(f"loss_type: {loss}: is not there yet; token-mean is what dapo does")
+        draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean is what dapo does")
     scale = str(settings.take("scale_rewards", default="group")).lower()
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
@@ -381,7 +381,7 @@ def _runtime(settings: Settings, draft: Draft, parts: int) -> dict[str, Any]:
         found["dtype"] = said
     elif said:
         name = next(name for name in (*names, "mixed_precision") if settings.given(name))
-        draft.changed.append(f"{name}: {said}: is not there; dtype: float32 or bfloat16")
+        draft.changed.append(f"{name}: {said}: is not supported; dtype: float32 or bfloat16")
     if settings.given("activation_checkpointing", "gradient_checkpointing"):
         found["activation_checkpointing"] = settings.flag("activation_checkpointing", "gradient_checkpointing")
     if settings.given("save_steps"):

@@ -158,7 +158,7 @@ def token_concern(
     probable, total = sum(likely.values()), sum(most.values())
     if probable > limit:
         basis = "by earlier stages the run takes about" if any(known.values()) else "the run takes at least about"
-        unless = ", unless what another run makes now is reused" if doubtful else ""
+        unless = ", unless an active run's result is reused" if doubtful else ""
         return Concern(
             f"budget.tokens is {limit}, and {basis} {_short(probable)}: it would stop at its budget{unless}",
             None if doubtful else _raise_tokens(total, cheaper(max(likely, key=likely.__getitem__), kinds)),
@@ -187,7 +187,7 @@ def time_concern(
     if limit is None or total <= limit:
         return None
     more = " and more" if len(known) < len(estimates) else ""
-    unless = ", unless what another run makes now is reused" if doubtful else ""
+    unless = ", unless an active run's result is reused" if doubtful else ""
     remedy = cheaper(max(known, key=known.__getitem__), kinds)
     if total <= LONGEST:
         remedy = f"raise budget.wall_clock to {min(math.ceil(1.2 * total / 60), round(LONGEST / 60))}m or {remedy}"

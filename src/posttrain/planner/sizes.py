@@ -238,7 +238,7 @@ def unknown_kinds(load: Load) -> list[str]:
         return []
     kinds = {pool.name: pool.resources.kind for pool in load.placement.pools(load.roles).values()}
     return [
-        f"{name} asks for GPUs of kind {kind}, whose memory is not known: nothing is held against it (known: "
+        f"{name} asks for GPUs of kind {kind}, whose memory is unknown, so sizes are not checked (known: "
         f"{', '.join(sorted(_KINDS))})"
         for name, kind in kinds.items()
         if kind is not None and kind not in _KINDS
@@ -388,8 +388,8 @@ class _Stage:
 
     def _unknown(self) -> str:
         if not self._shapes:
-            return "held against nothing: the model's sizes are not known"
-        return "held against nothing: the devices' memory is not known" + (
+            return "not checked: the model's sizes are unknown"
+        return "not checked: the devices' memory is unknown" + (
             " (name their kind in placement)" if self._load.ray_address else ""
         )
 

@@ -585,7 +585,7 @@ class ApprovalWriting(Writing):
         """Approve or reject a request, or replace an earlier answer; schedules the run that waits for it.
 
         Raises:
-            ConflictError: the same person answers it at the same time.
+            ConflictError: a concurrent request by the same person also answers it.
         """
         said = Approval(request.digest, self._journal.author.name, verdict, self._clock.now(), plain(reason))
         columns, subject = self._owned(said, "actor"), request.run_id or request.channel

@@ -50,9 +50,7 @@ class LagConfig(Frozen):
         if self.cap is not None and self.correction != "tis":
             raise ValueError(f"cap belongs to correction: tis, got cap {self.cap:g} with {self.correction}; drop it")
         if not self.steps and self.correction == "bypass":
-            raise ValueError(
-                "lag.steps 0 is there to correct, got correction: bypass; take tis or decoupled, or no lag"
-            )
+            raise ValueError("lag.steps 0 only corrects, got correction: bypass; use tis or decoupled, or no lag")
         return self
 
     @property

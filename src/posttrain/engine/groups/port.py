@@ -176,7 +176,7 @@ class Backend(Protocol):
 
     @property
     def processes(self) -> Sequence[Process]:
-        """One per rank, in rank order."""
+        """The processes, one per rank, in rank order, in rank order."""
 
     def start(
         self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
@@ -384,7 +384,7 @@ class Replacing:
                 f"{lost}, the {count}th process of this rank that is lost in step {step} (at most {MOST} are replaced)"
             )
             backend.give_up(line)
-            raise WorkerLostError(f"{line}; look in the job's log for what ends it, memory first") from lost
+            raise WorkerLostError(f"{line}; see the job's log for the cause, memory first") from lost
         line = f"{lost}; another takes its place, replacement {count} of at most {MOST} in a step"
         self.recorder.sink(Note(line, time.time(), "warning"))
         self._bare.add(process.rank)

@@ -185,7 +185,7 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
     """
     for name in (_ARRAYS, _REST):
         if not (path / name).is_file():
-            raise IntegrityError(f"checkpoint {path} must hold {name}, what waited to be trained; resume from another")
+            raise IntegrityError(f"checkpoint {path} must hold {name} (samples not trained yet); resume from another")
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
     lost = {int(batch): often for batch, often in found.get("lost", {}).items()}

@@ -186,7 +186,7 @@ def _warmths(batch: TokenBatch, index: Tensor, temperature: float) -> float | Te
     rows = batch.column("temperature")[batch.document_index[index]]
     least, most = torch.stack(rows.aminmax()).tolist()
     if not 0 < least < float("inf"):
-        raise InputError(f"the temperature of a document must be > 0, got {least}; give what it was sampled at")
+        raise InputError(f"the temperature of a document must be > 0, got {least}; pass the one it was sampled at")
     return least if least == most else rows[:, None]
 
 

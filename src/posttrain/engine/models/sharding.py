@@ -337,7 +337,7 @@ class SequenceGroup:
         return swapped
 
     def to_tokens(self, states: Tensor) -> Tensor:
-        """Swap back: [size · chunk, heads / size, head_dim] → [chunk, heads, head_dim]."""
+        """Inverse of `to_heads`: [size · chunk, heads / size, head_dim] → [chunk, heads, head_dim]."""
         swapped: Tensor = _Swapped.apply(states, self.group, self.size, _to_tokens, _to_heads)  # type: ignore[no-untyped-call]
         return swapped
 

@@ -266,7 +266,7 @@ def with_temperature(batch: TokenBatch | None, groups: Sequence[ScoredGroup]) ->
 
 
 def _earned(batch: TokenBatch, prompts: Sequence[int], scores: Sequence[Score]) -> TokenBatch:
-    """Add the column `token_scores`, if some score reports at which tokens it was earned."""
+    """Add the column `token_scores`, if any score has per-token values."""
     if not any(score.at for score in scores):
         return batch
     column = torch.zeros(len(batch.tokens))

@@ -268,7 +268,7 @@ class Learner:
         begun = {name.rpartition("/")[0] for name in moments}
         missing = {f"{name}/{key}" for name in begun & wanted.keys() for key in _MOMENTS} ^ moments.keys()
         if missing:
-            raise IntegrityError(f"checkpoint does not fit the model: moment {min(missing)} is odd; start afresh")
+            raise IntegrityError(f"checkpoint does not fit the model: moment {min(missing)} differs; start afresh")
         for name, trained in self.sharding.parameters().items():
             own[name].copy_(parameters[name])
             if name in begun:

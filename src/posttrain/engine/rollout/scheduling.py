@@ -208,7 +208,7 @@ class Intake:
 
     def _served(self, policy: str) -> None:
         if policy:
-            raise InputError(f"rollout engine {self._name} serves one policy, got {policy}; leave the policy away")
+            raise InputError(f"rollout engine {self._name} serves one policy, got {policy}; omit the policy")
 
 
 _NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches")  # see `RowTable`

@@ -1,9 +1,9 @@
-"""The rollout role, the choice of its engine for a model, and the checked call of any engine.
+"""The rollout role, the choice of its engine for a model, and a checked call to any engine.
 
 The role samples responses from the policy's own weights where both share a process, else from a copy.
 
-One call takes prompts to trajectories over any engine, and checks the answers. Without the checks, training would use
-the errors of a third-party engine: an answer of other weights, an answer that is too long, log-probabilities that are
+One call turns prompts into trajectories with any engine, and checks the answers. Without the checks, training would use
+the errors of a third-party engine: a response from different weights, an answer that is too long, log-probabilities that are
 not finite. Each error ends the call with one line that names the sample.
 """
 
@@ -261,7 +261,7 @@ def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, ver
         if segment.source == "sampled" and segment.version != version:
             raise IntegrityError(
                 f"rollout engine {engine}: the answer to {_sample(asked)} must be sampled by policy "
-                f"{version or '(any)'}, got {segment.version or 'none'}; its weights were not brought up to date"
+                f"{version or '(any)'}, got {segment.version or 'none'}; its weights were not updated"
             )
 
 
@@ -357,7 +357,7 @@ class RolloutWorker:
         model = source.open(context.device) if lent is None and source else lent
         if model is None:
             raise InputError(
-                f"rollout rank {context.rank} needs a model, got none lent and no source; place it by policy"
+                f"rollout rank {context.rank} needs a model, got no shared one and no source; place it with policy"
             )
         self._neighbour = context.borrow(WeightSource)
         beside: View = "copy" if self._neighbour is None else "neighbour"
@@ -441,7 +441,7 @@ class RolloutWorker:
         if views is None:
             raise InputError(
                 f"rollout engine {self._engine.name} of rank {self._rank} must attest its weights, and cannot; use one "
-                "that can, or place it beside the policy"
+                "that can, or place it with the policy"
             )
         found = attest_views(views)
         if self._served is None:

@@ -68,14 +68,14 @@ class InstalledExecutor:
             return Unknown(f"{plugin}: submit raised {type(error).__name__}: {_line(error)}")
         if isinstance(answer, Accepted | Exists | Unknown):
             return answer
-        return Unknown(f"{plugin}: submit must answer Accepted, Exists or Unknown, got {answer!r:.80}")
+        return Unknown(f"{plugin}: submit must return Accepted, Exists or Unknown, got {answer!r:.80}")
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
         with self._asked("observe") as made:
             seen = list(made.observe(jobs))
             if len(seen) != len(jobs) or not all(isinstance(one, Observation) for one in seen):
-                raise TypeError(f"must give {len(jobs)} observations, got {seen!r:.80}")
+                raise TypeError(f"must return {len(jobs)} observations, got {seen!r:.80}")
             return seen
 
     def signal(self, job: JobRef, word: Signal) -> None:

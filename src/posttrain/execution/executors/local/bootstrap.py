@@ -70,7 +70,7 @@ def _expected(folder: Path) -> Environment | str:
         return ""
     expected = pinned(digest, cache)
     if expected is None:
-        return f"the listing of environment {digest[:19]}… no longer exists; posttrain retry uses the environment as it is"
+        return f"the listing of environment {digest[:19]}… no longer exists; posttrain retry uses the current files"
     return expected
 
 

@@ -260,10 +260,10 @@ def _trouble(*_: str) -> str:
     except FileNotFoundError:
         return "podman is not installed; install podman 4 or newer and an OCI runtime (crun or runc)"
     except (OSError, subprocess.SubprocessError) as error:
-        return f"podman gives no answer ({' '.join(str(error).split())[:200]}); run podman info"
+        return f"podman does not answer ({' '.join(str(error).split())[:200]}); run podman info"
     found = re.match(r"\d+", said.stdout.strip())
     if said.returncode or found is None:
-        return f"podman gives no answer ({' '.join(said.stderr.split())[:200]}); run podman info"
+        return f"podman does not answer ({' '.join(said.stderr.split())[:200]}); run podman info"
     if int(found[0]) < _OLDEST:
         return f"podman must be {_OLDEST} or newer, got {said.stdout.strip()}; upgrade it"
     if shutil.which(_RUNTIME) is None:
@@ -325,7 +325,7 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
     try:
         why = _refused(str(spec["image"]), box["fetch_seconds"])
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        why = f"image {spec['image']}: podman gives no answer ({one_line(str(error))}); run podman info"
+        why = f"image {spec['image']}: podman does not answer ({one_line(str(error))}); run podman info"
     if why:
         print(why, file=sys.stderr)
     sys.stderr.flush()
@@ -346,7 +346,7 @@ def _refused(image: str, seconds: float) -> str:
         return why
     said = podman("image", "inspect", "--format={{json .Annotations}}", image)
     if said.returncode:
-        return f"image {image}: podman does not say its annotations ({' '.join(said.stderr.split())[:200]})"
+        return f"image {image}: podman does not report its annotations ({' '.join(said.stderr.split())[:200]})"
     if found := sorted(name for name in json.loads(said.stdout) or {} if name.startswith(_ORDERS)):
         return (
             f"image {image} must have no annotation that begins with {_ORDERS}, which an OCI runtime may obey, got "

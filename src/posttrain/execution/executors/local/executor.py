@@ -205,7 +205,7 @@ def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, 
         f"image {request.image}": bool(request.image) and not images,
     }
     if what := next((what for what, asked in wanted.items() if asked), ""):
-        raise InputError(f"job {request.name} asks for {what}; {here}: ask for less, or go elsewhere")
+        raise InputError(f"job {request.name} asks for {what}; {here}: ask for less, or use another executor")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
         if needed > has:

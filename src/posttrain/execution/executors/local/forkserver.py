@@ -98,7 +98,7 @@ class ForkServer:
         return int(answer)
 
     def _give_up(self, folder: Path, why: str) -> None:
-        self._given_up = f"the fork server of its driver serves no more: {why}"
+        self._given_up = f"the fork server of its driver has stopped serving: {why}"
         if self._process is not None:
             self._process.kill()
         self.close()
@@ -192,7 +192,7 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
 
     def start(attempt: Path, spec: dict[str, Any]) -> NoReturn:
         if _pinned(attempt) != digest or not ready(str(attempt)):
-            _cold(attempt, "its order asks for what the fork server has not loaded")
+            _cold(attempt, "its order needs files or modules that the fork server has not loaded")
             supervisor.execute(attempt, spec)
         supervisor.settle(attempt)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # includes the supervisor's locks, which the job must not hold
