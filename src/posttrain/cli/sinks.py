@@ -53,24 +53,16 @@ TrackerOption = Annotated[
 def add(
     name: Annotated[str, typer.Argument(help="Name of the sink.")],
     webhook: Annotated[str, typer.Option(metavar="URL", help="URL that receives each event by POST.")] = "",
-    webhook_env: Annotated[
-        str, typer.Option(metavar="VAR", help="Environment variable with the webhook's URL, if that is secret.")
-    ] = "",
-    secret_env: Annotated[
-        str, typer.Option(metavar="VAR", help="Environment variable with the secret that signs the POSTs.")
-    ] = "",
-    secret_file: Annotated[str, typer.Option(metavar="PATH", help="File with the secret that signs the POSTs.")] = "",
+    webhook_env: Annotated[str, typer.Option(metavar="VAR", help="Variable with the URL, if it is secret.")] = "",
+    secret_env: Annotated[str, typer.Option(metavar="VAR", help="Variable with the signing secret.")] = "",
+    secret_file: Annotated[str, typer.Option(metavar="PATH", help="File with the signing secret.")] = "",
     jsonl: Annotated[str, typer.Option(metavar="PATH", help="File that receives one line for each event.")] = "",
     email: Annotated[str, typer.Option(metavar="TO", help="Address that receives a mail for each event.")] = "",
     smtp: Annotated[str, typer.Option(metavar="HOST:PORT", help="SMTP server that sends the mail.")] = "",
     sender: Annotated[str, typer.Option("--from", metavar="ADDRESS", help="Sender of the mail.")] = "",
-    smtp_security: Annotated[
-        str, typer.Option(metavar="starttls|none", help="Security of the SMTP connection.")
-    ] = "starttls",
-    smtp_user_env: Annotated[str, typer.Option(metavar="VAR", help="Environment variable with the SMTP user.")] = "",
-    smtp_password_env: Annotated[
-        str, typer.Option(metavar="VAR", help="Environment variable with the SMTP password.")
-    ] = "",
+    smtp_security: Annotated[str, typer.Option(metavar="starttls|none", help="Security of SMTP.")] = "starttls",
+    smtp_user_env: Annotated[str, typer.Option(metavar="VAR", help="Variable with the SMTP user.")] = "",
+    smtp_password_env: Annotated[str, typer.Option(metavar="VAR", help="Variable with the SMTP password.")] = "",
     on: Annotated[
         str,
         typer.Option(
