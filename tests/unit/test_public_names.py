@@ -179,9 +179,11 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach note stop retry signal dead"
-    verbs += " sample eval export promote approve reject rollback channel lineage verify trace track"
-    verbs += " import asset sink gc backup restore erase doctor serve login logout whoami project member token"
+    verbs = "demo examples init plan lock run sweep attach stop retry signal dead"
+    verbs += " ls get logs why diff compare trace note sample eval"
+    verbs += " export promote approve reject rollback channel lineage verify"
+    verbs += " serve login logout whoami project member token sink track"
+    verbs += " asset import gc backup restore erase doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
