@@ -179,7 +179,7 @@ def test_a_truncated_ledger_is_refused_in_one_line_and_not_replaced(copy: World,
 def test_a_lost_ledger_is_not_replaced_by_a_fresh_one(copy: World) -> None:
     (copy.root / ".posttrain" / "ledger.db").unlink()
     result = copy("init")
-    assert (result.exit_code, "its ledger is gone; restore" in result.stderr) == (10, True)
+    assert (result.exit_code, "its ledger is missing; restore" in result.stderr) == (10, True)
 
 
 def test_an_init_that_died_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

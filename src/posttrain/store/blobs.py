@@ -210,7 +210,7 @@ class ObjectBlobs:
             self._backend.write(self._store, blob_key(digest), chunks, path.stat().st_size)
 
     def _settle(self, digest: str) -> None:
-        """Make a blob durable, even if it already exists: the process that wrote it may have stopped before this step."""
+        """Make a blob durable, also an existing one: the process that wrote it may have stopped before this step."""
         with self._translated(digest):
             self._backend.settle(blob_key(digest))
 

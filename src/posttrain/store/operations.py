@@ -2,8 +2,8 @@
 
 An operation records its status, the server that carries it out, and the time of the last client request for it. That
 server reports each change of the status, and reports that it is alive every `BEAT_SECONDS`. After `SILENT_SECONDS`
-without a report, or once that process is known to have died, the operation counts as lost; until then no other server takes it
-over.
+without a report, or once that process is known to have died, the operation counts as lost; until then no other server
+takes it over.
 
 A request with a key that is sent again gets the same answer, and is not carried out again.
 
@@ -14,8 +14,8 @@ Parts of unfinished uploads are objects in the store, and rows that name them. A
     uploads/PROJECT/HEX.START.RANDOM    the bytes received from offset START
 
 An upload is a digest with a size: a request with another size for the same digest is another upload and shares no
-parts. A part counts only after its row exists. Of two requests that send the same part, one gets the row; the object of the
-other is deleted. Objects without a row, left by a killed process, are deleted by `posttrain gc`.
+parts. A part counts only after its row exists. Of two requests that send the same part, one gets the row; the object of
+the other is deleted. Objects without a row, left by a killed process, are deleted by `posttrain gc`.
 
 Bytes that a project sent are noted even before a row names them, so every server of the ledger finds them.
 """

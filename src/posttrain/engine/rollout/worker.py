@@ -3,8 +3,8 @@
 The role samples responses from the policy's own weights where both share a process, else from a copy.
 
 One call turns prompts into trajectories with any engine, and checks the answers. Without the checks, training would use
-the errors of a third-party engine: a response from different weights, an answer that is too long, log-probabilities that are
-not finite. Each error ends the call with one line that names the sample.
+the errors of a third-party engine: a response from different weights, an answer that is too long, log-probabilities
+that are not finite. Each error ends the call with one line that names the sample.
 """
 
 import time
