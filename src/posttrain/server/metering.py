@@ -170,7 +170,7 @@ class _Asked:
             yield from _stood(one, self._waited(one))
 
     def _waited(self, now: Standing) -> float:
-        """Return the longest wait for a driver, in seconds; an object that is due waits since this process first saw it."""
+        """Return the longest wait for a driver, in seconds; a due object waits since this process first saw it."""
         moment = time.monotonic()
         self._seen = {one: self._seen.get(one, moment) for one in now.at_once}
         return max(now.oldest_due, moment - min(self._seen.values(), default=moment))
