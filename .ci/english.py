@@ -61,6 +61,9 @@ PHRASES = (
     r"\bby and by\b",
     r"\bbefore long\b",
     r"\bin (?:its|their) stead\b",
+    r"\bmeanwhile\b",
+    r"\b(?:an)?other (?:\w+ ){1,3}than\b",
+    r"\bstops no other\b",
 )
 _ANY = re.compile("|".join(PHRASES), re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z][\w'’-]*")

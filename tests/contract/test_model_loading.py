@@ -9,13 +9,14 @@ from pathlib import Path
 import families
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import copy_weights, load_model, load_tokenizer, restore_weights, save_model
+from posttrain.engine.models.loading import load_model, load_tokenizer, save_model
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import generate, open_rollout
@@ -56,20 +57,19 @@ def test_the_same_weights_give_the_same_bytes(family: str, tmp_path: Path) -> No
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     assert digests(tmp_path / "a") == digests(tmp_path / "c")
     tied = families.build(family).config.tie_word_embeddings
-    assert ("lm_head.weight" in copy_weights(second)) == (not tied)
+    with safe_open(tmp_path / "b" / "model.safetensors", "pt") as written:
+        assert ("lm_head.weight" in written.keys()) == (not tied)  # noqa: SIM118 - it is no mapping
 
 
-def test_weights_are_restored_in_place(tmp_path: Path) -> None:
+def test_a_decoder_reads_weights_that_are_loaded_in_place() -> None:
     model, other = adopt_module(families.build("qwen3")), adopt_module(families.build("qwen3", seed=1))
     engine = open_rollout(other)
-    restore_weights(other, copy_weights(model))
+    other.module.load_state_dict(model.module.state_dict())
     assert torch.equal(token_logprobs(other, BATCH), token_logprobs(model, BATCH))
     greedy = SamplingParams(max_new_tokens=8, greedy=True)
     sampled = [generate(e, [[3, 4]], samples=1, sampling=greedy)[0] for e in (engine, open_rollout(model))]
     assert sampled[0].response.tolist() == sampled[1].response.tolist()
     assert sampled[0].logprobs.tolist() == sampled[1].logprobs.tolist()
-    with pytest.raises(InputError, match="weights must fit the model, got a mismatch at"):
-        restore_weights(other, copy_weights(adopt_module(families.build("llama"))))
 
 
 def test_bfloat16_is_loaded_as_such(tmp_path: Path) -> None:

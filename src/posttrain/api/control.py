@@ -94,7 +94,7 @@ class Sinks(Verbs):
 
     @verb("POST /sinks/{name}/pause", Role.ADMIN, "app.sinks", command="sink pause")
     def pause_sink(self, name: Name) -> SinkView:
-        """Pause deliveries to a sink until `resume_sink`; events that occur meanwhile are kept."""
+        """Pause deliveries to a sink until `resume_sink`; it receives the events of the pause later."""
 
     @verb("POST /sinks/{name}/resume", Role.ADMIN, "app.sinks", heavy=True, command="sink resume")
     def resume_sink(self, name: Name, *, skip: bool = False) -> SinkView:

@@ -71,7 +71,7 @@ class Wanted(Protocol):
         """Return whether the driver is to end; called after every pass."""
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
-        """Remove a run if `over` still returns True: a user may have resumed it meanwhile."""
+        """Remove a run if `over` still returns True: a user may have resumed it."""
 
     def give_up(self, run_id: str, trouble: str) -> None:
         """Leave a run to a person."""

@@ -38,7 +38,7 @@ from posttrain.domain.runspec import parse_run_spec, read_yaml
 from posttrain.domain.validation import validated
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
 from posttrain.execution import foreground
-from posttrain.foreign.outside import OutsideRun
+from posttrain.foreign.outside import OutsideRun, carried
 from posttrain.foreign.trl_output import read_trl_output
 from posttrain.preflight.fitting import first_row, model_files
 from posttrain.store.trees import materialise, scratch
@@ -410,8 +410,6 @@ def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str |
     mlflow is missing.
     """
     if is_confined():  # the client has read the store, and sent a copy
-        from posttrain.foreign.outside import carried
-
         return _imported(workspace, carried(Path(where)), name)
     from posttrain.foreign.mlflow_run import read_mlflow
 

@@ -174,20 +174,21 @@ for command in (
     *(serving.serve, serving.login, serving.logout, serving.whoami),
 ):
     app.command("eval" if command is models.evaluate else command.__name__)(command)
-app.add_typer(assets.imports, name="import")
-app.add_typer(releases.app, name="channel")
-app.add_typer(assets.app, name="asset")
-app.add_typer(sinks.app, name="sink")
-app.add_typer(serving.project_app, name="project")
-app.add_typer(serving.member_app, name="member")
-app.add_typer(serving.token_app, name="token")
-for part in app.registered_groups:
-    assert part.typer_instance is not None
-    for verb in part.typer_instance.registered_commands:
-        name = verb.name or getattr(verb.callback, "__name__", "")
-        verb.epilog = _epilog(str(name), f"{part.name} {name}")
-for verb in app.registered_commands:
-    verb.epilog = _epilog(str(verb.name), str(verb.name))
+_GROUPS = {
+    "import": assets.imports,
+    "channel": releases.app,
+    "asset": assets.app,
+    "sink": sinks.app,
+    "project": serving.project_app,
+    "member": serving.member_app,
+    "token": serving.token_app,
+}
+for group, part in _GROUPS.items():
+    app.add_typer(part, name=group)
+for group, part in {"": app, **_GROUPS}.items():
+    for verb in part.registered_commands:
+        name = str(verb.name or getattr(verb.callback, "__name__", ""))
+        verb.epilog = _epilog(name, f"{group} {name}".strip())
 
 
 def main() -> None:

@@ -161,7 +161,7 @@ def test(name: SinkArgument) -> None:
 
 @app.command("pause")
 def pause(name: SinkArgument) -> None:
-    """Pause a sink. Events that happen meanwhile wait for `resume`."""
+    """Pause a sink. `resume` delivers the events of the pause."""
     open_control().pause_sink(name)
     say(f"sink {name} is paused; next: posttrain sink resume {name}")
 

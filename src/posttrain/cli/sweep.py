@@ -83,7 +83,7 @@ def sweep(
 
     runs: dict[tuple[int, int], str] = {}  # (place of the setting, seed) → its run
     try:
-        for number, point in enumerate(found.points, start=1):  # a failed run stops no other
+        for number, point in enumerate(found.points, start=1):  # a failed run does not stop the sweep
             run_id = runs[point.place, point.seed] = control.submit_point(point).run.id
             tell(f"[{number}/{len(found.points)}] {setting_words(point.setting)}, seed {point.seed}: run {run_id}")
             with open_quietly(control, run_id, output) as display:

@@ -260,7 +260,7 @@ def gc(
 ) -> None:
     """Delete artifacts that no record needs, and leftovers.
 
-    Leftovers are cached copies and checkpoints of ended runs, and unfinished uploads. Runs may be active meanwhile.
+    Leftovers are cached copies and checkpoints of ended runs, and unfinished uploads. Runs may be active.
     """
     from posttrain.domain.placement import parse_duration
 
@@ -286,7 +286,7 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder o
 def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     """Copy the ledger and every artifact that it needs.
 
-    Runs may be active meanwhile. Into an existing backup, the command copies only new data.
+    Runs may be active. Into an existing backup, the command copies only new data.
     """
     from posttrain.app.workspace import backup as back_up
 

@@ -268,7 +268,7 @@ def rollback(
     Raises:
         InputError: `lift_quarantine` without `to`; no reason for a protected channel.
         NotFoundError: unknown channel, or no earlier model.
-        ConflictError: another release than `since` is live, or the channel moved meanwhile.
+        ConflictError: the live release is not `since`, or the channel moved since the read.
         QuarantinedError: the model that `to` names is quarantined, and `lift_quarantine` is empty.
         ChannelClosedError: the channel is frozen for rollbacks too, or its policy never lifts a quarantine.
         ApprovalError: lifting the quarantine needs an approval that is missing.

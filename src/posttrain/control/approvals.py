@@ -135,7 +135,7 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     Raises:
         ApprovalError: an approver rejected it.
         ChannelClosedError, QuarantinedError: no approval allows the release.
-        StaleWriteError: the channel changed meanwhile; decide again.
+        StaleWriteError: the channel changed since it was read; decide again.
     """
     with stores.ledger.snapshot() as now:
         found = _may_come(now, request, pinned)

@@ -391,7 +391,7 @@ class Looks:
             return self._known
         try:
             seen = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in launched])
-        except Exception:  # then each job is asked for separately: an error of one stops no other
+        except Exception:  # then each job is observed separately, so one error affects one job
             return {}
         return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
 
@@ -485,6 +485,6 @@ def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
         try:
             jobs.executor.kill(Job(job.name, str(folder)))
             told.append(f"job {job.name} was ended: no attempt owns it")
-        except PosttrainError as error:  # a job that cannot be killed stops no other
+        except PosttrainError as error:  # the next orphan is killed all the same
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
     return told

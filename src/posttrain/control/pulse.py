@@ -4,11 +4,11 @@ A run is due again at a time that its rows contain, or when one of its jobs chan
 runs of a driver. It asks the executor once for all jobs, at most twice in `OBSERVE_SECONDS` if there are many, and
 reads each job's reports; it does not query the ledger.
 
-An error of one object is recorded, retried with back-off, and stops no other object. A lost race is no error: the next
-pass reads the current rows. Bytes that do not match their digest do not repair themselves: a stage that had not started
-fails. Any other error (a store that answers 503, a full disk, two inconsistent reads) is retried for a limited time;
-then the object is set aside with its traceback (`posttrain dead`) and stays unchanged, so that no work of a job is
-lost. The work queue stores all of this: it outlives the driver.
+An error of one object is recorded and retried with back-off; it does not affect other objects. A lost race is no error:
+the next pass reads the current rows. Bytes that do not match their digest do not repair themselves: a stage that had
+not started fails. Any other error (a store that answers 503, a full disk, two inconsistent reads) is retried for a
+limited time; then the object is set aside with its traceback (`posttrain dead`) and stays unchanged, so that no work of
+a job is lost. The work queue stores all of this: it outlives the driver.
 """
 
 import queue

@@ -1,4 +1,4 @@
-"""The contract between the control side and a job process: orders, results, and facts that it reports meanwhile.
+"""The contract between the control side and a job process: orders, results, and facts that it reports while it runs.
 
 Facts are values, streamed as JSON lines into the attempt folder's event segments. The engine makes them without
 importing store or telemetry; a reader gets the same values back. A value must have the type that the dataclass

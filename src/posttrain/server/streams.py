@@ -79,7 +79,7 @@ class Followed(StreamingResponse):
 
 
 class _Leave:
-    """Checks that a follower still has the permission: the token may be revoked, the role removed meanwhile."""
+    """Checks that a follower still has the permission: the token may have been revoked, or the role removed."""
 
     def __init__(self, admitted: Callable[[Request, str], object], request: Request, verb: str) -> None:
         self._admitted, self._request, self._verb = admitted, request, verb

@@ -213,37 +213,6 @@ def _name_dtype(config: Any, dtype: torch.dtype, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def copy_weights(model: Backbone) -> dict[str, Tensor]:
-    """Return a copy of every weight by name, tied weights once, each in separate memory (fit for safetensors)."""
-    state = model.module.state_dict()
-    return {n: state[n].detach().clone(memory_format=torch.contiguous_format) for n in copy_names(model)}
-
-
-def restore_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
-    """Write weights into the model in place, so that optimisers and zero-copy decoders stay valid.
-
-    Raises:
-        InputError: names or shapes differ from those of `copy_weights` for this model.
-    """
-    own = {name: tensor for name, tensor in model.module.state_dict().items() if name in weights}
-    missing = set(copy_names(model)) ^ set(weights)
-    wrong = [name for name, tensor in own.items() if tensor.shape != weights[name].shape]
-    if missing or wrong:
-        first = min(missing | set(wrong))
-        raise InputError(f"weights must fit the model, got a mismatch at {first}; load them into their own model")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-
-
-def copy_names(model: Backbone) -> list[str]:
-    """Return the names of `copy_weights`, without copying."""
-    places: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in model.module.state_dict().items():
-        places.setdefault((tensor.data_ptr(), tensor.shape), name)
-    return list(places.values())
-
-
 def _detached_state(module: PreTrainedModel) -> dict[str, Any]:
     """Return clones that share memory only where weights are tied: a zero-copy decoder fuses parameters in buffers."""
     clones: dict[tuple[int, torch.Size], Tensor] = {}

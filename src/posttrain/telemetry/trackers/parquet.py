@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import write_stream
 from posttrain.telemetry.tracking import Cursor, Ending, FileTracker, Row, TrackedRun
-
-if TYPE_CHECKING:
-    import pyarrow
 
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _PLACE = ["stage", "metric", "step"]
@@ -93,7 +90,7 @@ class ParquetTracker(FileTracker):
                 writer.write_table(pyarrow.table(columns, schema=_schema()))
 
 
-def _schema() -> pyarrow.Schema:
+def _schema() -> Any:
     import pyarrow
 
     kinds = ("string", "string", "int64", "float64", "string", "float64")
