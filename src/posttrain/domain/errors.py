@@ -122,7 +122,7 @@ class LimitError(CapacityError):
 
 
 class UnavailableError(InfrastructureError):
-    """The artifact store is unavailable; nothing is half-written, and a later retry helps."""
+    """The artifact store does not answer; nothing is half-written, and a later retry helps."""
 
 
 class BudgetExceededError(PosttrainError):
