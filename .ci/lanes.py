@@ -100,7 +100,7 @@ SLOW = (
             *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
             *_tests("unit", "access", "app_background", "cli_sinks", "foreign_objects", "interface", "remote_verbs",
                     "server", "server_children", "server_console", "server_logs", "server_s3", "telemetry_timeline",
-                    "underway", "versions"),
+                    "server_operations", "versions"),
         ),
     ),
     Lane(

@@ -8,7 +8,7 @@ eight of each, and resemble each other: half of the variance is taken to be the 
 chunks worse than items dealt in turn. Costs are tokens, or tokens and causal attention of a model with 0.85 M
 parameters in 4 layers.
 
-Beside `pacing.balancing.balance` stand what one does without it (equal counts: contiguous chunks, or items dealt in
+Beside `pacing.balance.balance` stand what one does without it (equal counts: contiguous chunks, or items dealt in
 turn) and Karmarkar-Karp differencing; the floor is what no split goes below, the bound what ours is proven not to
 exceed. Each number is the median over draws; times are CPU time of this process, best of the draws.
 """
@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from benchmarks.judging import Claim, at_most, judge
-from posttrain.pacing.balancing import TOKENS, Assignment, CostModel, balance
+from posttrain.pacing.balance import TOKENS, Assignment, CostModel, balance
 
 MEAN, SIGMA, GROUP, OF_PROMPT = 256, 0.99, 8, 0.5
 BATCHES = (64, 256, 1024, 4096)

@@ -34,7 +34,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
-from posttrain.server.entrance import to_json
+from posttrain.server.authentication import to_json
 
 ROUNDS, PER_TRANSACTION = 3, 200
 STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")

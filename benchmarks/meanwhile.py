@@ -38,12 +38,12 @@ from posttrain.engine.config import GRPOConfig, KLConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
+from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rollout.port import Rollouts
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scores import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import RewardCall, ScriptedReward

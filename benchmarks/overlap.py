@@ -37,12 +37,12 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
+from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scores import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
 

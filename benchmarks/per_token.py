@@ -38,14 +38,14 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Call, Flow, Stored
 from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import RewardScorer, Stretch
+from posttrain.engine.scores import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import Score, ScriptedReward
 

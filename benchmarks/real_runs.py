@@ -27,14 +27,14 @@ import pyarrow.parquet as pq
 
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.planning import plan_run
+from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure, JobOrder, JobResult, Metric, Output, Progress
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import is_final
-from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
@@ -139,7 +139,7 @@ class Builder:
                 self.reconciler.rest(1.0)
         return run_id
 
-    def _job(self, request: JobRequest) -> int:
+    def _job(self, request: JobSpec) -> int:
         """What a job leaves: of one in twenty runs its first GRPO fails once, of one in fifty whenever it is tried."""
         folder = AttemptFolder(Path(request.attempt_dir))
         order, tried = folder.read_order(), int(folder.path.name)

@@ -15,7 +15,7 @@ from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.settings import OptimizerConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 
 TEACHING_STEPS = 200
 

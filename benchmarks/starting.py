@@ -30,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.judging import at_most, judge
 from posttrain.domain.jobs import JobState, Progress
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 
@@ -114,7 +114,7 @@ def encoding(rounds: int) -> float:
     """Median processor seconds of encoding the rows of an SFT stage, after a first time."""
     # here: a process that launches jobs has no torch
     from posttrain.engine.config import InitModelConfig
-    from posttrain.engine.models.loading import character_tokenizer, encode_examples
+    from posttrain.engine.models.files import character_tokenizer, encode_examples
 
     tokenizer = character_tokenizer(InitModelConfig().characters)
     rows = [
@@ -162,7 +162,7 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
         attempt = folder / f"again-{next(count)}"
         attempt.mkdir()
         (attempt / "job.json").write_bytes(orders[stage])
-        spec = JobRequest(attempt.name, MODULES[stage], str(attempt))
+        spec = JobSpec(attempt.name, MODULES[stage], str(attempt))
         began = time.time()
         executor.submit(spec)
         wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)

@@ -37,13 +37,13 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scores import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import SampleTracer, Trace
+from posttrain.engine.trace import SampleTracer, Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
 from posttrain.store.attempts import AttemptFolder, EventWriter

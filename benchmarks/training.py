@@ -64,14 +64,14 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, Trac
 from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scores import RewardScorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import ScriptedReward
 
 TARGETS = {"sft": 2.0, "grpo": 2.6}  # times TRL's rate, at least, of the small model

@@ -29,14 +29,14 @@ from sqlalchemy import Engine, event
 from benchmarks.judging import at_most, judge
 from posttrain.app.driver import Driver
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.planning import plan_run
+from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import Capacity, Observation
+from posttrain.domain.jobspec import JobRef
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.requests import JobRef
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer

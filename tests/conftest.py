@@ -116,7 +116,7 @@ def _models_read_once() -> Iterator[None]:
 
     `load_model` itself, which `test_model_loading` is about, reads whenever it is called.
     """
-    source = sys.modules.get("posttrain.engine.models.loading")
+    source = sys.modules.get("posttrain.engine.models.files")
     with pytest.MonkeyPatch.context() as patch:
         if source is not None:
             for name in ("load_model", "load_scalar_model"):

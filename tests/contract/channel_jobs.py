@@ -10,13 +10,13 @@ from pathlib import Path
 
 from posttrain.domain.jobs import JobResult
 from posttrain.jobs import entry
-from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects
-from posttrain.store.channels.folder import FolderObjects
-from posttrain.store.channels.objects import ObjectStoreObjects
-from posttrain.store.channels.served import ServedObjects
+from posttrain.store.mailbox import EVENTS, PACK, Mailbox, MailboxObjects
+from posttrain.store.mailboxes.folder import FolderObjects
+from posttrain.store.mailboxes.objects import ObjectStoreObjects
+from posttrain.store.mailboxes.served import ServedObjects
 
 
-def objects(address: str) -> ChannelObjects:
+def objects(address: str) -> MailboxObjects:
     if address.startswith("served:"):
         return ServedObjects(Path(address.removeprefix("served:")))
     return ObjectStoreObjects(address) if "://" in address else FolderObjects(Path(address))
@@ -39,7 +39,7 @@ def _begin(address: str, ready: int, gate: int, opened: int) -> int:
     code = 2
     try:
         os.close(opened)
-        channel = AttemptChannel(objects(address))
+        channel = Mailbox(objects(address))
         os.write(ready, b".")
         os.read(gate, 1)
         code = 0 if channel.start(1, "a process") is None else 1
@@ -49,7 +49,7 @@ def _begin(address: str, ready: int, gate: int, opened: int) -> int:
 
 def write(address: str, segments: str) -> int:
     """Write segments, packed as they fill groups, from where the last writer was killed."""
-    channel = AttemptChannel(objects(address))
+    channel = Mailbox(objects(address))
     for number in range(channel.last(EVENTS) + 1, int(segments) + 1):
         channel.append(EVENTS, number, b"%d\n" % number)
         if number % PACK == 0:

@@ -10,12 +10,12 @@ from typing import Any
 
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.owners import process_alive, process_name
-from posttrain.control.planning import plan_run
+from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.jobs import JobOrder, JobSpec
+from posttrain.domain.jobs import JobCommand, JobOrder
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.runspec import parse_run_spec
@@ -32,9 +32,9 @@ _STAGES = 2
 class Trainer(NativeTrainer):
     """The native trainer, whose jobs only say which devices they have."""
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
         words = {"PYTHONPATH": str(Path(__file__).parent), "JOB_PROOFS": os.environ["JOB_PROOFS"]}
-        return JobSpec(order.name, "device_job", str(attempt_dir), words, self.devices(order.kind, order.params))
+        return JobCommand(order.name, "device_job", str(attempt_dir), words, self.devices(order.kind, order.params))
 
 
 class Executor(LocalExecutor):

@@ -18,7 +18,7 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.journal import RUN
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue
-from posttrain.store.writing import POLICY_SET
+from posttrain.store.writer import POLICY_SET
 
 MODEL = "sha256:" + "b" * 64
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -21,12 +21,12 @@ from held_bytes import HeldBytes
 from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models.loading import ModelSource
+from posttrain.engine.models.files import ModelSource
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
-from posttrain.engine.weights.stream import Attestation, Standing
+from posttrain.engine.weights.stream import Attestation, AttestedWeights
 
 LIMIT = 2048
 FAMILIES = ("qwen3", "llama")  # a tied and an untied output head
@@ -51,7 +51,7 @@ class Pair:
         self.policy.update(mine, SupervisedObjective(Totals.of(BATCH)), step=step)
         self.policy.fill(mine, "now", "logprobs")  # which leaves gathered parameters behind
 
-    def published(self, *, altered: bool = False) -> tuple[Attestation, Standing, int]:
+    def published(self, *, altered: bool = False) -> tuple[Attestation, AttestedWeights, int]:
         """What the ranks' shards add up to, what this rank's copy is then, and the most bytes that it took."""
         mine, count = self.policy.attest(self.rollout.layout())
         expected, counts = Attestation(), []
@@ -80,18 +80,18 @@ def main(rank: int, folder: Path) -> None:
         for family in FAMILIES:
             for dtype in ("float32", "bfloat16"):
                 pair = Pair(RankContext("main", rank, 2, "cpu", collective=True), folder / f"{family}-{rank}", dtype)
-                before: Standing | None = None
+                before: AttestedWeights | None = None
                 for step in range(2):
                     pair.learn(step)
-                    expected, standing, peak = pair.published()
-                    assert standing.found == expected, standing.found.differing(expected)[:3]
-                    assert len(set(map(str, everyone(standing.found)))) == 1
+                    expected, attested, peak = pair.published()
+                    assert attested.found == expected, attested.found.differing(expected)[:3]
+                    assert len(set(map(str, everyone(attested.found)))) == 1
                     # a bucket sent, one taken, their descriptions; gloo's thread lets go of one a moment late
                     assert 0 < peak <= 3 * LIMIT + 2048 < pair.size() / 3
-                    assert before is None or before.found != standing.found
-                    before = standing
-                expected, standing, _ = pair.published(altered=rank == 1)
-                assert len(standing.found.differing(expected)) == (1 if rank == 1 else 0)
+                    assert before is None or before.found != attested.found
+                    before = attested
+                expected, attested, _ = pair.published(altered=rank == 1)
+                assert len(attested.found.differing(expected)) == (1 if rank == 1 else 0)
         print("held")
     finally:
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
+from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 

@@ -9,13 +9,13 @@ import pytest
 
 from posttrain.control.decide import STOP_GRACE_SECONDS
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.planning import plan_run
-from posttrain.control.pulse import OBSERVE_SECONDS
+from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
+from posttrain.control.wakeups import OBSERVE_SECONDS
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.jobs import JobOrder, JobSpec
+from posttrain.domain.jobs import JobCommand, JobOrder
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.local.executor import LocalExecutor
@@ -43,9 +43,9 @@ class Clock:
 class Deaf(NativeTrainer):
     """Its jobs run on until they are killed."""
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
         words = {"PYTHONPATH": str(Path(__file__).parent), "JOB_MODE": "deaf"}
-        return JobSpec(order.name, "executor_job", str(attempt_dir), words)
+        return JobCommand(order.name, "executor_job", str(attempt_dir), words)
 
 
 def _resolve(kind: str, text: str, called: object = None) -> InputRef:

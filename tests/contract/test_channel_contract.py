@@ -1,4 +1,4 @@
-"""What every place of an attempt channel's objects must honour, and what holds over all of them."""
+"""What every place of a mailbox's objects must honour, and what holds over all of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from server_bench import ServerBench, attempt_with_access, served
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects, ControlKind, Summary
-from posttrain.store.channels.folder import FolderObjects
-from posttrain.store.channels.objects import ObjectStoreObjects
-from posttrain.store.channels.served import ServedObjects
+from posttrain.store.mailbox import EVENTS, PACK, ControlKind, Mailbox, MailboxObjects, Summary
+from posttrain.store.mailboxes.folder import FolderObjects
+from posttrain.store.mailboxes.objects import ObjectStoreObjects
+from posttrain.store.mailboxes.served import ServedObjects
 from s3_server import s3_server
 
 HERE = Path(__file__).parent
@@ -77,11 +77,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerBe
 
 
 @pytest.fixture
-def objects(address: str) -> ChannelObjects:
+def objects(address: str) -> MailboxObjects:
     return opened(address)
 
 
-def opened(address: str) -> ChannelObjects:
+def opened(address: str) -> MailboxObjects:
     if address.startswith(SERVED):
         return ServedObjects(Path(folder_of(address)))
     return ObjectStoreObjects(address) if "://" in address else FolderObjects(Path(address))
@@ -91,7 +91,7 @@ def opened(address: str) -> ChannelObjects:
 class Lossy:
     """A place whose answers get lost: the first `lost` of every write went through, or did not; which, nobody hears."""
 
-    inner: ChannelObjects
+    inner: MailboxObjects
     through: bool
     lost: int = 2
     asked: int = field(default=0)
@@ -129,7 +129,7 @@ class Killed(BaseException):
 class Dying:
     """A place whose process is killed before its `steps`-th write or removal."""
 
-    def __init__(self, inner: ChannelObjects, steps: int) -> None:
+    def __init__(self, inner: MailboxObjects, steps: int) -> None:
         self._inner, self._left = inner, steps
 
     def __getattr__(self, name: str) -> object:
@@ -146,7 +146,7 @@ class Dying:
         return counted
 
 
-def test_an_object_is_created_once_and_read_back(objects: ChannelObjects) -> None:
+def test_an_object_is_created_once_and_read_back(objects: MailboxObjects) -> None:
     assert objects.get("a/b.json") is None
     assert objects.create("a/b.json", b"one")
     assert not objects.create("a/b.json", b"two")
@@ -159,7 +159,7 @@ def test_an_object_is_created_once_and_read_back(objects: ChannelObjects) -> Non
     assert objects.get("a/b.json") is None
 
 
-def test_numbers_are_of_what_lies_directly_below_a_folder(objects: ChannelObjects) -> None:
+def test_numbers_are_of_what_lies_directly_below_a_folder(objects: MailboxObjects) -> None:
     assert objects.numbers("events") == []
     for key in ("events/000010.jsonl", "events/000002.jsonl", "events/packs/000007", "events/x.jsonl", "other/1"):
         objects.create(key, b"")
@@ -167,8 +167,8 @@ def test_numbers_are_of_what_lies_directly_below_a_folder(objects: ChannelObject
     assert objects.numbers("events/packs") == [7]
 
 
-def test_one_begins_and_who_comes_later_learns_who(objects: ChannelObjects) -> None:
-    channel = AttemptChannel(objects)
+def test_one_begins_and_who_comes_later_learns_who(objects: MailboxObjects) -> None:
+    channel = Mailbox(objects)
     assert channel.started() is None
     assert channel.start(3, "me") is None
     held = channel.start(3, "another")
@@ -177,8 +177,8 @@ def test_one_begins_and_who_comes_later_learns_who(objects: ChannelObjects) -> N
     assert channel.bury(3, "stopped") == held == channel.started()
 
 
-def test_nobody_begins_what_was_given_up(objects: ChannelObjects) -> None:
-    channel = AttemptChannel(objects)
+def test_nobody_begins_what_was_given_up(objects: MailboxObjects) -> None:
+    channel = Mailbox(objects)
     assert channel.bury(3, "stopped by a person") is None
     assert channel.bury(3, "again") is None
     held = channel.start(3, "late")
@@ -192,14 +192,14 @@ def test_of_eight_processes_at_once_one_begins(address: str) -> None:
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE)
     codes = dict(json.loads(done.stdout))
     assert sorted(codes.values()) == [0] + [1] * 7
-    held = AttemptChannel(opened(address)).started()
+    held = Mailbox(opened(address)).started()
     assert held is not None
     assert codes[held.pid] == 0
 
 
 def test_of_a_start_and_a_tombstone_at_once_one_holds(address: str) -> None:
     for number in range(10):
-        channel = AttemptChannel(opened(f"{address}-{number}"))
+        channel = Mailbox(opened(f"{address}-{number}"))
         barrier, said = threading.Barrier(2), {}
 
         def act(name: str, deed: Callable[[], object], barrier: threading.Barrier = barrier, said: dict = said) -> None:  # type: ignore[type-arg]
@@ -216,9 +216,9 @@ def test_of_a_start_and_a_tombstone_at_once_one_holds(address: str) -> None:
 
 
 @pytest.mark.parametrize("through", [True, False])
-def test_an_answer_that_is_lost_doubles_nothing(objects: ChannelObjects, through: bool) -> None:
+def test_an_answer_that_is_lost_doubles_nothing(objects: MailboxObjects, through: bool) -> None:
     waited: list[float] = []
-    channel = AttemptChannel(Lossy(objects, through), pause=waited.append)
+    channel = Mailbox(Lossy(objects, through), pause=waited.append)
     assert channel.start(1, "me") is None, "its own start is no other's"
     channel.append(EVENTS, 1, b"one\n")
     assert channel.order(ControlKind.STOP) == 1
@@ -226,22 +226,22 @@ def test_an_answer_that_is_lost_doubles_nothing(objects: ChannelObjects, through
     channel.answer({"status": "succeeded"})
     channel.summarise(Summary(1, 2, "sft", 3, 1, 4.0))  # said with the next one
     assert len(waited) >= 4
-    seen = AttemptChannel(objects)
+    seen = Mailbox(objects)
     assert list(seen.segments(EVENTS)) == [(1, b"one\n")]
     assert [control.number for control in seen.controls()] == [1, 2]
     assert seen.answered() == {"status": "succeeded"}
 
 
-def test_a_place_that_stays_silent_is_an_error_and_not_waited_for_for_ever(objects: ChannelObjects) -> None:
+def test_a_place_that_stays_silent_is_an_error_and_not_waited_for_for_ever(objects: MailboxObjects) -> None:
     waited: list[float] = []
-    channel = AttemptChannel(Lossy(objects, through=False, lost=10**9), pause=waited.append)
+    channel = Mailbox(Lossy(objects, through=False, lost=10**9), pause=waited.append)
     with pytest.raises(InfrastructureError, match="no answer"):
         channel.start(1, "me")
     assert 1 < len(waited) < 10
 
 
-def test_orders_are_numbered_typed_and_acknowledged(objects: ChannelObjects) -> None:
-    channel = AttemptChannel(objects)
+def test_orders_are_numbered_typed_and_acknowledged(objects: MailboxObjects) -> None:
+    channel = Mailbox(objects)
     assert [channel.order(kind) for kind in (ControlKind.CHECKPOINT, ControlKind.STOP)] == [1, 2]
     assert [(c.number, c.kind) for c in channel.controls()] == [(1, "checkpoint"), (2, "stop")]
     assert [c.number for c in channel.controls(after=1)] == [2]
@@ -253,22 +253,21 @@ def test_orders_are_numbered_typed_and_acknowledged(objects: ChannelObjects) -> 
         channel.controls()
 
 
-def test_orders_given_at_once_all_get_a_number(objects: ChannelObjects) -> None:
+def test_orders_given_at_once_all_get_a_number(objects: MailboxObjects) -> None:
     given: list[int] = []
     threads = [
-        threading.Thread(target=lambda: given.append(AttemptChannel(objects).order(ControlKind.CHECKPOINT)))
-        for _ in range(8)
+        threading.Thread(target=lambda: given.append(Mailbox(objects).order(ControlKind.CHECKPOINT))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
     assert sorted(given) == list(range(1, 9))
-    assert len(AttemptChannel(objects).controls()) == 8
+    assert len(Mailbox(objects).controls()) == 8
 
 
-def test_the_result_is_said_once(objects: ChannelObjects) -> None:
-    channel = AttemptChannel(objects)
+def test_the_result_is_said_once(objects: MailboxObjects) -> None:
+    channel = Mailbox(objects)
     assert channel.answered() is None
     channel.answer({"status": "failed"})
     channel.answer({"status": "failed"})
@@ -277,8 +276,8 @@ def test_the_result_is_said_once(objects: ChannelObjects) -> None:
     assert channel.answered() == {"status": "failed"}
 
 
-def test_a_segment_is_written_once(objects: ChannelObjects) -> None:
-    channel = AttemptChannel(objects)
+def test_a_segment_is_written_once(objects: MailboxObjects) -> None:
+    channel = Mailbox(objects)
     channel.append(EVENTS, 1, b"one\n")
     channel.append(EVENTS, 1, b"one\n")
     with pytest.raises(ConflictError, match="events/1"):
@@ -286,8 +285,8 @@ def test_a_segment_is_written_once(objects: ChannelObjects) -> None:
     assert list(channel.segments(EVENTS)) == [(1, b"one\n")]
 
 
-def filled(objects: ChannelObjects, segments: int) -> AttemptChannel:
-    channel = AttemptChannel(objects)
+def filled(objects: MailboxObjects, segments: int) -> Mailbox:
+    channel = Mailbox(objects)
     for number in range(channel.last(EVENTS) + 1, segments + 1):
         channel.append(EVENTS, number, b"%d\n" % number)
         channel.pack(EVENTS, number)
@@ -300,7 +299,7 @@ def expected(first: int, last: int) -> list[tuple[int, bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", LONG, indirect=True)
-def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects) -> None:
+def test_packed_segments_are_few_and_read_from_anywhere(objects: MailboxObjects) -> None:
     channel = filled(objects, 2 * PACK + 3)
     assert objects.numbers(EVENTS) == [2 * PACK + 1, 2 * PACK + 2, 2 * PACK + 3]
     assert objects.numbers(f"{EVENTS}/packs") == [1, 2]
@@ -312,7 +311,7 @@ def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", LONG, indirect=True)
-def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: ChannelObjects) -> None:
+def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: MailboxObjects) -> None:
     channel = filled(objects, PACK)
     assert (objects.numbers(EVENTS), channel.last(EVENTS)) == ([], PACK)
     assert channel.last(f"{EVENTS}/none") == 0
@@ -324,9 +323,9 @@ def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: 
 
 
 @pytest.mark.parametrize("address", LONGEST, indirect=True)
-def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelObjects) -> None:
+def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: MailboxObjects) -> None:
     """Whatever is packed between any two of its segments."""
-    channel = AttemptChannel(objects)
+    channel = Mailbox(objects)
     for number in range(1, 2 * PACK + 1):
         channel.append(EVENTS, number, b"%d\n" % number)
     for stop in (1, PACK - 1, PACK, PACK + 5):
@@ -346,13 +345,13 @@ def test_a_writer_killed_between_any_two_writes_loses_and_doubles_nothing(addres
         objects = opened(f"{address}-{steps}")
         with pytest.raises(Killed):
             filled(Dying(objects, steps), PACK + 3)  # type: ignore[arg-type]
-        assert list(AttemptChannel(objects).segments(EVENTS)) == expected(1, AttemptChannel(objects).last(EVENTS))
+        assert list(Mailbox(objects).segments(EVENTS)) == expected(1, Mailbox(objects).last(EVENTS))
         filled(objects, PACK + 2)
-        assert list(AttemptChannel(objects).segments(EVENTS)) == expected(1, PACK + 2)
+        assert list(Mailbox(objects).segments(EVENTS)) == expected(1, PACK + 2)
 
 
 @pytest.mark.parametrize("address", LONG, indirect=True)
-def test_a_damaged_pack_is_named_or_left_out(objects: ChannelObjects) -> None:
+def test_a_damaged_pack_is_named_or_left_out(objects: MailboxObjects) -> None:
     channel = filled(objects, PACK + 1)
     for bad in (b"{", b'{"lengths": [1]}\n1', b'{"lengths": 3}\n'):
         objects.overwrite(f"{EVENTS}/packs/000001", bad)
@@ -395,7 +394,7 @@ def test_of_two_jobs_of_one_attempt_one_computes(tmp_path: Path, children: list[
     (attempt.path / "go").touch()
     assert first.wait(PATIENCE) == 0
     assert (attempt.path / "computed").read_text() == f"{first.pid}\n"
-    held = attempt.channel.started()
+    held = attempt.mailbox.started()
     assert held is not None
     assert (held.pid, held.epoch) == (first.pid, 1)
     result = attempt.read_result()
@@ -408,8 +407,8 @@ def test_a_cancelled_attempt_that_is_launched_late_computes_nothing(
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     attempt = ordered(tmp_path / "001")
-    attempt.channel.bury(1, "stopped by a person")
-    spec = JobRequest("run-s-1", "channel_jobs", str(attempt.path), {"PYTHONPATH": str(HERE)})
+    attempt.mailbox.bury(1, "stopped by a person")
+    spec = JobSpec("run-s-1", "channel_jobs", str(attempt.path), {"PYTHONPATH": str(HERE)})
     executor = LocalExecutor()
     executor.submit(spec)
     while (seen := executor.observe([spec])[0]).live:
@@ -418,4 +417,4 @@ def test_a_cancelled_attempt_that_is_launched_late_computes_nothing(
     assert not (attempt.path / "computed").exists()
     assert attempt.read_result() is None
     assert "computes nothing: the attempt was given up: stopped by a person" in attempt.log.read_text()
-    assert attempt.channel.last(EVENTS) == 0
+    assert attempt.mailbox.last(EVENTS) == 0

@@ -21,7 +21,7 @@ from posttrain.engine.rollout.llama_decoder import LlamaDecoder, fuse_weights
 from posttrain.engine.rollout.port import Generation, RolloutEngine, SamplingParams
 
 
-class Repeats:
+class IdempotencyKeys:
     """Records by computing again into the same tensor, as a graph does."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def compare(device: str, dtype: torch.dtype, near: float, record: Callable[[Run]
 @torch.inference_mode()
 def test_repeated_steps_say_what_steps_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 3)
-    record = Repeats()
+    record = IdempotencyKeys()
     compare("cpu", torch.float32, 1e-5, record)
     assert 2 <= record.recorded <= 12
     assert record.replayed > 20, "steps of a size that was recorded are replayed"
@@ -99,7 +99,7 @@ def test_repeated_steps_say_what_steps_say(monkeypatch: pytest.MonkeyPatch) -> N
 @torch.inference_mode()
 def test_what_was_recorded_is_dropped_when_what_it_reads_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 0)
-    decoder, record = decoder_of(), Repeats()
+    decoder, record = decoder_of(), IdempotencyKeys()
     prompts = several(3)
     store = store_with(decoder, prompts)
     steps = GraphedSteps(decoder, store, record)
@@ -135,13 +135,13 @@ class TestNativeRepeated(RolloutEngineContract):
 
     def open_engine(self) -> RolloutEngine:
         model = adopt_module(families.build("qwen3"))
-        return NativeRollout(model, store=partial(PageStore, page=4), record=Repeats())
+        return NativeRollout(model, store=partial(PageStore, page=4), record=IdempotencyKeys())
 
 
 @torch.inference_mode()
 def test_an_engine_repeats_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 4)
-    record = Repeats()
+    record = IdempotencyKeys()
     sampling = SamplingParams(60, seed=3, ignore_eos=True)
     work = [Generation(str(key), (3 + key, 9), key, sampling, 60 - key) for key in range(9)]
     said = []

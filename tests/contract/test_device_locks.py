@@ -18,7 +18,7 @@ import pytest
 
 from posttrain.domain.errors import CapacityError, InfrastructureError, InputError
 from posttrain.domain.jobs import Capacity, JobState
-from posttrain.domain.requests import JobRequest, PodGroup
+from posttrain.domain.jobspec import JobSpec, PodGroup
 from posttrain.execution import processes
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders, lock_folder, take
 from posttrain.execution.executors.local.executor import LocalExecutor
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 PATIENCE = 300.0
 PRELOAD = "executor_preload"
 ENDED = (JobState.EXITED, JobState.LOST)
-Make = Callable[..., JobRequest]
+Make = Callable[..., JobSpec]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -47,11 +47,11 @@ def locks(tmp_path: Path) -> Path:
 @pytest.fixture
 def spec(tmp_path: Path) -> Iterator[Make]:
     """Makes jobs that need devices; whatever they started is gone at the end."""
-    made: list[JobRequest] = []
+    made: list[JobSpec] = []
 
-    def make(name: str = "run1-train-1", devices: int = 1, mode: str = "waits") -> JobRequest:
+    def make(name: str = "run1-train-1", devices: int = 1, mode: str = "waits") -> JobSpec:
         words = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, "JOB_PROOFS": str(tmp_path)}
-        made.append(JobRequest(name, "device_job", str(tmp_path / name), words, gang=(PodGroup(gpus=devices),)))
+        made.append(JobSpec(name, "device_job", str(tmp_path / name), words, gang=(PodGroup(gpus=devices),)))
         return made[-1]
 
     yield make
@@ -62,12 +62,12 @@ def spec(tmp_path: Path) -> Iterator[Make]:
             LocalExecutor().observe([each])[0]
 
 
-def claim(spec: JobRequest) -> dict[str, int | str]:
+def claim(spec: JobSpec) -> dict[str, int | str]:
     found: dict[str, int | str] = json.loads((Path(spec.attempt_dir) / "supervisor.json").read_bytes())
     return found
 
 
-def pid(spec: JobRequest, key: str = "pid") -> int:
+def pid(spec: JobSpec, key: str = "pid") -> int:
     return int(claim(spec)[key])
 
 
@@ -77,14 +77,14 @@ def said(tmp_path: Path, word: str) -> list[str]:
     return [line for line in lines if line.startswith(word)]
 
 
-def started(tmp_path: Path, spec: JobRequest) -> str:
+def started(tmp_path: Path, spec: JobSpec) -> str:
     """The devices that a job found in its environment, once it has said so."""
     beginning = f"start {spec.attempt_dir} "
     wait_until(lambda: bool(said(tmp_path, beginning)))
     return said(tmp_path, beginning)[0].removeprefix(beginning)
 
 
-def end(executor: LocalExecutor, spec: JobRequest) -> None:
+def end(executor: LocalExecutor, spec: JobSpec) -> None:
     (Path(spec.attempt_dir) / "go").touch()
     wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)
 

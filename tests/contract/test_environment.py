@@ -13,7 +13,7 @@ import pytest
 from posttrain.control.jobs import closure
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import JobOrder, JobState
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.environment import Environment, pin, pinned, read_environment
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.jobs import entry
@@ -192,7 +192,7 @@ class TestJob:
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps({"environment": digest, "cache_dir": str(cache)}))
         executor = LocalExecutor()
-        spec = JobRequest(f"job-{time.monotonic_ns()}", "job_of_mine", str(folder), {"PYTHONPATH": str(packages)})
+        spec = JobSpec(f"job-{time.monotonic_ns()}", "job_of_mine", str(folder), {"PYTHONPATH": str(packages)})
         executor.submit(spec)
         until = time.monotonic() + PATIENCE
         while executor.observe([spec])[0].state is not JobState.EXITED and time.monotonic() < until:

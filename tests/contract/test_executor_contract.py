@@ -31,7 +31,7 @@ from posttrain.domain.jobs import (
     Submission,
     Unknown,
 )
-from posttrain.domain.requests import Job, JobRef, JobRequest, Listed, PodGroup
+from posttrain.domain.jobspec import Job, JobRef, JobSpec, Listed, PodGroup
 from posttrain.execution import processes
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
@@ -52,29 +52,29 @@ class Harness(Protocol):
 
     executor: Executor
 
-    def finish(self, spec: JobRequest, code: int) -> None: ...
+    def finish(self, spec: JobSpec, code: int) -> None: ...
 
-    def lose(self, spec: JobRequest) -> None: ...
+    def lose(self, spec: JobSpec) -> None: ...
 
-    def starts(self, spec: JobRequest) -> int: ...
+    def starts(self, spec: JobSpec) -> int: ...
 
 
 class LocalHarness:
     def __init__(self, preload: str | None, runs: Path) -> None:
         self.executor: Executor = LocalExecutor(preload, runs=runs)
 
-    def finish(self, spec: JobRequest, code: int) -> None:
+    def finish(self, spec: JobSpec, code: int) -> None:
         folder = Path(spec.attempt_dir)
         (folder / "going").write_text(str(code))
         (folder / "going").rename(folder / "go")
         wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
 
-    def lose(self, spec: JobRequest) -> None:
+    def lose(self, spec: JobSpec) -> None:
         wait_until((Path(spec.attempt_dir) / "ready").exists)
         os.kill(claim(spec)["pid"], signal.SIGKILL)
         wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
 
-    def starts(self, spec: JobRequest) -> int:
+    def starts(self, spec: JobSpec) -> int:
         return len(started(spec))
 
 
@@ -85,7 +85,7 @@ class Boxed(LocalExecutor):
         super().__init__(runs=runs, images=True)
         self._image, self._store = image, runs.parent / "blobs"
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         self._store.mkdir(exist_ok=True)
         folder = Path(request.attempt_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class BoxedHarness(LocalHarness):
     def __init__(self, podman: Podman, runs: Path) -> None:
         self.executor, self._podman = Boxed(podman.image, runs), podman
 
-    def lose(self, spec: JobRequest) -> None:
+    def lose(self, spec: JobSpec) -> None:
         super().lose(spec)
         mine = [name for name in self._podman.containers() if name.startswith(f"{spec.name}-w1-")]
         assert mine == [], "lost is said of what is gone"
@@ -108,13 +108,13 @@ class FakeHarness:
         self.fake = FakeExecutor(hostility=hostility)
         self.executor: Executor = self.fake
 
-    def finish(self, spec: JobRequest, code: int) -> None:
+    def finish(self, spec: JobSpec, code: int) -> None:
         self.fake.finish(spec.name, code)
 
-    def lose(self, spec: JobRequest) -> None:
+    def lose(self, spec: JobSpec) -> None:
         self.fake.lose(spec.name)
 
-    def starts(self, spec: JobRequest) -> int:
+    def starts(self, spec: JobSpec) -> int:
         return sum(job.name == spec.name for job in self.fake.launched)
 
 
@@ -131,7 +131,7 @@ def look(executor: Executor, spec: JobRef) -> Observation:
     return executor.observe([spec])[0]
 
 
-def settled(executor: Executor, spec: JobRequest) -> str:
+def settled(executor: Executor, spec: JobSpec) -> str:
     """Submit as a caller should: what is unknown is observed, and submitted anew once its absence is proven; the
     handle.
     """
@@ -146,7 +146,7 @@ def settled(executor: Executor, spec: JobRequest) -> str:
     return answer.handle
 
 
-def stopped(executor: Executor, spec: JobRequest) -> Observation:
+def stopped(executor: Executor, spec: JobSpec) -> Observation:
     """Ask a job to end, and wait until it has."""
     executor.signal(spec, Signal.STOP)
     wait_until(lambda: look(executor, spec).gone)
@@ -166,19 +166,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def claim(spec: JobRequest) -> Any:
+def claim(spec: JobSpec) -> Any:
     return json.loads((Path(spec.attempt_dir) / "supervisor.json").read_bytes())
 
 
-def started(spec: JobRequest) -> list[str]:
+def started(spec: JobSpec) -> list[str]:
     path = Path(spec.attempt_dir) / "started"
     return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Iterator[Callable[..., JobRequest]]:
+def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
     """Makes job specs; whatever they started is gone at the end."""
-    made: list[JobRequest] = []
+    made: list[JobSpec] = []
 
     def make(
         mode: str = "polite",
@@ -186,12 +186,12 @@ def spec(tmp_path: Path) -> Iterator[Callable[..., JobRequest]]:
         module: str = "executor_job",
         asking: Mapping[str, Any] = MappingProxyType({}),
         **words: str,
-    ) -> JobRequest:
+    ) -> JobSpec:
         environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, **words}
         run, stage, number = name.rsplit("-", 2)
         folder = tmp_path / "runs" / run / stage / number.zfill(3)
         labels = {"workspace": "w1", "run": run, "stage": stage}
-        made.append(JobRequest(name, module, str(folder), environment, labels=labels, epoch=int(number), **asking))
+        made.append(JobSpec(name, module, str(folder), environment, labels=labels, epoch=int(number), **asking))
         return made[-1]
 
     yield make
@@ -226,7 +226,7 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return FakeHarness(hostile(request.param))
 
 
-Make = Callable[..., JobRequest]
+Make = Callable[..., JobSpec]
 
 
 def test_a_job_nobody_submitted_is_unknown_and_proven_to_be_absent_in_the_end(harness: Harness, spec: Make) -> None:
@@ -364,7 +364,7 @@ class Far:
         self.time = 0.0
         self.fake = FakeExecutor(now=lambda: self.time, hostility=Hostility(**words))  # type: ignore[arg-type]
 
-    def sees(self, job: JobRequest, later: float = 0.0) -> Observation:
+    def sees(self, job: JobSpec, later: float = 0.0) -> Observation:
         self.time += later
         return look(self.fake, job)
 
@@ -448,10 +448,10 @@ def test_what_is_said_of_a_job_that_is_gone() -> None:
 
 
 @pytest.fixture(params=["cold", "forked"])
-def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobRequest]:
+def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobSpec]:
     """Launches a job and waits until it has said that it is ready; who launched it is gone then."""
 
-    def launch(*args: str, **words: str) -> JobRequest:
+    def launch(*args: str, **words: str) -> JobSpec:
         job = spec(*args, **words)
         LocalExecutor(PRELOAD if request.param == "forked" else None).submit(job)
         wait_until((Path(job.attempt_dir) / "ready").exists)
@@ -625,10 +625,10 @@ def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch
 
 _LAUNCHER = """
 import json, sys
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 
-spec = JobRequest(**json.loads(sys.argv[1]))
+spec = JobSpec(**json.loads(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.readline()
 print(LocalExecutor().submit(spec).handle, flush=True)
@@ -636,7 +636,7 @@ sys.stdin.readline()
 """
 
 
-def launcher(job: JobRequest) -> subprocess.Popen[str]:
+def launcher(job: JobSpec) -> subprocess.Popen[str]:
     """A process that launches the job at the first line it is told, and ends at the second."""
     fields = {"name": job.name, "module": job.module, "attempt_dir": job.attempt_dir, "environment": job.environment}
     command = [sys.executable, "-c", _LAUNCHER, json.dumps(fields)]
@@ -798,7 +798,7 @@ def test_a_job_whose_supervisor_came_in_time_is_launched_though_its_launcher_wai
 def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WorkspaceError, match="cannot write"):
-        LocalExecutor().submit(JobRequest("n", "executor_job", str(tmp_path / "file" / "001")))
+        LocalExecutor().submit(JobSpec("n", "executor_job", str(tmp_path / "file" / "001")))
 
 
 def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:

@@ -14,8 +14,8 @@ from transformers import BloomConfig, BloomForCausalLM, GraniteConfig, GraniteFo
 
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Metric, Note
 from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.files import character_tokenizer, initial_model, load_scalar_model, save_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model, load_scalar_model, save_model
 from posttrain.engine.rollout.worker import decoding_fallbacks
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import evaluation, training

@@ -12,7 +12,7 @@ import pytest
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import open_cluster
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.models.loading import ModelSource
+from posttrain.engine.models.files import ModelSource
 from posttrain.engine.rollout.port import PromptBatch, Rollouts, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group

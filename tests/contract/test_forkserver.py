@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from posttrain.domain.jobs import JobState, Signal
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
 from posttrain.execution.environment import pin, read_environment
 from posttrain.execution.executors.local.devices import Devices
@@ -34,7 +34,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
-def stopped(executor: LocalExecutor, spec: JobRequest) -> int | None:
+def stopped(executor: LocalExecutor, spec: JobSpec) -> int | None:
     """Ask a job to end; its exit code."""
     executor.signal(spec, Signal.STOP)
     wait_until(lambda: executor.observe([spec])[0].gone)
@@ -55,19 +55,19 @@ class Driver:
         self.executor, self._folder, self._count = LocalExecutor(preload), folder, 0
         self.places = [str(HERE)]
 
-    def spec(self, **words: str) -> JobRequest:
+    def spec(self, **words: str) -> JobSpec:
         self._count += 1
         folder = self._folder / f"job-{self._count}"
         folder.mkdir()
         environment = {"PYTHONPATH": os.pathsep.join(self.places), **words}
-        return JobRequest(folder.name, "executor_forked_job", str(folder), environment)
+        return JobSpec(folder.name, "executor_forked_job", str(folder), environment)
 
-    def launch(self, spec: JobRequest, pinned: str = "") -> None:
+    def launch(self, spec: JobSpec, pinned: str = "") -> None:
         order = {"environment": pinned, "cache_dir": str(self._folder)}
         (Path(spec.attempt_dir) / "job.json").write_text(json.dumps(order))
         self.executor.submit(spec)
 
-    def run(self, spec: JobRequest | None = None, pinned: str = "") -> dict[str, Any]:
+    def run(self, spec: JobSpec | None = None, pinned: str = "") -> dict[str, Any]:
         """What a job found; nothing where it did not run."""
         spec = spec or self.spec()
         self.launch(spec, pinned)
@@ -75,7 +75,7 @@ class Driver:
         found = Path(spec.attempt_dir) / "found.json"
         return dict(json.loads(found.read_bytes())) if found.exists() else {}
 
-    def code(self, spec: JobRequest) -> int | None:
+    def code(self, spec: JobSpec) -> int | None:
         return self.executor.observe([spec])[0].exit_code
 
 
@@ -143,7 +143,7 @@ def test_other_variables_are_another_server(driver: Driver) -> None:
 
 def test_a_killed_server_takes_nothing_along_and_the_next_job_starts_cold(driver: Driver) -> None:
     running = driver.spec(JOB_MODE="polite")
-    spec = JobRequest(running.name, "executor_job", running.attempt_dir, running.environment)
+    spec = JobSpec(running.name, "executor_job", running.attempt_dir, running.environment)
     server = driver.run(driver.spec(JOB_MODE="polite"))["server"]
     driver.launch(spec)
     wait_until((Path(spec.attempt_dir) / "ready").exists)
@@ -186,11 +186,11 @@ def test_what_has_threads_serves_nobody(tmp_path: Path) -> None:
 _DRIVER = """
 import json, sys
 from posttrain.execution.executors.local.devices import Devices
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 
 executor = LocalExecutor("executor_preload")
-executor.submit(JobRequest(**json.loads(sys.argv[1])))
+executor.submit(JobSpec(**json.loads(sys.argv[1])))
 print("launched", flush=True)
 sys.stdin.readline()
 """

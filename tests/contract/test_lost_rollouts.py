@@ -21,7 +21,7 @@ from posttrain.engine.groups.cluster import Cluster, open_cluster
 from posttrain.engine.groups.port import Recorder, WorkerLostError
 from posttrain.engine.groups.worker_group import Deadlines, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, initial_model
+from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 

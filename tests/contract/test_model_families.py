@@ -20,7 +20,7 @@ from posttrain.engine.models import logprobs as logprobs_module
 from posttrain.engine.models.backbone import plan_packing
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
-from posttrain.pacing.balancing import micro_batches
+from posttrain.pacing.balance import micro_batches
 
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1), (4, 20), (2, 12), (7, 7)]  # prompt and response tokens
 TEMPERATURE = 0.7

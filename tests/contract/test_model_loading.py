@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.models.files import load_model, load_tokenizer, save_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import load_model, load_tokenizer, save_model
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import generate, open_rollout

@@ -13,7 +13,7 @@ import ledger_workers as work
 import pytest
 
 from postgres_server import PASSWORD, Server
-from posttrain.control import actions, channels as recalls, judging, submission
+from posttrain.control import actions, channels as recalls, submission, verdicts
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
 from posttrain.store.database import Database
@@ -223,7 +223,7 @@ def test_no_recall_is_committed_while_somebody_looks_whether_there_is_one(
 
     watched(submission, "refuse_recalled", "submit")
     watched(actions, "refuse_recalled", "retry")
-    watched(judging, "refuse_release", "release")
+    watched(verdicts, "refuse_release", "release")
     watched(actions, "refuse_release", "rollback")
     watched(Transaction, "set_asset_status", "recall")
     stopped = bench.submit(seed=2)

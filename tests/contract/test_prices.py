@@ -13,9 +13,9 @@ from posttrain.engine.batch import Document
 from posttrain.engine.config import RowsConfig, named, stage_config
 from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.loading import PreferencePair
+from posttrain.engine.models.files import PreferencePair
 from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.samples import Prompt

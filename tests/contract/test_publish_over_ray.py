@@ -16,8 +16,8 @@ from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.cluster import Cluster, open_cluster
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.publishing import WeightTransport, transport
-from posttrain.engine.models.loading import ModelSource
+from posttrain.engine.loop.publication import WeightTransport, transport
+from posttrain.engine.models.files import ModelSource
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

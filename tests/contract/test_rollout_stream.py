@@ -20,8 +20,8 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.files import ModelSource
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import ModelSource
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.module import ModuleRollout
@@ -33,7 +33,7 @@ from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.port import Completion, PromptBatch, RolloutEngine, Rollouts, SamplingParams
 from posttrain.engine.rollout.worker import EngineError, RolloutWorker, SilentError, generate
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.jobs.entry import failure_of
 

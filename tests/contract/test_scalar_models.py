@@ -21,6 +21,7 @@ from transformers import (
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.models.files import load_model, load_scalar_model, save_model
 from posttrain.engine.models.language_model import (
     ScalarModel,
     adopt_classifier,
@@ -28,8 +29,7 @@ from posttrain.engine.models.language_model import (
     sequence_scores,
     token_values,
 )
-from posttrain.engine.models.loading import load_model, load_scalar_model, save_model
-from posttrain.pacing.balancing import micro_batches
+from posttrain.pacing.balance import micro_batches
 
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1), (4, 20), (2, 12), (7, 7), (3, 0)]  # prompt and response tokens
 

@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import NO_SPACE, Cause, JobOrder, JobState, Observation
-from posttrain.domain.requests import Job, JobRequest
+from posttrain.domain.jobspec import Job, JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.database import Database
@@ -26,11 +26,11 @@ PATIENCE = 400.0
 _PROGRAM = """
 import json, sys
 from pathlib import Path
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 if len(sys.argv) > 2:
     Path(sys.argv[2], "cgroup.procs").write_text("0")
-LocalExecutor().submit(JobRequest(**json.loads(sys.argv[1])))
+LocalExecutor().submit(JobSpec(**json.loads(sys.argv[1])))
 """
 
 
@@ -78,7 +78,7 @@ def ended(place: Path, mode: str, *group: Path) -> tuple[AttemptFolder, Observat
     asked = {"name": "r-sft-1", "module": "starved_job", "attempt_dir": str(folder.path), "environment": environment}
     subprocess.run([sys.executable, "-c", _PROGRAM, json.dumps({**asked, "epoch": 1}), *map(str, group)], check=True)
     until, executor = time.monotonic() + PATIENCE, LocalExecutor()
-    job = JobRequest(**asked, epoch=1)  # type: ignore[arg-type]
+    job = JobSpec(**asked, epoch=1)  # type: ignore[arg-type]
     while (seen := executor.observe([Job(job.name, job.attempt_dir)])[0]).live:
         assert time.monotonic() < until
         time.sleep(0.05)

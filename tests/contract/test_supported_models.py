@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.models.files import load_model, save_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import load_model, save_model
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.llama_decoder import why_not_fusable
 from posttrain.engine.rollout.port import SamplingParams

@@ -16,10 +16,10 @@ from posttrain.store.atomic import FileLock
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
+from posttrain.store.garbage import SweptBlobs, sweep
 from posttrain.store.hosts import Ledger
 from posttrain.store.schema import artifacts, projects
 from posttrain.store.sealer import seal, verify_chain
-from posttrain.store.sweeping import SweptBlobs, sweep
 from posttrain.store.trees import put_tree
 from s3_server import s3_server, use_s3
 

@@ -15,12 +15,7 @@ from hypothesis import given, settings, strategies as st
 from tracker_targets import BENCHES, RUN, Bench, Point, each
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.telemetry.trackers.csv import CsvTracker
-from posttrain.telemetry.trackers.mlflow import MlflowTracker
-from posttrain.telemetry.trackers.parquet import ParquetTracker
-from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
-from posttrain.telemetry.trackers.wandb import WandbTracker
-from posttrain.telemetry.tracking import (
+from posttrain.telemetry.tracker import (
     ChannelState,
     Ending,
     Registry,
@@ -30,6 +25,11 @@ from posttrain.telemetry.tracking import (
     Version,
     missing,
 )
+from posttrain.telemetry.trackers.csv import CsvTracker
+from posttrain.telemetry.trackers.mlflow import MlflowTracker
+from posttrain.telemetry.trackers.parquet import ParquetTracker
+from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
+from posttrain.telemetry.trackers.wandb import WandbTracker
 
 STAGES = ("sft", "grpo", "gate", "baseline-sft.evaluate")
 ABOUT = TrackedRun(RUN, "sort", "ada", "sha256:" + "ab" * 32, 1.7e9, {"seed": 3, "sft.steps": 6}, STAGES)

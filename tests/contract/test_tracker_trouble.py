@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cli_world import RUN, World, make_world
 
-from posttrain.cli import driving
-from posttrain.trackers.following import Scribe
+from posttrain.cli import drive
+from posttrain.trackers.writer import Scribe
 
 pytestmark = [pytest.mark.slow, pytest.mark.ecosystem]
 PATIENCE = 300.0
@@ -79,7 +79,7 @@ def test_one_that_is_away_is_a_warning_with_what_to_do(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
-    monkeypatch.setattr(driving, "_TRACKERS_SECONDS", PATIENCE)  # ten are enough, where nobody else is busy
+    monkeypatch.setattr(drive, "_TRACKERS_SECONDS", PATIENCE)  # ten are enough, where nobody else is busy
     world.write("run.yaml", RUN + f"trackers: {{mlflow: 'http://127.0.0.1:{port}'}}\n")
     said = world.ok("run", "run.yaml").replace("\n", " ")
     run = world.newest()

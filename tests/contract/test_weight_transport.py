@@ -22,8 +22,8 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.publishing import Alias, Roles, transport
-from posttrain.engine.models.loading import ModelSource
+from posttrain.engine.loop.publication import Alias, Roles, transport
+from posttrain.engine.models.files import ModelSource
 from posttrain.engine.models.sharding import layout_of
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.port import PromptBatch, SamplingParams

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import pytest
 
+from posttrain.telemetry.tracker import Tracker
 from posttrain.telemetry.trackers.csv import CsvTracker
 from posttrain.telemetry.trackers.fake import FakeTracker, Target
 from posttrain.telemetry.trackers.mlflow import MlflowTracker
 from posttrain.telemetry.trackers.parquet import ParquetTracker
 from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
 from posttrain.telemetry.trackers.wandb import WandbTracker
-from posttrain.telemetry.tracking import Tracker
 
 Point = tuple[str, str, int, float]  # stage, metric, step, value
 RUN = "sort-1"

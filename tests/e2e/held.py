@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 
 from posttrain.domain.kinds import StageContract
-from posttrain.domain.jobs import JobResult, JobSpec, Output
+from posttrain.domain.jobs import JobResult, JobCommand, Output
 
 
 class Held:
@@ -50,7 +50,7 @@ class Held:
         return 1
 
     def compile(self, order, attempt_dir):
-        return JobSpec(order.name, "posttrain_held", str(attempt_dir), devices=1)
+        return JobCommand(order.name, "posttrain_held", str(attempt_dir), devices=1)
 
     def collect(self, attempt):
         return attempt.read_result()

@@ -39,7 +39,7 @@ def test_a_run_in_a_workspace_with_a_channel_in_a_store(bench: Workbench) -> Non
     stage = {"kind": "sft", "data": "train", "steps": 4, "batch_size": 4, "runtime": {"checkpoint_every": 2}}
     run = {"name": "far", "owner": "e2e", "seed": 5, "model": "model:tiny", "data": {"train": "./train.jsonl"}}
     bench.write("run.yaml", run | {"stages": {"sft": stage}})
-    assert "attempt channels s3://bucket/talk" in bench.run("init", "--attempt-channels", "s3://bucket/talk").out
+    assert "mailboxes s3://bucket/talk" in bench.run("init", "--mailboxes", "s3://bucket/talk").out
     bench.run("asset", "create", "model:tiny", "model.yaml", "--seed", "3")
     bench.run("run", "run.yaml")
     run_id = bench.run_id()

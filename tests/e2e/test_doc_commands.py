@@ -24,8 +24,8 @@ from workbench import Workbench
 from ci_lanes import ci
 from posttrain.cli.main import app
 from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.files import character_tokenizer, initial_model, save_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 
 COMMANDS = list(commands())
 README = ROOT / "README.md"

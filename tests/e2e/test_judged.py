@@ -15,7 +15,7 @@ from workbench import Workbench
 
 from posttrain.app.workspace import init_workspace
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.loading import character_tokenizer, initial_model
+from posttrain.engine.models.files import character_tokenizer, initial_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 RULES = (

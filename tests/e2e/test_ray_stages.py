@@ -27,7 +27,7 @@ from posttrain.engine.config import InitModelConfig, SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
 from posttrain.engine.loop.controller import Controller, FromRows, Order
-from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
+from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker

@@ -15,7 +15,7 @@ from workbench import Live, Reference, Workbench
 
 from hostile_proxy import GONE, HostileProxy, hostile_proxy
 from posttrain.domain.canonical import digest_bytes
-from posttrain.store.reaching import read_access
+from posttrain.store.retries import read_access
 from posttrain.store.trees import tree_listing
 from s3_server import KEYS, s3_server, use_s3
 
@@ -194,7 +194,7 @@ def test_a_store_that_is_away_when_a_job_has_ended_is_waited_for(
     host.check(run_id)
 
 
-@pytest.mark.parametrize("host", [("--attempt-channels", "s3://artifacts/talk")], indirect=True)
+@pytest.mark.parametrize("host", [("--mailboxes", "s3://artifacts/talk")], indirect=True)
 def test_jobs_talk_to_a_channel_in_the_store_through_the_server(
     served: Served, proxy: HostileProxy, reference: Reference, tmp_path: Path
 ) -> None:

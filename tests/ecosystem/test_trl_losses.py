@@ -26,8 +26,8 @@ from posttrain.engine.config import (
     KLConfig,
     SFTConfig,
 )
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.logprobs import predict
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
 from posttrain.engine.recipes.dpo import DPO

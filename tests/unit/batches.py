@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.engine.batch import TokenBatch
-from posttrain.pacing.balancing import micro_batches
+from posttrain.pacing.balance import micro_batches
 
 
 def pieces(batch: TokenBatch, budget: int) -> list[TokenBatch]:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from posttrain.access.authenticators import system
 from posttrain.cli.main import app
 from posttrain.domain.jobs import JobOrder, JobResult, Metric, Note, Output, Progress
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
@@ -211,7 +211,7 @@ class World:
         """The id of the newest run."""
         return str(self.json("ls", "--limit", "1")["runs"][0]["id"])
 
-    def _job(self, spec: JobRequest) -> int | None:
+    def _job(self, spec: JobSpec) -> int | None:
         folder = AttemptFolder(Path(spec.attempt_dir))
         order = folder.read_order()
         folder.log.write_text(f"{order.kind} says hello\n")

@@ -16,9 +16,9 @@ import uvicorn
 
 from posttrain.app.workspace import Workspace
 from posttrain.server.app import build
+from posttrain.server.authentication import Authentication
 from posttrain.server.connections import Peers
-from posttrain.server.entrance import Entrance
-from posttrain.server.underway import Server
+from posttrain.server.operations import Server
 
 LARGE = {"numpy", "scipy", "pyarrow", "matplotlib", "tokenizers", "torch", "transformers", "pandas"}
 
@@ -33,7 +33,7 @@ class NoWorkers:
 def visited(root: Path, run: str, token: str) -> list[str]:
     """Those of LARGE that are loaded afterwards."""
     workspace = Workspace(root)
-    app = build(Server(workspace, Entrance(workspace), NoWorkers(), lambda: "", Peers(workspace.hosts)))
+    app = build(Server(workspace, Authentication(workspace), NoWorkers(), lambda: "", Peers(workspace.hosts)))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -13,16 +13,16 @@ import pyarrow.parquet as pq
 
 from driving import drive
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.planning import plan_run
+from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure, JobResult, Output, Progress
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.records import outcome_error
-from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
@@ -132,7 +132,7 @@ class Bench:
         self.jobs = Jobs(self.executor, {"native": NativeTrainer()}, AttemptFolders(self.root), slots=2)
         self.reconciler = Reconciler(self.stores, self.jobs, "here")
 
-    def _on_launch(self, spec: JobRequest) -> int | None:
+    def _on_launch(self, spec: JobSpec) -> int | None:
         stage = Path(spec.attempt_dir).parent.name
         self.launched.append(stage)
         queue = self.scripts[stage]

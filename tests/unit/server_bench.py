@@ -26,12 +26,12 @@ from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import build
 from posttrain.server.attempts import Granting
+from posttrain.server.authentication import Authentication, to_json
 from posttrain.server.connections import Door, Peers, Room
-from posttrain.server.entrance import Entrance, to_json
 from posttrain.server.limits import Limits
-from posttrain.server.metering import Meters
-from posttrain.server.serving import Bind, configured
-from posttrain.server.underway import Server
+from posttrain.server.metrics import Meters
+from posttrain.server.operations import Server
+from posttrain.server.service import Bind, configured
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Asking, Refused
 from posttrain.store.atomic import write_json
@@ -143,7 +143,7 @@ def serving(workspace: Workspace, behind_proxy: bool = False) -> Iterator[Server
     workers = InProcess(workspace)
     app = build(
         Server(
-            *(workspace, Entrance(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)),
+            *(workspace, Authentication(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)),
             behind_proxy=behind_proxy, meters=Meters(workspace),
         )
     )  # fmt: skip

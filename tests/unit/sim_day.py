@@ -109,7 +109,7 @@ class Simulation:
                 patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
                 patch("posttrain.store.hosts.BEAT_SECONDS", BEAT_SECONDS),
                 patch("posttrain.store.hosts.GONE_SECONDS", GONE_SECONDS),
-                patch.dict("posttrain.control.pulse._WAITS", WAITS),
+                patch.dict("posttrain.control.wakeups._WAITS", WAITS),
                 patch("posttrain.execution.processes.alive", self.jobs.alive),
                 patch("os.fsync", lambda handle: None),
             ):

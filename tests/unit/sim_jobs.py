@@ -15,9 +15,9 @@ from sim_world import Actor, World
 
 from posttrain.domain.errors import FailureClass, InfrastructureError
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause, CheckpointCommit, Failure, JobOrder, JobResult, Output, Progress
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
-from posttrain.store.channel import ControlKind
+from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import file_digest
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Jobs:
         self.long = 3000.0  # seconds that a job computes at most
         self._tables: dict[int, bytes] = {}
 
-    def begin(self, request: JobRequest, number: int) -> None:
+    def begin(self, request: JobSpec, number: int) -> None:
         """The executor has a new job."""
         if self.executor.idempotent:
             twins = [job for job in self.all if job.lives and job.name == request.name]
@@ -94,7 +94,7 @@ class Jobs:
             causes = {"preempted": Cause.PREEMPTED, "node lost": Cause.NODE_LOST, "out of memory": Cause.OUT_OF_MEMORY}
             self.executor.lose(job.name, causes[what], job.number)
 
-    def _start(self, request: JobRequest, number: int) -> None:
+    def _start(self, request: JobSpec, number: int) -> None:
         labels = request.labels
         short = f"job {len(self.all)}"
         actor = self._world.add(short, lambda: self._run(request, job), self._world.random.expovariate(1 / 40))
@@ -102,7 +102,7 @@ class Jobs:
         self.all.append(job)
         self._world.say(f"{short} is {request.name} (its start {number})")
 
-    def _run(self, request: JobRequest, job: SimJob) -> None:
+    def _run(self, request: JobSpec, job: SimJob) -> None:
         try:
             self._live(request, job)
         except InfrastructureError as error:  # the channel was away for longer than a job waits
@@ -110,9 +110,9 @@ class Jobs:
             job.computes = False
             self.executor.finish(job.name, 1, job.number)
 
-    def _live(self, request: JobRequest, job: SimJob) -> None:
+    def _live(self, request: JobSpec, job: SimJob) -> None:
         folder = self._folder(Path(request.attempt_dir))
-        held = self._patiently(lambda: folder.channel.start(request.epoch, job.process))
+        held = self._patiently(lambda: folder.mailbox.start(request.epoch, job.process))
         self._world.say(f"{request.name} {'begins' if held is None else 'finds another start'}")
         if held is not None:
             self.executor.finish(job.name, ANOTHER_RUNS, job.number)
@@ -150,7 +150,7 @@ class Jobs:
                 self._world.pause(length / steps)
                 state = self._rows().one("SELECT state FROM attempts WHERE name = ?", job.name)
                 self._world.must(state in ("planned", "launched"), f"{job.name} computes and its attempt is {state}")
-                told = self._patiently(folder.channel.controls)
+                told = self._patiently(folder.mailbox.controls)
                 if step == broken_at:
                     return self._broken(dice)
                 if trains and (step % 2 or told):

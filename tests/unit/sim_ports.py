@@ -1,4 +1,4 @@
-"""The product's ports in a simulated world: ledger, blobs, attempt channels and executor, each with its faults."""
+"""The product's ports in a simulated world: ledger, blobs, mailboxes and executor, each with its faults."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.control.stores import Stores
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.jobs import Cause, Observation, Signal, Submission, Unknown
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.channel import AttemptChannel
 from posttrain.store.database import Database, LostAnswerError
+from posttrain.store.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -171,37 +171,37 @@ class SimBlobs:
 
 
 class SimObjects:
-    """`ChannelObjects` in memory, of one attempt."""
+    """`MailboxObjects` in memory, of one attempt."""
 
     def __init__(self, outside: Outside, held: dict[str, bytes], place: str) -> None:
         self._outside, self._held, self._place = outside, held, place
 
     @property
     def place(self) -> str:
-        """See `ChannelObjects.place`."""
+        """See `MailboxObjects.place`."""
         return self._place
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `ChannelObjects.create`; now and then its answer is lost."""
+        """See `MailboxObjects.create`; now and then its answer is lost."""
         lost = self._outside.act(lambda: self._put(key, data))
         if lost and self._outside.world.random.random() < 0.02 and not self._outside.world.calm:
             raise InfrastructureError("no answer")
         return lost
 
     def overwrite(self, key: str, data: bytes) -> None:
-        """See `ChannelObjects.overwrite`."""
+        """See `MailboxObjects.overwrite`."""
         self._held[key] = data
 
     def get(self, key: str) -> bytes | None:
-        """See `ChannelObjects.get`."""
+        """See `MailboxObjects.get`."""
         return self._outside.act(lambda: self._held.get(key))
 
     def remove(self, key: str) -> None:
-        """See `ChannelObjects.remove`."""
+        """See `MailboxObjects.remove`."""
         self._held.pop(key, None)
 
     def numbers(self, folder: str) -> list[int]:
-        """See `ChannelObjects.numbers`."""
+        """See `MailboxObjects.numbers`."""
         names = (key.removeprefix(f"{folder}/").partition(".")[0] for key in self._held if key.startswith(f"{folder}/"))
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -215,13 +215,13 @@ class SimFolder(AttemptFolder):
     def __init__(self, path: Path, outside: Outside, channels: dict[str, dict[str, bytes]]) -> None:
         super().__init__(path)
         held = channels.setdefault(str(path), {})
-        self.channel = AttemptChannel(SimObjects(outside, held, path.name), outside.world.pause)
+        self.channel = Mailbox(SimObjects(outside, held, path.name), outside.world.pause)
 
 
 class SimExecutor(FakeExecutor):
     """The fake among others: its answers are lost, its jobs are actors."""
 
-    def __init__(self, outside: Outside, begin: Callable[[JobRequest, int], None], hostility: Hostility) -> None:
+    def __init__(self, outside: Outside, begin: Callable[[JobSpec, int], None], hostility: Hostility) -> None:
         self.outside, self._begin = outside, begin
         self.ended: Callable[[str, int | None], None] = lambda name, number: None
         self.folder: Callable[[Path], AttemptFolder] = AttemptFolder
@@ -230,10 +230,10 @@ class SimExecutor(FakeExecutor):
         self.holds: Callable[[str], bool] = lambda run_id: True  # whether who acts has the lease of this run
         self.launched_by_rows: Callable[[str], bool] = lambda name: False
         self.hosts: dict[str, str] = {}  # job → the host that submitted it, where jobs are hosts' own
-        self._unproven: dict[str, JobRequest] = {}  # submitted, and nobody has seen yet whether it is there
+        self._unproven: dict[str, JobSpec] = {}  # submitted, and nobody has seen yet whether it is there
         super().__init__(self._on_start, outside.world.now, hostility)
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         """See `Executor.submit`."""
         return self.outside.act(lambda: self._submit(request), silent=True)
 
@@ -270,7 +270,7 @@ class SimExecutor(FakeExecutor):
                 self._unproven.pop(job.name, None)
         return found
 
-    def _check_order(self, request: JobRequest) -> None:
+    def _check_order(self, request: JobSpec) -> None:
         """One name after the other, each of a higher epoch, and none while another may have been submitted.
 
         Whoever was frozen over the end of their lease may submit what is over since: that the tombstone stops.
@@ -286,7 +286,7 @@ class SimExecutor(FakeExecutor):
             must(not blind, f"{request.name} is submitted while nobody knows whether {other.name} was")
         self._unproven[request.name] = request
 
-    def _submit(self, request: JobRequest) -> Submission:
+    def _submit(self, request: JobSpec) -> Submission:
         self._check_order(request)
         away = self.outside.weather.is_away(self.outside.name)
         hostility = self.hostility
@@ -307,7 +307,7 @@ class SimExecutor(FakeExecutor):
         world = self.outside.world
         return not world.calm and world.random.random() < self.rates.get(fault, 0.0)
 
-    def _on_start(self, request: JobRequest) -> None:
+    def _on_start(self, request: JobSpec) -> None:
         number = sum(one.name == request.name for one in self.launched) - 1
         self._begin(request, number)
 
@@ -321,7 +321,7 @@ class HostExecutor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         """See `Executor.submit`."""
         self._must(request.name, "submits")
         self._whole.hosts.setdefault(request.name, self._host)
@@ -376,7 +376,7 @@ class Process:
     jobs: Jobs
 
 
-def _place(request: JobRequest) -> tuple[str, str]:
+def _place(request: JobSpec) -> tuple[str, str]:
     return request.labels["run"], request.labels["stage"]
 
 

@@ -23,8 +23,8 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
-from posttrain.drivers import detaching, detaching as driver_environment, requests as drivers
-from posttrain.drivers.detaching import detach, environment_key
+from posttrain.drivers import handover, handover as driver_environment, requests as drivers
+from posttrain.drivers.handover import detach, environment_key
 from posttrain.drivers.log import MOST_BYTES, DriverLog, Veil, last_line, previous
 from posttrain.drivers.requests import (
     DriverKind,
@@ -211,8 +211,8 @@ def test_a_driver_that_never_answers_is_killed_and_the_request_taken_back(
     world: World, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = held(world)
-    monkeypatch.setattr(detaching, "TAKEN_SECONDS", 0.0)
-    monkeypatch.setattr(detaching, "_MODULE", "this")  # whatever it does, it takes no run
+    monkeypatch.setattr(handover, "TAKEN_SECONDS", 0.0)
+    monkeypatch.setattr(handover, "_MODULE", "this")  # whatever it does, it takes no run
     with pytest.raises(InfrastructureError, match=f"posttrain attach {run_id} drives it here"):
         detach(workspace, run_id)
     assert requested(workspace.root) == []

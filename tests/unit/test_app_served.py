@@ -106,6 +106,6 @@ def test_queue_and_store_are_looked_at(workspace: Workspace, monkeypatch: pytest
         raise WorkspaceError("the store is away; look at it")
 
     monkeypatch.setattr(type(workspace.blobs), "has", away)
-    monkeypatch.setattr(module, "standing", away)
+    monkeypatch.setattr(module, "ledger_counts", away)
     found = states(standing_checks(workspace))
     assert found["queue"] == found["store"] == ("fail", "the store is away; look at it")

@@ -27,10 +27,10 @@ from posttrain.app.driver import Driver
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
-from posttrain.control import actions, channels, jobs as environments, judging
+from posttrain.control import actions, channels, jobs as environments, verdicts
 from posttrain.control.actions import promote, retry, stop
 from posttrain.control.reconciler import Reconciler
-from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh
+from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, ApprovalStatus, Terms, request_of, weigh
 from posttrain.domain.errors import AccessError, ApprovalError, InputError, StaleWriteError
 from posttrain.domain.ids import DRIVER, Role
 from posttrain.domain.lifecycle import Reason
@@ -369,14 +369,14 @@ def test_a_rejection_that_comes_while_weights_are_hashed_counts(
     run = waits(world)
     user("ann")
     world.ok("approve", run)
-    hashed = judging.check_weights
+    hashed = verdicts.check_weights
 
     def meanwhile(*words: Any) -> None:
         hashed(*words)
         user("bob")
         world.ok("reject", run)
 
-    for place in ("judging", "actions"):
+    for place in ("verdicts", "actions"):
         monkeypatch.setattr(f"posttrain.control.{place}.check_weights", meanwhile)
     assert "was rejected by user:bob" in refused(world, "promote", run, code=9)
     user("bob")
@@ -657,7 +657,7 @@ def erased(bench: Bench, name: str) -> None:
     bench.stores = replace(bench.stores, ledger=Ledger(bench.ledger.database, bench.clock))
 
 
-def said(bench: Bench, actor: str, run_id: str, verdict: str = APPROVED) -> Standing:
+def said(bench: Bench, actor: str, run_id: str, verdict: str = APPROVED) -> ApprovalStatus:
     return actions.say(by(bench, actor), actions.find_release(bench.stores, run_id, None), verdict)
 
 
@@ -802,7 +802,7 @@ def by(bench: Bench, actor: str) -> Any:
 
 def submitted(bench: Bench) -> str:
     """A run that was planned under the policy."""
-    from posttrain.control.planning import plan_run
+    from posttrain.control.plan import plan_run
     from posttrain.control.submission import submit
     from posttrain.domain.canonical import digest_json
     from posttrain.domain.manifest import InputRef
@@ -835,7 +835,7 @@ def test_an_approval_wakes_the_run_in_its_own_transaction(bench: Bench, monkeypa
     assert bench.reconciler.queue.due() == set()
     request = actions.find_release(bench.stores, run_id, None)
     hashed: list[str] = []
-    monkeypatch.setattr(judging, "check_weights", lambda *words: hashed.append("once"))
+    monkeypatch.setattr(verdicts, "check_weights", lambda *words: hashed.append("once"))
     actions.say(by(bench, "user:ann"), request, APPROVED)
     assert bench.reconciler.queue.due() == {run_id}
     assert bench.drive(run_id).state == "succeeded"

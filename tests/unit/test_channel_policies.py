@@ -12,7 +12,7 @@ import yaml
 from cli_world import GOOD_REWARD, RUN, World, make_world
 
 from posttrain.app.workspace import open_workspace
-from posttrain.control import actions, judging
+from posttrain.control import actions, verdicts
 from posttrain.store.audit import verify_rows
 
 ACCURACY = {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.9}
@@ -402,7 +402,7 @@ def test_a_policy_that_changes_while_a_run_is_judged_stops_its_release(
         if place == "gate.after_commit":
             world.ok("channel", "set-policy", "prod", policy_file(world))
 
-    monkeypatch.setattr(judging, "crashpoint", meanwhile)
+    monkeypatch.setattr(verdicts, "crashpoint", meanwhile)
     monkeypatch.setattr("posttrain.app.workspace._BESIDE", 0)  # commands of two threads share one standard output
     said = refused(world, "run", "run.yaml", code=9)
     assert "this was judged without a policy" in said
@@ -449,7 +449,7 @@ def test_of_two_who_promote_at_once_one_does(world: World, monkeypatch: pytest.M
     world.ok("channel", "freeze", "prod")
     one, two = better(world, 0.97), better(world, 0.975)
     world.ok("channel", "unfreeze", "prod")
-    hashed = judging.check_weights
+    hashed = verdicts.check_weights
 
     def meanwhile(*words: Any) -> None:
         """While the first hashes its weights, the second comes and goes."""
@@ -518,10 +518,10 @@ def test_a_release_that_another_overtook_says_where_to_look(world: World, monkey
 
     def meanwhile(place: str) -> None:
         if place == "gate.after_commit":
-            monkeypatch.setattr(judging, "crashpoint", lambda place: None)
+            monkeypatch.setattr(verdicts, "crashpoint", lambda place: None)
             assert better(world, 0.975)
 
-    monkeypatch.setattr(judging, "crashpoint", meanwhile)
+    monkeypatch.setattr(verdicts, "crashpoint", meanwhile)
     monkeypatch.setattr("posttrain.app.workspace._BESIDE", 0)  # commands of two threads share one standard output
     world.ok("asset", "add", "reward:sort", world.write("third.py", GOOD_REWARD.replace("1.0", "0.97")))
     said = refused(world, "run", "run.yaml", code=9)

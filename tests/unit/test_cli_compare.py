@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
 
-from posttrain.control.comparing import Subject, _cells, _metrics, _settings
+from posttrain.control.comparison import Subject, _cells, _metrics, _settings
 from posttrain.decision.gates import Evidence
 from posttrain.domain.kinds import RATE
 

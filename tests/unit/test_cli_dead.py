@@ -9,7 +9,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.app.workspace import Workspace
-from posttrain.control import pulse
+from posttrain.control import wakeups
 from posttrain.execution.executors.fake import FakeExecutor
 
 
@@ -78,7 +78,7 @@ def test_what_was_not_set_aside_is_told_in_one_line(world: World, words: tuple[s
 
 
 def test_a_run_whose_manifest_is_corrupt_is_set_aside_as_a_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(wakeups, "PATIENCE_SECONDS", 0.0)
     world.hold.add("sft")
     world("run", "run.yaml", "--timeout", "60")
     run = world.newest()

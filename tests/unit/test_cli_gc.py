@@ -22,7 +22,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database, SystemClock
 from posttrain.store.hosts import Ledger
-from posttrain.store.operations import Noted, Parts, PartStore
+from posttrain.store.operations import Parts, PartStore, PendingUploads
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import put_tree, verify_tree
 
@@ -158,7 +158,7 @@ def test_uploads_that_nobody_used_go_with_the_word_that_they_are_there(world: Wo
     store, half = PartStore(blobs.url), "sha256:" + "0" * 64
     with closing(Database(world.root / ".posttrain" / "ledger.db")) as database:
         ledger = Ledger(database, clock=world.clock)
-        noted, parts = Noted(ledger), Parts(ledger, store)
+        noted, parts = PendingUploads(ledger), Parts(ledger, store)
         for digest in (unused, used):
             noted.add(digest)
         parts.add(half, 28, 0, b"the first half")

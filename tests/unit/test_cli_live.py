@@ -16,7 +16,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
 from posttrain.domain.jobs import JobOrder, Metric, Progress
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.views.status import RunWatcher, read_status
 
@@ -83,7 +83,7 @@ def test_a_running_job_at_its_last_step_has_no_time_to_come(tmp_path: Path, monk
     world = make_world(tmp_path, monkeypatch)
     world.prepare()
 
-    def last(spec: JobRequest) -> int | None:
+    def last(spec: JobSpec) -> int | None:
         with EventWriter(AttemptFolder(Path(spec.attempt_dir))) as sink:
             sink(Progress(3, 4, "sft", 300, 1000.0))
             sink(Progress(4, 4, "sft", 400, 1001.0))

@@ -14,8 +14,8 @@ from posttrain.app.handles import submit
 from posttrain.app.workspace import open_workspace
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import StageState
-from posttrain.domain.requests import JobRequest
 
 # sft: 4 steps of 8 documents; grpo: 5 steps of 32 prompts and 256 samples, and the room its sixth may need at the most;
 # evaluate: 200 items, read and answered
@@ -61,7 +61,7 @@ def test_a_budget_that_may_do_is_never_refused(world: World) -> None:
 def test_what_earlier_runs_took_is_held_against_the_budget(world: World) -> None:
     job = world.executor._on_launch
 
-    def slow(spec: JobRequest) -> int | None:
+    def slow(spec: JobSpec) -> int | None:
         world.clock.sleep(1.0)  # fifty seconds
         return job(spec)
 

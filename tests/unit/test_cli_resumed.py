@@ -16,7 +16,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.cli.live import LineDisplay, run_table
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure, JobOrder, JobResult, Metric, Progress, Span
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.views.status import RunWatcher
 
@@ -37,7 +37,7 @@ class Trainee:
         self.others = self.world.executor._on_launch
         self.world.executor._on_launch = self
 
-    def __call__(self, spec: JobRequest) -> int | None:
+    def __call__(self, spec: JobSpec) -> int | None:
         folder = AttemptFolder(Path(spec.attempt_dir))
         order = folder.read_order()
         if order.kind != "grpo":

@@ -18,7 +18,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, Metric
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
-from posttrain.views.logs import Vigil
+from posttrain.views.logs import RunWatch
 from posttrain.web.curves import learning_curve
 from posttrain.web.panels import CurveSeries
 
@@ -267,7 +267,7 @@ def test_a_picture_has_the_loss_where_nothing_is_scored(world: World, monkeypatc
         told = {"agreement": 0.5, "response_tokens/mean": 7.0} if "reward/mean" in values else {}
         return Metric(step, {"loss": values["loss"], **told}, at)
 
-    monkeypatch.setattr("posttrain.views.reporting.learning_curve", seen)
+    monkeypatch.setattr("posttrain.views.report.learning_curve", seen)
     world.ok("run", "run.yaml")
     monkeypatch.setattr(cli_world, "Metric", metric)
     world.ok("run", "run.yaml", "--seed", "18")
@@ -382,15 +382,15 @@ def test_being_left_alone_is_told_once_each_time(world: World, monkeypatch: pyte
     world.hold.add("sft")
     world("run", "run.yaml", "--timeout", "60")
     workspace, told = Workspace(world.root / ".posttrain"), []
-    vigil = Vigil(workspace, world.newest(), told.append, None)
+    watch_run = RunWatch(workspace, world.newest(), told.append, None)
     counts = []
     for _ in range(2):
         workspace.reconciler.tick(world.newest())  # this process drives it
-        vigil.look()
+        watch_run.look()
         counts.append(len(told))
         workspace.reconciler.release(world.newest())
-        vigil.look()
-        vigil.look()
+        watch_run.look()
+        watch_run.look()
         counts.append(len(told))
     assert counts == [0, 1, 1, 2]
     workspace.close()

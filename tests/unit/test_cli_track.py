@@ -22,9 +22,9 @@ from posttrain.domain.jobs import Metric
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.trackers import following, tracking
-from posttrain.trackers.following import Scribe
-from posttrain.trackers.tracked import RunSource
+from posttrain.trackers import choice, writer
+from posttrain.trackers.rows import RunSource
+from posttrain.trackers.writer import Scribe
 
 START = Scribe.start
 
@@ -69,7 +69,7 @@ def test_the_workspaces_trackers_are_those_of_its_runs(world: World) -> None:
 def test_trackers_decide_nothing(world: World) -> None:
     plain = world.json("plan", "run.yaml")["digest"]
     world.write("run.yaml", RUN + "trackers: {csv: here, tensorboard: null}\n")
-    if tracking._installed("tensorboard"):
+    if choice._installed("tensorboard"):
         assert world.json("plan", "run.yaml")["digest"] == plain
     world.write("run.yaml", RUN + "trackers: {csv: here}\n")
     assert world.json("plan", "run.yaml")["trackers"] == [{"kind": "csv", "where": str(world.root / "here")}]
@@ -129,8 +129,8 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
 def test_a_tracker_that_cannot_be_written_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch, trackers: str, said: str
 ) -> None:
-    monkeypatch.setattr(tracking, "_installed", lambda package: True)
-    monkeypatch.delenv(tracking.KEY, raising=False)
+    monkeypatch.setattr(choice, "_installed", lambda package: True)
+    monkeypatch.delenv(choice.KEY, raising=False)
     world.write("run.yaml", RUN + f"trackers: {trackers}\n")
     for command in ("plan", "run"):
         refused = world(command, "run.yaml")
@@ -153,7 +153,7 @@ def test_no_password_of_a_mistyped_word_is_printed(world: World, words: tuple[st
 def test_a_missing_package_is_told_with_the_command_that_brings_it(
     world: World, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(tracking, "_installed", lambda package: False)
+    monkeypatch.setattr(choice, "_installed", lambda package: False)
     (world.root / kind).mkdir()  # a folder of that name, as wandb makes one, is no package
     world.write("run.yaml", RUN + f"trackers: [{kind}]\n")
     for words in (("plan", "run.yaml"), ("run", "run.yaml"), ("init", "--tracker", kind)):
@@ -165,8 +165,8 @@ def test_a_missing_package_is_told_with_the_command_that_brings_it(
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nosuchtracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not tracking._installed("nosuchtracker")
-    assert tracking._installed("json")
+    assert not choice._installed("nosuchtracker")
+    assert choice._installed("json")
 
 
 def test_a_redone_step_counts_once_and_is_told_where_it_differs(world: World) -> None:
@@ -268,7 +268,7 @@ def test_what_was_chosen_after_a_run_is_no_warning_of_it(world: World) -> None:
 
 
 def test_a_server_that_is_away_is_one_short_line_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_installed", lambda package: True)  # it is not asked for: nobody is there
+    monkeypatch.setattr(choice, "_installed", lambda package: True)  # it is not asked for: nobody is there
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     world.write("run.yaml", RUN + f"trackers: {{mlflow: '{uri}'}}\n")
@@ -279,7 +279,7 @@ def test_a_server_that_is_away_is_one_short_line_at_once(world: World, monkeypat
     away = f"cannot reach {uri}: connection refused"
     assert failed.stderr == f"error: run {run}: tracker mlflow: {away}; posttrain track {run} tries again\n"
     assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes the missing data"
-    with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "w") as lock:  # its writer tries again
+    with open(world.root / ".posttrain" / "runs" / run / choice.LOCK, "w") as lock:  # its writer tries again
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes it later"
 
@@ -291,8 +291,8 @@ def test_what_a_client_says_of_a_server_is_cut_to_its_cause() -> None:
     urllib3.reason.__cause__ = refused  # type: ignore[attr-defined]
     client = RuntimeError(f"API request to http://127.0.0.1:1 failed with exception {urllib3}")
     client.__cause__ = urllib3
-    assert tracking.line(client, "http://127.0.0.1:1") == "cannot reach http://127.0.0.1:1: connection refused"
-    assert tracking.line(RuntimeError("a b\nc"), "x") == "RuntimeError: a b c"
+    assert choice.line(client, "http://127.0.0.1:1") == "cannot reach http://127.0.0.1:1: connection refused"
+    assert choice.line(RuntimeError("a b\nc"), "x") == "RuntimeError: a b c"
 
 
 def test_another_place_is_written_beside_the_runs_own(world: World) -> None:
@@ -319,7 +319,7 @@ def test_another_place_has_what_there_is_of_a_run_that_goes_on(world: World) -> 
     world.write("run.yaml", RUN + "trackers: {csv: here}\n")
     world("run", "run.yaml", "--timeout", "300")
     run = world.newest()
-    with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "w") as lock:
+    with open(world.root / ".posttrain" / "runs" / run / choice.LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # its own writer is at work
         said = world.json("track", run, "--tracker", "csv=else where")["trackers"]
     assert said[0]["message"] == (
@@ -334,14 +334,14 @@ def test_a_place_that_cannot_be_written_is_not_recorded(world: World, kinds: str
     world.write("run.yaml", RUN + f"trackers: {kinds}\n")
     world.ok("run", "run.yaml")
     run = world.newest()
-    before = (world.root / ".posttrain" / "runs" / run / tracking.RECORD).read_text()
+    before = (world.root / ".posttrain" / "runs" / run / choice.RECORD).read_text()
     shown = world.json("get", run)["trackers"]
     (world.root / "mine" / f"{run}.csv").mkdir(parents=True)
     for place, code in (("/proc/nowhere", 2), ("train.jsonl", 2), ("mine", 6)):
         refused = world("track", run, "--tracker", f"csv={place}")
         assert refused.exit_code == code, refused.stderr
         assert refused.stderr.count("\n") == 1
-        assert (world.root / ".posttrain" / "runs" / run / tracking.RECORD).read_text() == before
+        assert (world.root / ".posttrain" / "runs" / run / choice.RECORD).read_text() == before
         assert world.json("get", run)["trackers"] == shown
 
 
@@ -351,7 +351,7 @@ def test_one_process_writes_a_run_at_a_time(world: World) -> None:
     world("run", "run.yaml", "--timeout", "300")
     run = world.newest()
     folder = world.root / ".posttrain" / "runs" / run
-    with open(folder / tracking.LOCK, "w") as lock:
+    with open(folder / choice.LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "csv writing" in world.ok("track", run)
         assert not (world.root / "here").exists()
@@ -412,7 +412,7 @@ def test_a_workspace_that_moved_keeps_its_trackers(world: World) -> None:
     world.ok("init", "--tracker", "csv")
     (world.root / ".posttrain").rename(world.root / "moved")
     moved = Workspace(world.root / "moved")
-    assert tracking.of_workspace(moved).to_json() == {"csv": {"dir": f"{world.root}/moved/tracking/csv"}}
+    assert choice.of_workspace(moved).to_json() == {"csv": {"dir": f"{world.root}/moved/tracking/csv"}}
     moved.close()
 
 
@@ -475,24 +475,24 @@ def test_every_word_of_every_tracker_is_taken_and_recorded(tmp_path: Path) -> No
     for kind, words in WORDS.items():
         (field,) = [field for field in Trackers.model_fields[kind].annotation.__args__ if field is not type(None)]
         assert set(field.model_fields) == set(words), kind
-    chosen = tracking.parse_trackers(WORDS, "run.yaml")
-    assert tracking.resolved(chosen, tmp_path, tmp_path).to_json() == WORDS
-    assert tracking.parse_trackers({kind: next(iter(words.values())) for kind, words in WORDS.items()}, "x").chosen()
+    chosen = choice.parse_trackers(WORDS, "run.yaml")
+    assert choice.resolved(chosen, tmp_path, tmp_path).to_json() == WORDS
+    assert choice.parse_trackers({kind: next(iter(words.values())) for kind, words in WORDS.items()}, "x").chosen()
 
 
 @pytest.mark.parametrize("given", ["team/sort", {"project": "team/sort"}, {"project": "sort", "entity": "team"}])
 def test_a_project_may_be_named_with_its_entity(given: Any) -> None:
-    found = tracking.parse_trackers({"wandb": given}, "run.yaml").to_json()["wandb"]
+    found = choice.parse_trackers({"wandb": given}, "run.yaml").to_json()["wandb"]
     assert (found["project"], found["entity"]) == ("sort", "team")
 
 
 def test_what_moves_with_a_folder_is_relative_to_it(tmp_path: Path) -> None:
     raw = {"csv": "a", "mlflow": "sqlite:///b.db", "tensorboard": {"logdir": "~/c"}}
-    found = tracking.resolved(tracking.parse_trackers(raw, "x"), tmp_path, tmp_path / "w").to_json()
+    found = choice.resolved(choice.parse_trackers(raw, "x"), tmp_path, tmp_path / "w").to_json()
     assert found["csv"]["dir"] == f"{tmp_path}/a"
     assert found["mlflow"]["tracking_uri"] == f"sqlite:///{tmp_path}/b.db"
     assert found["tensorboard"]["logdir"] == str(Path.home() / "c")
-    own = tracking.resolved(tracking.parse_trackers(list(WORDS), "x"), tmp_path, tmp_path / "w").to_json()
+    own = choice.resolved(choice.parse_trackers(list(WORDS), "x"), tmp_path, tmp_path / "w").to_json()
     assert own["mlflow"]["tracking_uri"] == f"sqlite:///{tmp_path}/w/tracking/mlflow.db"
     assert own["wandb"] == {"project": "posttrain", "mode": "offline", "dir": f"{tmp_path}/w/tracking"}
 
@@ -509,10 +509,10 @@ def test_a_lock_that_somebody_only_looks_at_delays_the_writer(world: World, monk
         def poll(self) -> int | None:
             return None
 
-    monkeypatch.setattr(following.subprocess, "Popen", Writer)
-    monkeypatch.setattr(following, "_POLL", 0.0)
+    monkeypatch.setattr(writer.subprocess, "Popen", Writer)
+    monkeypatch.setattr(writer, "_POLL", 0.0)
     monkeypatch.setattr(Scribe, "start", START)
-    with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "a") as lock:
+    with open(world.root / ".posttrain" / "runs" / run / choice.LOCK, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         scribe = Scribe(open_workspace(), run)
         for _ in range(5):  # more often than a writer that dies is started

@@ -18,7 +18,7 @@ DECIDES_NOTHING = {
     "domain/manifest.py": "what it holds is in the cache key",
     "domain/overrides.py": "applied before the manifest is made",
     "domain/plugins.py": "finds what is installed, whose own digest is in the cache key",
-    "domain/requests.py": "the form of what an executor is asked for; an image's digest is in a stage's identity",
+    "domain/jobspec.py": "the form of what an executor is asked for; an image's digest is in a stage's identity",
     "domain/runspec.py": "what it holds is in the cache key",
     "domain/trackers.py": "where metrics are copied to",
     "domain/validation.py": "words of errors",
@@ -28,7 +28,7 @@ DECIDES_NOTHING = {
     "execution/__init__.py": "says what the room is for",
     "execution/environment.py": "which variables a process is given",
     "execution/processes.py": "whose process it is",
-    "store/reaching.py": "what lets a job reach its inputs, known by their digest",
+    "store/retries.py": "what lets a job reach its inputs, known by their digest",
     "store/blobs.py": "keeps bytes, known by their digest; words of errors",
     "store/atomic.py": "keeps bytes, says where temporary files lie and who may delete",
     "store/attempts.py": "keeps bytes and what is said",
@@ -37,10 +37,10 @@ DECIDES_NOTHING = {
     "store/backends/memory.py": "keeps bytes",
     "store/backends/remote.py": "keeps bytes",
     "store/backends/served.py": "fetches bytes, known by their digest",
-    "store/channel.py": "keeps what is said",
-    "store/channels/folder.py": "keeps bytes",
-    "store/channels/objects.py": "keeps bytes",
-    "store/channels/served.py": "keeps what is said",
+    "store/mailbox.py": "keeps what is said",
+    "store/mailboxes/folder.py": "keeps bytes",
+    "store/mailboxes/objects.py": "keeps bytes",
+    "store/mailboxes/served.py": "keeps what is said",
     "store/external.py": "whether a store's address is one",
     "store/trees.py": "keeps bytes, known by their digest; temporary files",
 }
@@ -78,7 +78,7 @@ def reached() -> set[str]:
 def test_what_a_job_imports_is_in_the_code_digest_or_decides_nothing() -> None:
     digested, found = set(native._sources()["files"]), reached()
     assert len(found) > 100
-    assert found >= {"domain/rewards.py", "pacing/balancing.py", "planner/residency.py"}, "the graph is followed"
+    assert found >= {"domain/rewards.py", "pacing/balance.py", "planner/residency.py"}, "the graph is followed"
     assert sorted(found - digested - DECIDES_NOTHING.keys()) == [], "into the digest, or into the list with a reason"
     assert sorted(DECIDES_NOTHING.keys() & digested) == []
     assert sorted(DECIDES_NOTHING.keys() - found) == [], "no longer imported"

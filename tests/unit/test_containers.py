@@ -21,18 +21,18 @@ from server_bench import KEY, ServerBench, attempt_with_access, granting, served
 
 import podman_image
 from posttrain.app.workspace import init_workspace
-from posttrain.control import launching
+from posttrain.control import launch
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
-from posttrain.domain.requests import Job, JobRequest, PodGroup
+from posttrain.domain.jobspec import Job, JobSpec, PodGroup
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.containers import fetched
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.server.connections import Door
-from posttrain.server.serving import Bind, configured
+from posttrain.server.service import Bind, configured
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
-from posttrain.store.reaching import JobAccess, read_access
+from posttrain.store.retries import JobAccess, read_access
 
 IMAGE = f"localhost/train@sha256:{'a1' * 32}"
 SECRET = "swordfish"
@@ -51,11 +51,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def asked(folder: Path, **words: Any) -> JobRequest:
-    return JobRequest("r-s-1", "posttrain.jobs.train", str(folder), image=IMAGE, **words)
+def asked(folder: Path, **words: Any) -> JobSpec:
+    return JobSpec("r-s-1", "posttrain.jobs.train", str(folder), image=IMAGE, **words)
 
 
-def spec_of(folder: Path, request: JobRequest) -> dict[str, Any]:
+def spec_of(folder: Path, request: JobSpec) -> dict[str, Any]:
     return {
         **{"name": request.name, "image": request.image, "module": request.module, "secrets": list(request.secrets)},
         **{"environment": dict(request.environment), containers.SPEC: containers.contained(request, folder)},
@@ -255,7 +255,7 @@ def test_who_submits_beside_another_replaces_nothing_that_is_covered(
     def places() -> dict[str, int]:
         return {name: (machine / name).stat().st_ino for name in covered}
 
-    def meanwhile(asking: JobRequest, folder: Path) -> dict[str, Any]:
+    def meanwhile(asking: JobSpec, folder: Path) -> dict[str, Any]:
         monkeypatch.setattr(containers, "contained", real)
         assert isinstance(first.submit(request), Accepted)
         until((machine / "ran").exists)
@@ -264,7 +264,7 @@ def test_who_submits_beside_another_replaces_nothing_that_is_covered(
 
     monkeypatch.setattr(containers, "contained", meanwhile)
     assert isinstance(LocalExecutor(images=True).submit(request), Exists)
-    launching._lay_down(AttemptFolder(machine), JobOrder("r-s-1", "sft", 1, {}, {}, "", "", image=IMAGE))
+    launch._lay_down(AttemptFolder(machine), JobOrder("r-s-1", "sft", 1, {}, {}, "", "", image=IMAGE))
     assert places() == before[0]
     (machine / "go").touch()
     until(lambda: first.observe([request])[0].gone)

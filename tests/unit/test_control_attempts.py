@@ -13,15 +13,15 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 
 from driving import drive
-from posttrain.control import actions, launching
+from posttrain.control import actions, launch
 from posttrain.control.decide import BACKOFF_SECONDS
-from posttrain.control.launching import trained_elsewhere
+from posttrain.control.launch import trained_elsewhere
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, StaleWriteError
 from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobState, Observation, Output, Progress
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.requests import JobRequest
 from posttrain.execution.processes import LEAVING_SECONDS
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.trees import file_digest, put_tree, tree_digest
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_published_is_passed_over(
             (folder / "policy.safetensors").unlink(missing_ok=True)
         return put_tree(blobs, folder)
 
-    monkeypatch.setattr(launching, "put_tree", overtaken)
+    monkeypatch.setattr(launch, "put_tree", overtaken)
     bench.scripts["sft"] = [dies_after({1: 100, 2: 250}, tokens=300), train()]
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     first, second = bench.ledger.attempts(run.id)
@@ -163,7 +163,7 @@ def test_what_lost_attempts_spent_adds_up(bench: Bench) -> None:
 def test_a_result_that_comes_between_two_looks_is_not_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id, folder, name = under_way(bench)
 
-    def observe(spec: JobRequest) -> Observation:
+    def observe(spec: JobSpec) -> Observation:
         if folder.read_result() is None:  # it ends after its result was looked for, and before it is looked at
             train("late")(folder)
         return Observation(JobState.EXITED, exit_code=0)
@@ -182,7 +182,7 @@ def test_the_last_word_of_a_job_that_was_cancelled_counts(
     run_id, folder, _ = under_way(bench, budget={"wall_clock": 60})
     kill = bench.executor.kill
 
-    def last_word(spec: JobRequest) -> None:
+    def last_word(spec: JobSpec) -> None:
         train("just in time", tokens=77)(folder)
         kill(spec)
 
@@ -288,7 +288,7 @@ def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:
 def test_an_order_that_no_job_has_read_says_what_holds_now(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who wrote it died before the launch; meanwhile a person took back the trust in rewards."""
 
-    def dies(spec: JobRequest) -> str:
+    def dies(spec: JobSpec) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench.executor, "submit", dies)

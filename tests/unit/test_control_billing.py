@@ -13,12 +13,12 @@ from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 from hypothesis import given, settings, strategies as st
 
 from posttrain.control import budgets
-from posttrain.control.launching import cache_key
+from posttrain.control.launch import cache_key
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobState, Observation, Progress
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.manifest import Manifest, StageManifest, job_identity
-from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
@@ -202,7 +202,7 @@ def test_time_in_a_queue_is_not_billed(bench: Bench, monkeypatch: pytest.MonkeyP
     waiting, observe = [True], bench.executor.observe
     since = [0.0]
 
-    def queued(jobs: Sequence[JobRequest]) -> list[Observation]:
+    def queued(jobs: Sequence[JobSpec]) -> list[Observation]:
         if waiting:
             return [Observation(JobState.STARTING) for _ in jobs]
         return [replace(seen, seconds=(seen.seconds or 0.0) - since[0]) for seen in observe(jobs)]

@@ -8,12 +8,12 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions
-from posttrain.control.judging import explain_run
+from posttrain.control.verdicts import explain_run
 from posttrain.domain.errors import InfrastructureError, JobFailedError, WorkspaceError
 from posttrain.domain.jobs import NO_MEMORY, NO_SPACE, Cause, JobResult, Submission
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState, StopCause
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.requests import JobRequest
 
 
 def begun(bench: Bench, **budget: float) -> tuple[str, AttemptRecord]:
@@ -86,7 +86,7 @@ def test_audit_10_launches_that_fail_alike_are_lost_infrastructure(
     """Whoever kills supervisors while they launch says nothing about the job: tries remain."""
     submit, refusals = bench.executor.submit, [1, 2, 3]
 
-    def killed(request: JobRequest) -> Submission:
+    def killed(request: JobSpec) -> Submission:
         if refusals:
             refusals.pop()
             raise InfrastructureError(f"the supervisor of {request.name} was killed while it started (signal 9)")

@@ -12,9 +12,9 @@ from control_bench import RUN, resolve
 from hypothesis import given, strategies as st
 
 import posttrain.control.decide as decide_module
-from posttrain.control import orders
-from posttrain.control.decide import STOP_GRACE_SECONDS, Sight, View, decide_run, decide_stage, settle
-from posttrain.control.planning import plan_run
+from posttrain.control import effects
+from posttrain.control.decide import STOP_GRACE_SECONDS, JobStatus, View, decide_run, decide_stage, settle
+from posttrain.control.plan import plan_run
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Absence, Cause, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import Driver, kind_of
@@ -33,7 +33,7 @@ from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
 
 _PURE = {
-    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.decide",
+    "posttrain.control.budgets", "posttrain.control.effects", "posttrain.control.decide",
 }  # fmt: skip
 LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 
@@ -51,7 +51,7 @@ PAUSES = {
 PAUSED = manifest_of(stages={**RUN["stages"], **PAUSES}, release={**RUN["release"], "after": "approval"})
 
 
-@pytest.mark.parametrize("name", ["decide", "orders", "budgets"])
+@pytest.mark.parametrize("name", ["decide", "effects", "budgets"])
 def test_who_decides_imports_nothing_that_acts(name: str) -> None:
     source = Path(str(decide_module.__file__)).with_name(f"{name}.py").read_text()
     found = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
@@ -78,7 +78,7 @@ words = st.one_of(
     st.builds(lambda f: JobResult("failed", failure=f), failures),
 )
 sights = st.builds(
-    Sight,
+    JobStatus,
     job=observations,
     ordered=st.booleans(),
     word=words,
@@ -128,18 +128,18 @@ def views(draw: Any) -> View:
 
 @pytest.mark.slow
 @given(views(), sights, st.sampled_from([100.0, 1e7]))
-def test_whatever_is_decided_is_allowed_and_decided_again(view: View, sight: Sight, now: float) -> None:
-    for order in decide_run(view):
-        assert isinstance(order, orders.MoveRun)
-        assert order.state in RUN_TABLE[view.run.state]
+def test_whatever_is_decided_is_allowed_and_decided_again(view: View, job_status: JobStatus, now: float) -> None:
+    for effect in decide_run(view):
+        assert isinstance(effect, effects.MoveRun)
+        assert effect.state in RUN_TABLE[view.run.state]
     for stage in view.stages:
-        seen = sight if stage.state == StageState.RUNNING else None
-        order = decide_stage(view, stage.name, seen, now)
-        assert order == decide_stage(view, stage.name, seen, now)
-        if order is not None:
+        seen = job_status if stage.state == StageState.RUNNING else None
+        effect = decide_stage(view, stage.name, seen, now)
+        assert effect == decide_stage(view, stage.name, seen, now)
+        if effect is not None:
             assert not is_final("stage", stage.state)
             assert not is_final("run", view.run.state), "another driver ended it"
-            _allowed(view, stage, sight, order, now)
+            _allowed(view, stage, job_status, effect, now)
     end = settle(view)
     if end is not None:
         assert not is_final("run", view.run.state)
@@ -147,27 +147,32 @@ def test_whatever_is_decided_is_allowed_and_decided_again(view: View, sight: Sig
         assert not any(stage.state == StageState.RUNNING for stage in view.stages)
 
 
-def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, now: float) -> None:
-    match order:
-        case orders.Launch():
-            assert not (sight.ordered and sight.job.hidden), "what nobody can tell of is not submitted anew"
-            assert not (sight.ordered and sight.job.state is not JobState.UNKNOWN)
+def _allowed(view: View, stage: StageRecord, job_status: JobStatus, effect: effects.Effect, now: float) -> None:
+    match effect:
+        case effects.Launch():
+            assert not (job_status.ordered and job_status.job.hidden), "what nobody can tell of is not submitted anew"
+            assert not (job_status.ordered and job_status.job.state is not JobState.UNKNOWN)
             assert view.run.state != RunState.STOPPING
-        case orders.Start() | orders.Judge() | orders.Release() | orders.Bind():
-            assert isinstance(order, orders.Bind) or kind_of(stage.kind).driver is not Driver.WAIT
+        case effects.Start() | effects.Judge() | effects.Release() | effects.Bind():
+            assert isinstance(effect, effects.Bind) or kind_of(stage.kind).driver is not Driver.WAIT
             assert view.run.state != RunState.STOPPING
             assert not any(other.state == StageState.FAILED for other in view.stages)
-        case orders.Collect() | orders.TryAgain():
-            assert sight.job.gone, "what it holds, the next would find taken"
-            assert not (sight.another_runs and sight.word is None and not sight.unreadable)
-        case orders.End(attempt=attempt) if attempt.state == AttemptState.LAUNCHED:
-            assert sight.job.gone or sight.unreadable
-        case orders.Kill(attempt=attempt):
+        case effects.Collect() | effects.TryAgain():
+            assert job_status.job.gone, "what it holds, the next would find taken"
+            assert not (job_status.another_runs and job_status.word is None and not job_status.unreadable)
+        case effects.End(attempt=attempt) if attempt.state == AttemptState.LAUNCHED:
+            assert job_status.job.gone or job_status.unreadable
+        case effects.Kill(attempt=attempt):
             asked, watch = attempt.stop_requested_at, view.watch(attempt)
             over = asked is not None and now >= asked + STOP_GRACE_SECONDS
-            asleep = attempt.reason == Reason.STALLED and watch is not None and watch.progress == sight.progress
-            assert sight.word is not None or sight.unreadable or over or (asleep and watch and watch.quiet >= 7200.0)
-        case orders.EndWait(state=state):
+            asleep = attempt.reason == Reason.STALLED and watch is not None and watch.progress == job_status.progress
+            assert (
+                job_status.word is not None
+                or job_status.unreadable
+                or over
+                or (asleep and watch and watch.quiet >= 7200.0)
+            )
+        case effects.EndWait(state=state):
             assert kind_of(stage.kind).driver is Driver.WAIT
             assert view.run.state != RunState.STOPPING
             assert state in STAGE_TABLE[stage.state]
@@ -176,7 +181,7 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
             assert (state == StageState.FAILED) == missed
             assert missed or not early
             assert not missed or (stage.started_at is not None and now >= stage.started_at + 90)
-        case orders.StopStage():
+        case effects.StopStage():
             assert StageState.STOPPED in STAGE_TABLE[stage.state]
         case _:
             pass
@@ -184,11 +189,11 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
 
 @pytest.mark.slow
 @given(views(), sights)
-def test_a_job_that_may_be_anything_is_never_ended_nor_followed(view: View, sight: Sight) -> None:
+def test_a_job_that_may_be_anything_is_never_ended_nor_followed(view: View, job_status: JobStatus) -> None:
     hidden = Observation(JobState.UNKNOWN, absent=Absence.NOT_VISIBLE_YET)
-    blind = replace(sight, job=hidden, ordered=True, word=None, unreadable="")
+    blind = replace(job_status, job=hidden, ordered=True, word=None, unreadable="")
     for stage in view.stages:
         if stage.state == StageState.RUNNING:
-            order = decide_stage(view, stage.name, blind, 100.0)
-            ends = orders.Collect | orders.TryAgain | orders.End
-            assert not isinstance(order, ends | orders.Launch | orders.RecordLaunch)
+            effect = decide_stage(view, stage.name, blind, 100.0)
+            ends = effects.Collect | effects.TryAgain | effects.End
+            assert not isinstance(effect, ends | effects.Launch | effects.RecordLaunch)

@@ -11,7 +11,7 @@ from control_bench import TRAIN_ONLY, Bench, train
 from posttrain.control import actions
 from posttrain.domain.errors import CapacityError
 from posttrain.domain.jobs import Capacity, Submission
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.trainers.native import NativeTrainer
 
 TAKEN = Capacity(2, {"0": "a-1 of ada", "1": "b-1 of bob (in /home/bob)"})
@@ -47,7 +47,7 @@ def test_an_attempt_whose_devices_somebody_else_got_waits_and_is_the_one_that_st
 ) -> None:
     submit, refuse = bench.executor.submit, [True, True]
 
-    def late(spec: JobRequest) -> Submission:
+    def late(spec: JobSpec) -> Submission:
         if refuse:
             refuse.pop()
             raise CapacityError(SAID)
@@ -83,7 +83,7 @@ def test_who_died_after_launching_finds_the_job_though_it_holds_the_devices_itse
 
     bench.scripts["sft"] = [None]
     run_id = bench.submit(**TRAIN_ONLY)
-    monkeypatch.setattr("posttrain.control.launching.crashpoint", dies)
+    monkeypatch.setattr("posttrain.control.launch.crashpoint", dies)
     with pytest.raises(KeyboardInterrupt):
         ticks(bench, run_id)
     monkeypatch.undo()

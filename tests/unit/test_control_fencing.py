@@ -12,10 +12,10 @@ from posttrain.control import actions
 from posttrain.control.attempts import assume_dead
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS
+from posttrain.domain.jobspec import Job
 from posttrain.domain.records import AttemptRecord, Event
-from posttrain.domain.requests import Job
 from posttrain.execution.processes import identity
-from posttrain.store.channel import ControlKind
+from posttrain.store.mailbox import ControlKind
 
 GONE = "another boot:1"  # the identity of no process
 
@@ -27,7 +27,7 @@ def bench(tmp_path: Path) -> Bench:
 
 def begun_elsewhere(bench: Bench, process: str) -> tuple[str, AttemptRecord]:
     """A run whose launched job found that `process` has its attempt."""
-    bench.scripts["sft"] = [lambda folder: folder.channel.start(1, process) and None, train()]  # type: ignore[func-returns-value]
+    bench.scripts["sft"] = [lambda folder: folder.mailbox.start(1, process) and None, train()]  # type: ignore[func-returns-value]
     run_id = bench.submit(**TRAIN_ONLY)
     while not bench.launched:
         bench.reconciler.tick(run_id)
@@ -44,7 +44,7 @@ def test_a_run_that_is_stopped_before_a_launch_leaves_a_tombstone(
 
     run_id = bench.submit(**TRAIN_ONLY)
     bench.reconciler.tick(run_id)
-    monkeypatch.setattr("posttrain.control.launching.crashpoint", suspended)
+    monkeypatch.setattr("posttrain.control.launch.crashpoint", suspended)
     with pytest.raises(KeyboardInterrupt):  # its order is written, and it is about to launch
         bench.reconciler.tick(run_id)
     monkeypatch.undo()
@@ -60,12 +60,12 @@ def test_a_job_that_began_meanwhile_is_not_stopped_unseen(bench: Bench) -> None:
     run_id = bench.submit(**TRAIN_ONLY)
     bench.reconciler.tick(run_id)
     folder = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0])
-    folder.channel.start(1, identity(os.getpid()) or "")
+    folder.mailbox.start(1, identity(os.getpid()) or "")
     actions.stop(bench.stores, run_id)
     bench.reconciler.tick(run_id)
     assert bench.ledger.attempts(run_id)[0].state == "planned"
     (folder.path / "start.json").unlink()
-    folder.channel.start(1, GONE)
+    folder.mailbox.start(1, GONE)
     assert bench.drive(run_id).state == "stopped"
 
 
@@ -74,7 +74,7 @@ def test_nothing_begins_an_attempt_that_was_lost(bench: Bench) -> None:
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     assert run.state == "succeeded"
     for attempt in bench.ledger.attempts(run.id):
-        held = bench.jobs.folders.of(attempt).channel.start(attempt.number, "late")
+        held = bench.jobs.folders.of(attempt).mailbox.start(attempt.number, "late")
         assert held is not None
         assert (held.epoch, held.cancelled.startswith("it ended: ")) == (attempt.number, True)
 
@@ -108,7 +108,7 @@ def test_a_run_is_not_stopped_while_another_job_of_its_attempt_computes(bench: B
     assert bench.ledger.run(run_id).state == "stopping"
     assert folder.stop_requested()
     (folder.path / "start.json").unlink()
-    folder.channel.start(1, GONE)
+    folder.mailbox.start(1, GONE)
     assert bench.drive(run_id).state == "stopped"
 
 
@@ -144,7 +144,7 @@ def test_a_job_that_was_gone_before_anybody_asked_did_not_fail_to_heed(bench: Be
 def elsewhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run whose attempt was begun by a process of another host."""
     with monkeypatch.context() as there:
-        there.setattr("posttrain.store.channel.socket.gethostname", lambda: "a-host-that-died")
+        there.setattr("posttrain.store.mailbox.socket.gethostname", lambda: "a-host-that-died")
         run_id, _ = begun_elsewhere(bench, GONE)
     for _ in range(20):
         bench.reconciler.tick(run_id)

@@ -9,13 +9,13 @@ from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train
 
 from posttrain.control import actions
 from posttrain.control.decide import PREEMPTIONS_PER_ATTEMPT
-from posttrain.control.judging import explain_run
 from posttrain.control.lineage import release_lineage
-from posttrain.control.verifying import verify
+from posttrain.control.verdicts import explain_run
+from posttrain.control.verification import verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError, QuarantinedError
 from posttrain.domain.jobs import JobResult, Output, Submission
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import seal
@@ -79,7 +79,7 @@ def test_a_deadline_counts_from_the_launch(bench: Bench, monkeypatch: pytest.Mon
     bench.reconciler.tick(run_id)
     assert bench.ledger.attempts(run_id)[0].state == "planned"
     bench.clock.sleep(86400)  # the process that planned it died
-    monkeypatch.setattr("posttrain.control.launching.crashpoint", die_before_launch)
+    monkeypatch.setattr("posttrain.control.launch.crashpoint", die_before_launch)
     with pytest.raises(KeyboardInterrupt):
         bench.reconciler.tick(run_id)
     monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_a_launch_that_fails_is_retried_with_back_off(bench: Bench, monkeypatch:
     refusals = ["no pty left", "no pty left"]
     submit_job = bench.executor.submit
 
-    def refuse_twice(spec: JobRequest) -> Submission:
+    def refuse_twice(spec: JobSpec) -> Submission:
         if refusals and len(refusals) > 1:
             raise InfrastructureError(refusals.pop())
         return submit_job(spec)
@@ -200,7 +200,7 @@ def test_a_stop_that_arrives_before_the_pointer_moves_keeps_it(bench: Bench, mon
         if name == "promote.before_commit":
             actions.stop(bench.stores, run_id)
 
-    monkeypatch.setattr("posttrain.control.judging.crashpoint", stop_late)
+    monkeypatch.setattr("posttrain.control.verdicts.crashpoint", stop_late)
     assert bench.drive(run_id).state == "stopped"
     assert bench.ledger.channel("prod") is None
     monkeypatch.undo()

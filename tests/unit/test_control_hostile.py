@@ -108,7 +108,7 @@ def test_a_requeued_job_that_finds_its_own_start_is_tried_again_as_often_as_it_h
             bench.clock.sleep(1)
             ticks(bench, run_id)
         attempt = bench.ledger.attempts(run_id)[-1]
-        bench.jobs.folders.of(attempt).channel.start(number, identity(os.getpid()) or "")
+        bench.jobs.folders.of(attempt).mailbox.start(number, identity(os.getpid()) or "")
         bench.executor.requeue(attempt.name)
         bench.executor.finish(attempt.name, ANOTHER_RUNS)
     assert bench.drive(run_id).state == "succeeded"
@@ -177,8 +177,8 @@ def test_a_result_that_comes_between_a_look_and_the_end_of_an_attempt_is_read(
     folder = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0])
 
     def late(folders: Any, attempt: Any, why: str) -> bool:
-        if folder.channel.answered() is None:
-            folder.channel.start(1, "a process that is gone")
+        if folder.mailbox.answered() is None:
+            folder.mailbox.start(1, "a process that is gone")
             train()(folder)
         return give_up(folders, attempt, why)
 

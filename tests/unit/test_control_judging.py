@@ -13,9 +13,9 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 from sqlalchemy import text
 
 from posttrain.control import actions
-from posttrain.control.judging import explain_run
 from posttrain.control.lineage import release_lineage, run_lineage
-from posttrain.control.verifying import verify, verify_live
+from posttrain.control.verdicts import explain_run
+from posttrain.control.verification import verify, verify_live
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.jobs import JobResult, Output

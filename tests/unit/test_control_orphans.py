@@ -16,7 +16,7 @@ from posttrain.control.attempts import Orphans, end_orphans, find_orphans
 from posttrain.control.reconciler import SWEEP_SECONDS, Reconciler
 from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobState
-from posttrain.domain.requests import Job, JobRef, JobRequest, Listed
+from posttrain.domain.jobspec import Job, JobRef, JobSpec, Listed
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def bench(tmp_path: Path) -> Bench:
     return made
 
 
-def launched(bench: Bench) -> JobRequest:
+def launched(bench: Bench) -> JobSpec:
     """The job of a run that goes on."""
     run_id = bench.submit(**TRAIN_ONLY)
     count = len(bench.executor.launched)
@@ -40,7 +40,7 @@ def alive(bench: Bench, job: JobRef) -> bool:
     return bench.executor.observe([job])[0].live
 
 
-def orphan(bench: Bench, asked: JobRequest, name: str, **labels: str) -> JobRequest:
+def orphan(bench: Bench, asked: JobSpec, name: str, **labels: str) -> JobSpec:
     """A job beside the ones that the ledger knows."""
     request = replace(asked, name=name, labels={**asked.labels, **labels})
     bench.scripts["sft"] = [None]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from posttrain.control.launching import cache_key
-from posttrain.control.planning import plan_run
+from posttrain.control.launch import cache_key
+from posttrain.control.plan import plan_run
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import InputBlob

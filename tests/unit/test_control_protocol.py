@@ -20,7 +20,7 @@ from posttrain.domain.errors import ConflictError, InfrastructureError
 
 VERBS = frozenset(control.VERBS)
 CLI = Path(control.__file__).parents[1] / "cli"
-LOCAL = {"demo.py", "serving.py", "workspace.py"}  # init, demo, serve, doctor: they are of this machine
+LOCAL = {"demo.py", "service.py", "workspace.py"}  # init, demo, serve, doctor: they are of this machine
 
 
 class Far:

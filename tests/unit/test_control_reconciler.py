@@ -9,12 +9,12 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
 from driving import drive
-from posttrain.control import actions, launching
+from posttrain.control import actions, launch
 from posttrain.control.decide import STOP_GRACE_SECONDS, View, decide_stage
 from posttrain.control.jobs import AttemptFolders
-from posttrain.control.judging import explain_run
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
 from posttrain.control.stores import Stores
+from posttrain.control.verdicts import explain_run
 from posttrain.domain.errors import (
     BudgetExceededError,
     FailureClass,
@@ -83,7 +83,7 @@ def test_a_channel_that_moved_since_the_gate_looked_is_left_alone(
             with bench.ledger.transaction("rival") as transaction:
                 transaction.append_release("prod", rival, None, "promote", expected=0)
 
-    monkeypatch.setattr("posttrain.control.judging.crashpoint", promote_another)
+    monkeypatch.setattr("posttrain.control.verdicts.crashpoint", promote_another)
     run = bench.drive(bench.submit())
     assert (run.state, run.reason) == ("rejected", "ChannelMoved")
     live = bench.ledger.channel("prod")
@@ -345,7 +345,7 @@ def test_no_part_of_a_budget_is_reserved_twice_whoever_starts_stages(
     more = {"stages": {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}, "budget": {"tokens": 1000}}
     bench.scripts |= {"sft": [vanish(), None], "more": [None]}
     run_id = bench.submit(**more)
-    look, suspended = launching.find_checkpoint, []
+    look, suspended = launch.find_checkpoint, []
 
     def suspends(stores: Stores, folders: AttemptFolders, stage: StageRecord, *words: object) -> object:
         if stage.name == "more" and not suspended:
@@ -354,7 +354,7 @@ def test_no_part_of_a_budget_is_reserved_twice_whoever_starts_stages(
             Reconciler(bench.stores, bench.jobs, "there").tick(run_id)
         return look(stores, folders, stage, *words)
 
-    monkeypatch.setattr(launching, "find_checkpoint", suspends)
+    monkeypatch.setattr(launch, "find_checkpoint", suspends)
     while not suspended:
         bench.reconciler.tick(run_id)
     found = {one.stage: one.reserved_tokens for one in bench.ledger.attempts(run_id) if one.state != "lost"}

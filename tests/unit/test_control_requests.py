@@ -14,8 +14,8 @@ from control_bench import TRAIN_ONLY, Bench, train
 from posttrain.control import jobs
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import Cause, JobSpec
-from posttrain.domain.requests import JobRequest, PodGroup
+from posttrain.domain.jobs import Cause, JobCommand
+from posttrain.domain.jobspec import JobSpec, PodGroup
 from posttrain.events.ports import SECRETS
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
@@ -27,8 +27,8 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def compiles(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
-    def compile(_: NativeTrainer, order: Any, folder: Path) -> JobSpec:
-        return JobSpec(order.name, **{"module": "first", "attempt_dir": str(folder), **words})
+    def compile(_: NativeTrainer, order: Any, folder: Path) -> JobCommand:
+        return JobCommand(order.name, **{"module": "first", "attempt_dir": str(folder), **words})
 
     monkeypatch.setattr(NativeTrainer, "compile", compile)
 
@@ -42,7 +42,7 @@ def dies_before_submitting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str
     run_id = bench.submit(**TRAIN_ONLY)
     bench.reconciler.tick(run_id)
     with monkeypatch.context() as patch:
-        patch.setattr("posttrain.control.launching.crashpoint", dies)
+        patch.setattr("posttrain.control.launch.crashpoint", dies)
         with pytest.raises(KeyboardInterrupt):
             bench.reconciler.tick(run_id)
     return run_id
@@ -72,7 +72,7 @@ def test_a_second_driver_submits_what_the_first_wrote(
     assert (asked.module, asked.devices) == ("first", 0)
     written = json.loads((Path(asked.attempt_dir) / "request.json").read_bytes())
     assert "attempt_dir" not in written, "the workspace may be moved"
-    assert JobRequest.from_json(written, asked.attempt_dir) == asked
+    assert JobSpec.from_json(written, asked.attempt_dir) == asked
 
 
 def test_of_two_drivers_that_write_at_once_the_first_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch
 )
 def test_a_malformed_request_is_refused(words: dict[str, Any], what: str) -> None:
     with pytest.raises(InputError, match=what):
-        JobRequest("n", "m", "/a", **words)
-    assert JobRequest("n", "m", "/a", {"TOKENIZERS_PARALLELISM": "false"}).devices == 0
+        JobSpec("n", "m", "/a", **words)
+    assert JobSpec("n", "m", "/a", {"TOKENIZERS_PARALLELISM": "false"}).devices == 0
 
 
 @pytest.mark.parametrize(("least", "most"), [(2, 1), (-1, 1), (0, 0)])

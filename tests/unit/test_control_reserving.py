@@ -9,7 +9,7 @@ from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, train
 from hypothesis import given, settings, strategies as st
 
 from posttrain.control.decide import STOP_GRACE_SECONDS
-from posttrain.control.pulse import OBSERVE_SECONDS
+from posttrain.control.wakeups import OBSERVE_SECONDS
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure, JobResult, Progress
 from posttrain.domain.records import AttemptRecord

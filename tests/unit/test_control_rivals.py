@@ -13,9 +13,9 @@ from control_bench import Bench, evaluate, train
 from hypothesis import given, settings, strategies as st
 from test_control_planning import RUN as FILE, changed, manifest
 
-from posttrain.control.judging import explain_run
-from posttrain.control.launching import cache_key
+from posttrain.control.launch import cache_key
 from posttrain.control.lineage import release_lineage
+from posttrain.control.verdicts import explain_run
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule, Verdict
 from posttrain.domain.jobs import InputBlob

@@ -10,7 +10,7 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, resolve, train
 
 from posttrain.control import actions
 from posttrain.control.decide import STALL_AFTER, stall_after
-from posttrain.control.planning import plan_run
+from posttrain.control.plan import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobResult, Note, Progress, Span
@@ -20,7 +20,7 @@ from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store import attempts
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.channel import ControlKind
+from posttrain.store.mailbox import ControlKind
 
 HOUR, LOOK = 3600.0, 900.0
 
@@ -140,7 +140,7 @@ def test_an_answer_to_the_request_keeps_the_job_and_a_late_one_too(hung: Watched
     assert (hung.killed(), hung.attempt.reason) == (False, "Launched")
     assert hung.bench.stage(hung.run, "sft").reason == "Running"
     hung.passes(STALL_AFTER)
-    assert [control.kind for control in hung.folder.channel.controls()] == [ControlKind.CHECKPOINT] * 2
+    assert [control.kind for control in hung.folder.mailbox.controls()] == [ControlKind.CHECKPOINT] * 2
 
 
 def test_a_job_that_moves_after_it_was_asked_is_believed_at_the_next_look(hung: Watched) -> None:

@@ -13,11 +13,11 @@ from sqlalchemy import text
 
 from driving import drive
 from posttrain.control import actions, reconciler
-from posttrain.control.pulse import PATIENCE_SECONDS
+from posttrain.control.wakeups import PATIENCE_SECONDS
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, StaleWriteError
 from posttrain.domain.jobs import JobResult, Observation, Output
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState, StageState
-from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.journal import RUN as RUN_WORK, STAGE
@@ -201,7 +201,7 @@ def test_a_lost_race_is_looked_at_again(bench: Bench, method: str, nth: int, mon
         return real(self, record, **columns)
 
     met: list[object] = []
-    monkeypatch.setattr(reconciler, "record_trouble", lambda *of, **_: met.append(of))
+    monkeypatch.setattr(reconciler, "record_failure", lambda *of, **_: met.append(of))
     monkeypatch.setattr(Transaction, method, lose_once)
     run = bench.drive(bench.submit())
     assert (run.state, bench.launched) == ("succeeded", ["sft", "evaluate"])
@@ -314,7 +314,7 @@ def test_a_result_that_appears_between_two_looks_is_not_lost(bench: Bench, monke
         bench.reconciler.tick(run_id)
     real, finished = bench.executor.observe, []
 
-    def observe(jobs: Sequence[JobRequest]) -> list[Observation]:
+    def observe(jobs: Sequence[JobSpec]) -> list[Observation]:
         for spec in jobs:
             if spec.name.endswith("sft-1") and not finished:
                 finished.append(train()(AttemptFolder(Path(spec.attempt_dir))))
@@ -336,7 +336,7 @@ def test_a_result_that_appears_while_the_job_is_cancelled_is_not_lost(
         bench.reconciler.tick(run_id)
     real = bench.executor.kill
 
-    def kill(spec: JobRequest) -> None:
+    def kill(spec: JobSpec) -> None:
         folder = AttemptFolder(Path(spec.attempt_dir))
         (folder.outputs / "model").mkdir(parents=True)
         (folder.outputs / "model" / "model.safetensors").write_text("weights")
@@ -396,7 +396,7 @@ def test_a_run_does_not_ship_weights_that_rotted_while_they_were_judged(
     bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "posttrain.control.judging.crashpoint",
+        "posttrain.control.verdicts.crashpoint",
         lambda name: spoil(bench, b"weights", how) if name == "gate.after_commit" else None,
     )
     run = bench.drive(bench.submit())

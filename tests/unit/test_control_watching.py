@@ -14,10 +14,10 @@ from control_bench import TRAIN_ONLY, Bench, train
 from sqlalchemy import update
 
 from posttrain.control import actions, attempts
-from posttrain.control.pulse import Turns
 from posttrain.control.reconciler import LEASE_SECONDS, POLL_SECONDS, SLOT_SECONDS, Reconciler
+from posttrain.control.wakeups import Turns
 from posttrain.domain.jobs import Capacity, Observation
-from posttrain.domain.requests import JobRef
+from posttrain.domain.jobspec import JobRef
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.journal import RUN
 from posttrain.store.schema import work
@@ -204,7 +204,7 @@ def test_audit_8_no_stop_waits_for_a_hash(bench: Bench, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_audit_8_many_idle_runs_cost_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counts of `benchmarks/watching.py`, of fewer runs; so few are looked at more often."""
-    monkeypatch.setattr("posttrain.control.pulse._PACE", 10.0)
+    monkeypatch.setattr("posttrain.control.wakeups._PACE", 10.0)
     found: Idle = scripted(tmp_path, running=40, waiting=200, seconds=30)
     assert found.observes_per_interval <= 2
     assert found.statements_per_second <= 2

@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from posttrain.data.fitting import (
+from posttrain.data.fit import (
     PlanTokenizer,
     Read,
     check_answers,
@@ -34,7 +34,7 @@ from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.loading import (
+from posttrain.engine.models.files import (
     character_tokenizer,
     encode_examples,
     encode_preferences,
@@ -351,7 +351,7 @@ class TestForeignTemplates:
 
     @pytest.mark.slow
     def test_loops_over_ranges_end_in_plan_and_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("posttrain.data.fitting", "posttrain.engine.models.loading"):
+        for module in ("posttrain.data.fit", "posttrain.engine.models.files"):
             monkeypatch.setattr(f"{module}._RENDER_SECONDS", 0.5)
         planned, real = self.tokenizers(LOOPS, tmp_path)
         rows = [{"prompt": [QUESTION]}]
@@ -361,14 +361,14 @@ class TestForeignTemplates:
             encode_prompts(real, rows, name="train", limit=100)
 
     def test_in_a_thread_that_is_not_the_main_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 0.5)
+        monkeypatch.setattr("posttrain.data.fit._RENDER_SECONDS", 0.5)
         planned, _ = self.tokenizers(LOOPS, tmp_path)
         with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="within"):
             pool.submit(planned.render, [QUESTION], generate=True).result()
 
     def test_slow_ones_end_though_each_row_is_in_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("posttrain.data.fitting._MEAN_SECONDS", 1e-6)
-        monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 10.0)
+        monkeypatch.setattr("posttrain.data.fit._MEAN_SECONDS", 1e-6)
+        monkeypatch.setattr("posttrain.data.fit._RENDER_SECONDS", 10.0)
         planned, _ = self.tokenizers("{{ messages[0]['content'] }}", tmp_path)
         planned.render([QUESTION], generate=True)
         monkeypatch.setattr(planned, "_spent", 60.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.server import metering
+from posttrain.server import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -126,7 +126,7 @@ def test_hadolint_finds_nothing() -> None:
 
 def series() -> set[str]:
     """Every name that /metrics has, as the sources write them."""
-    text = Path(metering.__file__).read_text()
+    text = Path(metrics.__file__).read_text()
     found = set(re.findall(r'"(posttrain_[a-z_]+)"', text))
     counters = set(re.findall(r'Counter(?:MetricFamily)?\("(posttrain_[a-z_]+)"', text))
     return (found - counters) | {f"{name}_total" for name in counters} | {"posttrain_request_seconds_bucket"}

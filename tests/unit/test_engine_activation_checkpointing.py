@@ -12,8 +12,8 @@ from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 

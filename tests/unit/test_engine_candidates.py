@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.models import logprobs as logprobs_module
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import LanguageModel, OutputHead, adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.logprobs import candidate_logprobs, likeliest_tokens, predict, predict_topk, token_logprobs
 from posttrain.engine.wide import TopK, WideColumn
 

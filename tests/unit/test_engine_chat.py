@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import Row
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.loading import (
+from posttrain.engine.models.files import (
     character_tokenizer,
     decode_response,
     encode_examples,

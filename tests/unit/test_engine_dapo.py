@@ -13,8 +13,8 @@ from posttrain.engine.algorithms.advantages import overlong_penalty
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import DAPOConfig, TurnsConfig
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.dapo import DAPO
 
 

@@ -24,17 +24,17 @@ from posttrain.engine.config import DistillConfig, SFTConfig
 from posttrain.engine.groups.port import Recorder
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.controller import FromRows
-from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.publication import Roles
+from posttrain.engine.loop.updates import Learning
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import Column
 from posttrain.engine.recipes.distill import Distill
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.engine.wide import TopK, WideColumn
 
 OPTIONS: dict[str, Any] = {

@@ -16,9 +16,9 @@ from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Predictions
 from posttrain.engine.config import DPOConfig
 from posttrain.engine.loop.controller import FromRows
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.publication import Roles
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.dpo import DPO
 from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

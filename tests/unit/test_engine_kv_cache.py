@@ -10,8 +10,8 @@ import torch
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.backbone import key_value_bytes
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batched import BatchedEngine

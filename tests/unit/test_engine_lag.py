@@ -28,10 +28,10 @@ from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import GRPOConfig, OnPolicyConfig, TraceConfig, named
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.collecting import Collector
 from posttrain.engine.loop.controller import Limits
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, ScalarSource, initial_model
+from posttrain.engine.loop.pipeline import Collector
+from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rollout.backends.native import NativeRollout

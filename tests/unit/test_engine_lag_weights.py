@@ -23,7 +23,7 @@ from posttrain.engine.config import GRPOConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, initial_model
+from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.settings import PolicyGradientOptimizerConfig

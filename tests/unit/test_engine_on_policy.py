@@ -22,8 +22,8 @@ from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPO
 from posttrain.engine.evaluation.evaluate import ProbeSchedule
 from posttrain.engine.loop.controller import Controller, Limits
 from posttrain.engine.loop.on_policy import OnPolicy, engine_metrics
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, Update, pack
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.recipes.dpo import DPOObjective
@@ -37,9 +37,9 @@ from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.port import Completion, Generation, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Trajectory
-from posttrain.engine.scoring import ModelScorer
+from posttrain.engine.scores import ModelScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import StepReport, Trace
+from posttrain.engine.trace import StepReport, Trace
 from posttrain.engine.weights.checkpoint import read_state
 from posttrain.pacing.admission import Buffer, InOrder
 

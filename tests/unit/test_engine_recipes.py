@@ -35,8 +35,8 @@ from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.controller import Controller, FromRows, Order, Outcome
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.models.files import ModelSource, PreferencePair, character_tokenizer, initial_model
 from posttrain.engine.models.language_model import ScalarModel, adopt_classifier, adopt_module, put_scalar_head
-from posttrain.engine.models.loading import ModelSource, PreferencePair, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
 from posttrain.engine.recipes.grpo import GRPO
@@ -44,9 +44,9 @@ from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import ModelScorer, Scorer
+from posttrain.engine.scores import ModelScorer, Scorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import RewardCall, Score, ScriptedReward
 from posttrain.sandbox.process import ParallelReward
 

@@ -22,7 +22,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import MOST, RankContext, Recorder, WorkerLostError
 from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, initial_model
+from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rollout.port import PromptBatch

@@ -15,9 +15,9 @@ from posttrain.domain.errors import BudgetExceededError
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPOKLConfig
-from posttrain.engine.loop import collecting as collecting_module, learning as learning_module
+from posttrain.engine.loop import pipeline as collecting_module, updates as learning_module
 from posttrain.engine.loop.controller import Controller, Limits
-from posttrain.engine.loop.learning import mini_batches
+from posttrain.engine.loop.updates import mini_batches
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.recipes import grpo as grpo_module, policy_gradient as policy_gradient_module, ppo as ppo_module
 from posttrain.engine.roles.training import TrainWorker

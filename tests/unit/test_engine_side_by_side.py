@@ -18,7 +18,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Answer, Call
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, ScalarSource, initial_model
+from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import PolicyGradientOptimizerConfig

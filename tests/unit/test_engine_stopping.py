@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.app.models import ask
 from posttrain.domain.errors import InputError
-from posttrain.engine.models.loading import character_tokenizer
+from posttrain.engine.models.files import character_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import SamplingParams
 

@@ -35,9 +35,9 @@ from posttrain.engine.config import (
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Flow
 from posttrain.engine.groups.worker_group import Feed, Future, ResourcePool
-from posttrain.engine.loop.collecting import Asked, Incoming
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import ModelSource, ScalarSource, initial_model
+from posttrain.engine.loop.pipeline import Asked, Incoming
+from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
@@ -48,9 +48,9 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.port import Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Trajectory, groups_of
-from posttrain.engine.scoring import RewardScorer, Stretch
+from posttrain.engine.scores import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import RewardCall, RewardError, Score, ScriptedReward
 from posttrain.sandbox.process import ParallelReward
@@ -620,7 +620,7 @@ class Growing(Feed):  # type: ignore[misc]
 def test_what_took_a_dropped_groups_place_is_told_of_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = itertools.count(1000)
     clock = SimpleNamespace(time=lambda: float(next(moments)), perf_counter=lambda: float(next(moments)))
-    monkeypatch.setattr("posttrain.engine.loop.collecting.time", clock)
+    monkeypatch.setattr("posttrain.engine.loop.pipeline.time", clock)
     world: Any = Growing([[5], [4, 3]])
     incoming = Incoming(0, [3, 4, 5], [PROMPTS[0]] * 3, world, 2, world, 1, early=True, grows=True)
     facts: list[Any] = []

@@ -23,15 +23,15 @@ from posttrain.engine.config import GRPOConfig, KLConfig, TraceConfig
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Held, read_held, write_held
 from posttrain.engine.models import logprobs as logprobs_module
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.logprobs import likeliest_tokens, predict
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, pack, with_temperature
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Group, Sample as Row, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import StepReport, Trace
+from posttrain.engine.trace import StepReport, Trace
 from posttrain.sandbox.port import Score
 
 TEMPERATURES = (0.5, 1.0, 1.7)

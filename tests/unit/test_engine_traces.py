@@ -14,7 +14,7 @@ from posttrain.engine.config import TraceConfig
 from posttrain.engine.config.sampling import TRACE_BYTES
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Group, Prompt, Sample as Row, Trajectory
-from posttrain.engine.tracing import SampleTracer, Trace, TraceBudget
+from posttrain.engine.trace import SampleTracer, Trace, TraceBudget
 from posttrain.sandbox.port import Score
 from posttrain.store.attempts import AttemptFolder, EventWriter
 

@@ -28,8 +28,8 @@ from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, FromRows, Limits, Order, Outcome
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.learner import DivergedError
@@ -38,9 +38,9 @@ from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker, generate
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import RewardScorer, Stretch
+from posttrain.engine.scores import RewardScorer, Stretch
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.engine.weights.checkpoint import read_state
 from posttrain.sandbox.port import Score, ScriptedReward
 

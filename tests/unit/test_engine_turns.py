@@ -27,8 +27,8 @@ from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPO
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy, engine_metrics
+from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import ModelSource, initial_model
 from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
@@ -36,9 +36,9 @@ from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.port import Completion, Generation, Rollouts
 from posttrain.engine.rollout.worker import EngineError, RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
-from posttrain.engine.scoring import Failed, RewardScorer, TextEnvironment
+from posttrain.engine.scores import Failed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import StepReport, Trace
+from posttrain.engine.trace import StepReport, Trace
 from posttrain.sandbox.port import RewardError, Score, ScriptedReward
 from posttrain.sandbox.process import WeightedReward
 

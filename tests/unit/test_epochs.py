@@ -13,7 +13,7 @@ from cli_world import RUN as SORT, World, make_world
 from hypothesis import given, settings, strategies as st
 from test_control_planning import RUN as FILE, changed, resolve
 
-from posttrain.control.planning import Planned, plan_run
+from posttrain.control.plan import Planned, plan_run
 from posttrain.data.rows import canonical_row, demonstrations
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.control.judging import read_evidence
+from posttrain.control.verdicts import read_evidence
 from posttrain.data.rows import read_rows
 from posttrain.decision.gates import judge
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
@@ -39,8 +39,8 @@ from posttrain.engine.evaluation.evaluate import (
     pass_at_k,
     suite_items,
 )
+from posttrain.engine.models.files import character_tokenizer, initial_model, save_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run

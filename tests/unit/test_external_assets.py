@@ -18,7 +18,7 @@ from posttrain.app.workspace import open_workspace
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import JobOrder
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.jobs.entry import Job
 from posttrain.store import external as external_store
 from posttrain.store.attempts import AttemptFolder
@@ -125,7 +125,7 @@ def test_a_run_reads_it_and_its_jobs_need_no_key(
     seen: list[bytes] = []
     usual = world.executor._on_launch
 
-    def job(request: JobRequest) -> int | None:
+    def job(request: JobSpec) -> int | None:
         folder = AttemptFolder(Path(request.attempt_dir))
         order = folder.read_order()
         if order.kind == "sft":

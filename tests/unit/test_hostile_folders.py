@@ -21,7 +21,7 @@ from posttrain.domain.jobs import Note, Sample
 from posttrain.execution.environment import read_log
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.reaching import read_access
+from posttrain.store.retries import read_access
 from posttrain.store.trees import remove_tree, scratch, tree_digest
 
 DEEP = 1500  # folders in each other: more than a function may call itself

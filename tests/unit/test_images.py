@@ -15,8 +15,8 @@ from server_bench import KEY, ServerBench, serving
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
 from posttrain.domain.ids import Role
+from posttrain.domain.jobspec import allows, image_reference, image_rule
 from posttrain.domain.manifest import job_identity
-from posttrain.domain.requests import allows, image_reference, image_rule
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import seal
 

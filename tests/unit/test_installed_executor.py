@@ -23,7 +23,7 @@ from posttrain.control.submission import submit
 from posttrain.domain import plugins
 from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import Accepted, Capacity, Signal, Unknown
-from posttrain.domain.requests import Job, JobRequest
+from posttrain.domain.jobspec import Job, JobSpec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.ports import Executor
@@ -40,7 +40,7 @@ FAR = """
             super().__init__()
 """
 JOB = Job("run-s-1", "/nowhere")
-REQUEST = JobRequest("run-s-1", "m", "/nowhere")
+REQUEST = JobSpec("run-s-1", "m", "/nowhere")
 
 
 @pytest.fixture(autouse=True)

@@ -18,21 +18,21 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
-from posttrain.control.judging import read_evidence
 from posttrain.control.scores import Measured, Responses
+from posttrain.control.verdicts import read_evidence
 from posttrain.data.rows import distinct_items
 from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.domain.kinds import ItemRange, compares
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import Meter, RewardJudge, SuiteResult, _mean, evaluate_suite, suite_items
-from posttrain.engine.models.loading import character_tokenizer
+from posttrain.engine.models.files import character_tokenizer
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run
 from posttrain.sandbox.port import RewardCall, RewardError, ScriptedReward
 from posttrain.store.attempts import AttemptFolder
-from posttrain.views.tracing import suite_answers
+from posttrain.views.trace import suite_answers
 
 REWARDS = (
     "def digits(completion):\n    return sum(map(str.isdigit, completion)) / max(1, len(completion))\n\n\n"

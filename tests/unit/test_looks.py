@@ -16,8 +16,8 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 from scipy import stats
 
 from posttrain.control import channels
-from posttrain.control.judging import evaluations, read_report
 from posttrain.control.reconciler import Reconciler
+from posttrain.control.verdicts import evaluations, read_report
 from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, Look, judge_all
 from posttrain.domain.canonical import digest_bytes, digest_json
@@ -27,8 +27,8 @@ from posttrain.domain.kinds import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import suite_items
-from posttrain.engine.models.loading import character_tokenizer
-from posttrain.preflight.fitting import Dataset
+from posttrain.engine.models.files import character_tokenizer
+from posttrain.preflight.data import Dataset
 from posttrain.store.attempts import AttemptFolder
 
 HELDOUT = "dataset:heldout"

@@ -18,7 +18,7 @@ from posttrain.client.remote import Remote
 from posttrain.domain import errors
 from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.server.entrance import to_json
+from posttrain.server.authentication import to_json
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PosttrainError)]
 

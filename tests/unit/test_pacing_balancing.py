@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.pacing.balancing import TOKENS, Assignment, CostModel, balance, micro_batches
+from posttrain.pacing.balance import TOKENS, Assignment, CostModel, balance, micro_batches
 
 COSTS = st.lists(st.integers(0, 10**6), max_size=60)
 PARTS = st.integers(1, 12)
@@ -128,7 +128,7 @@ class TestBalance:
 
     def test_the_split_is_the_same_in_another_process(self) -> None:
         program = (
-            "from posttrain.pacing.balancing import balance; import random; r = random.Random(5); "
+            "from posttrain.pacing.balance import balance; import random; r = random.Random(5); "
             "print(balance([r.randrange(1000) for _ in range(300)], 7).shards)"
         )
         command = [sys.executable, "-c", program]

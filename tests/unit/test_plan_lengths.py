@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from cli_world import World, make_world
 
-from posttrain.data.fitting import PlanTokenizer, open_tokenizer
+from posttrain.data.fit import PlanTokenizer, open_tokenizer
 from posttrain.domain.kinds import RowNeeds
-from posttrain.engine.models.loading import character_tokenizer
-from posttrain.preflight.fitting import _lengths
+from posttrain.engine.models.files import character_tokenizer
+from posttrain.preflight.data import _lengths
 
 LEARN, PAIRS, ASK = RowNeeds(learn=True), RowNeeds(pairs=True), RowNeeds()
 ASKED, ANSWER = {"role": "user", "content": "5 + 3"}, {"role": "assistant", "content": "8"}

@@ -253,9 +253,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
     """The machine that commands find, with Ray."""
     found = [NODE]
-    monkeypatch.setattr("posttrain.preflight.placing.this_machine", lambda: found[-1])
-    monkeypatch.setattr("posttrain.preflight.placing.gpu_visible", lambda: bool(found[-1].gpus))
-    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: True)
+    monkeypatch.setattr("posttrain.preflight.placements.this_machine", lambda: found[-1])
+    monkeypatch.setattr("posttrain.preflight.placements.gpu_visible", lambda: bool(found[-1].gpus))
+    monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: True)
     return found
 
 

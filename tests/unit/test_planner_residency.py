@@ -14,8 +14,8 @@ from posttrain.domain.placement import Placement
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.config.stages import DECODED_TOGETHER
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.backends import native
 from posttrain.engine.rollout.kv_pages import PAGE, PageStore

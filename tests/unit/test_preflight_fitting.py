@@ -20,7 +20,7 @@ from posttrain.app.runs import plan, view_plan
 from posttrain.app.workspace import init_workspace, open_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.loading import character_tokenizer, initial_model
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.store.trees import tree_listing
 
 CONTEXT = 32

@@ -41,9 +41,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
     """The machine that commands find, with Ray; the tests put another in."""
     found = [Machine(4, 64 * 2**30)]
-    monkeypatch.setattr("posttrain.preflight.placing.this_machine", lambda: found[-1])
-    monkeypatch.setattr("posttrain.preflight.placing.gpu_visible", lambda: bool(found[-1].gpus))
-    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: True)
+    monkeypatch.setattr("posttrain.preflight.placements.this_machine", lambda: found[-1])
+    monkeypatch.setattr("posttrain.preflight.placements.gpu_visible", lambda: bool(found[-1].gpus))
+    monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: True)
     return found
 
 
@@ -146,7 +146,7 @@ def test_lag_is_told(world: World, machine: list[Machine]) -> None:
 def test_pools_without_ray_are_refused_before_anything_starts(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch, command: str, placed: str, said: str
 ) -> None:
-    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: False)
     name, before = file(world, placed), contents(world)
     refused = world(command, name)
     assert refused.exit_code == 2
@@ -159,7 +159,7 @@ def test_scoring_processes_need_no_ray_and_take_no_rank_s_memory(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = world.ok("plan", file(world, "placement: collocated"))
-    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: False)
     scored = world.ok("plan", file(world, "placement: {reward: {ranks: 4}}"))
     assert "reward: 4 processes score side by side" in scored
     sizes = [
@@ -176,7 +176,7 @@ def test_scoring_processes_need_no_ray_and_take_no_rank_s_memory(
 def test_what_runs_elsewhere_is_warned_of(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: False)
     monkeypatch.setattr("posttrain.workspace.settings.OpenWorkspace.own_jobs", False)
     shown = " ".join(world.ok("plan", file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}")).split())
     assert "grpo: pools of several processes need the package ray, which is not installed here" in shown

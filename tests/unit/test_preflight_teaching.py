@@ -11,7 +11,7 @@ import pytest
 from cli_world import World, make_world, write_model
 
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.loading import character_tokenizer
+from posttrain.engine.models.files import character_tokenizer
 
 RUN = """\
 name: taught

@@ -16,7 +16,7 @@ from posttrain.domain import errors
 
 COMMANDS = {
     "init": [
-        "--attempt-channels",
+        "--mailboxes",
         "--executor",
         "--from",
         "--job-variable",

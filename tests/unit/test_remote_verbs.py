@@ -32,7 +32,7 @@ from posttrain.domain.errors import AccessError, DeadlineError, InputError, Inte
 from posttrain.domain.ids import Role
 from posttrain.domain.overrides import parse_overrides
 from posttrain.foreign.outside import RUN as FOUND, FoundModel, Named, OutsideRun, Points, carried, carry
-from posttrain.server.entrance import to_json
+from posttrain.server.authentication import to_json
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from test_preflight_fitting import Bench, Change
 
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
-from posttrain.control.comparing import compare
+from posttrain.control.comparison import compare
 from posttrain.control.lineage import Origins, _input_node
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob

@@ -18,7 +18,7 @@ from posttrain.app.workspace import open_workspace
 from posttrain.data.refs import confined
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.jobspec import JobSpec
 from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.processes import of_a_server
@@ -161,7 +161,7 @@ def test_audit_29_a_job_gets_the_secrets_that_it_names_and_no_others(
     monkeypatch.setenv("OTHER_KEY", KEY)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     executor = LocalExecutor(keep=of_a_server)
-    request = JobRequest("j", "m", str(tmp_path), {}, secrets=("JUDGE_KEY", "WANDB_API_KEY"))
+    request = JobSpec("j", "m", str(tmp_path), {}, secrets=("JUDGE_KEY", "WANDB_API_KEY"))
     assert {name for name, value in executor._own(request).items() if value == KEY} == {"JUDGE_KEY"}
 
 

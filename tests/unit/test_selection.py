@@ -19,7 +19,7 @@ from test_train_job import REWARD, Shop, run
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.jobs import JobResult, Metric, Note, Progress
 from posttrain.engine.config import GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
-from posttrain.engine.loop.controller import Selection, Standing, UnmeasuredError
+from posttrain.engine.loop.controller import ProbeState, Selection, UnmeasuredError
 from posttrain.engine.settings import EarlyStoppingConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.trainers.native import NativeTrainer
@@ -51,7 +51,7 @@ def test_the_best_is_the_first_of_the_best_values(values: list[float], lower: bo
     chosen = selection(None, lower=lower)
     news = [chosen.see(step, {"m": value}) for step, value in enumerate(values)]
     best = min(values) if lower else max(values)
-    assert (chosen.standing.best, chosen.standing.step) == (best, values.index(best))
+    assert (chosen.state.best, chosen.state.step) == (best, values.index(best))
     assert news == [
         not values[:i] or (v < min(values[:i]) if lower else v > max(values[:i])) for i, v in enumerate(values)
     ]
@@ -68,10 +68,10 @@ def test_a_resumed_selection_goes_on_as_the_undisturbed_one(
     first = selection(patience, least)
     assert seen(first, values[:cut]) in (None, end)
     if end is None or end >= cut:
-        kept = json.loads(canonical_json(asdict(first.standing)))
+        kept = json.loads(canonical_json(asdict(first.state)))
         again = selection(patience, least).resume(kept)
         assert seen(again, values, min(cut, len(values))) == end
-        assert again.standing == whole.standing
+        assert again.state == whole.state
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_small_gains_add_up_and_the_best_is_exact() -> None:
     """`min_delta` says what counts as going on, not which model is kept."""
     chosen = selection(3, 0.1)
     assert seen(chosen, [0.5, 0.56, 0.62, 0.68, 0.7]) is None
-    assert chosen.standing == Standing(best=0.7, step=4, counted=0.62, missed=2)
+    assert chosen.state == ProbeState(best=0.7, step=4, counted=0.62, missed=2)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -367,4 +367,4 @@ def test_what_samples_is_probed_by_its_answers(shop: Shop) -> None:
 
 def test_the_configurations_are_those_of_the_kinds() -> None:
     assert [c.selects_by for c in (SFTConfig, RewardModelConfig, GRPOConfig)] == ["probe/loss", *["probe/accuracy"] * 2]
-    assert asdict(Standing()) == {"best": None, "step": 0, "counted": None, "missed": 0}
+    assert asdict(ProbeState()) == {"best": None, "step": 0, "counted": None, "missed": 0}

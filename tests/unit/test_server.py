@@ -41,10 +41,10 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
 from posttrain.server import limits
-from posttrain.server.entrance import Looking, Watchers
-from posttrain.server.underway import Once, request_id
+from posttrain.server.authentication import Looking, Watchers
+from posttrain.server.operations import Once, request_id
 from posttrain.server.uploads import Uploads
-from posttrain.store.operations import Repeats
+from posttrain.store.operations import IdempotencyKeys
 from posttrain.store.trees import FORMAT
 
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))
@@ -222,7 +222,7 @@ def test_operations_and_cursors_of_another_project_are_absent_in_status_body_and
     body = {"path": {"name": "rows.jsonl", "digest": theirs["digest"], "form": "file"}, "name": "again"}
     headers = {"prefer": "respond-async, wait=0", "idempotency-key": "an-operation-of-ben"}
     begun = bench.ask("POST", "/v1/projects/b/assets/datasets", ben, body, headers)
-    number, running = begun.json["id"], bench.app.state.server.underway._all[begun.json["id"]]
+    number, running = begun.json["id"], bench.app.state.server.running._all[begun.json["id"]]
     while not running.told:  # by the server, in the ledger: it tells no more
         pass
     assert bench.ask("GET", f"/v1/projects/b/operations/{number}", ben).json["state"] == "succeeded"
@@ -509,12 +509,12 @@ def test_a_key_must_be_one(bench: ServerBench, key: str) -> None:
     assert problem_of(found) == (422, "input")
 
 
-def begun(bench: ServerBench, key: str, verb: str, sent: dict[str, Any], owner: str) -> tuple[str, Repeats]:
+def begun(bench: ServerBench, key: str, verb: str, sent: dict[str, Any], owner: str) -> tuple[str, IdempotencyKeys]:
     """A request that a server began and did not answer."""
     ledger = bench.workspace.ledger
     with ledger.snapshot() as now:
         principal = now.principal_of(bench.workspace.actor) or "os"
-    repeats = Repeats(ledger, principal)
+    repeats = IdempotencyKeys(ledger, principal)
     body = digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
     assert repeats.begin(key, verb, body, owner) is None
     return request_id(key, "default", bench.workspace.actor, ledger.entropy), repeats
@@ -614,7 +614,7 @@ def test_the_server_itself_loads_nothing_large() -> None:
     """What reads files or computes is a worker's: numpy alone is 40 MB."""
     code = """
 import sys
-import posttrain.server.serving
+import posttrain.server.service
 from posttrain.api.codec import adapter
 from posttrain.api.control import OPERATIONS
 from posttrain.api.control import Control
@@ -864,7 +864,7 @@ def test_a_server_that_was_suspended_gives_away_nothing_that_another_one_carries
     """It was taken for gone; then it wakes, and fails."""
     ledger, actor, key = bench.workspace.ledger, bench.workspace.actor, "key-of-the-suspended"
     request = request_id(key, "default", actor, ledger.entropy)
-    repeats, another = Repeats(ledger, "os"), "elsewhere:7:1"
+    repeats, another = IdempotencyKeys(ledger, "os"), "elsewhere:7:1"
 
     def suspended(number: str) -> bytes:
         seen = bench.workspace.seen_by(actor, "default", "os", number)

@@ -29,17 +29,17 @@ from posttrain.app.workspace import init_workspace, serve_jobs
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.domain.ids import Role
+from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
 from posttrain.server.attempts import LEAST_COUNTED, PREFIX, RENEW_SECONDS
 from posttrain.server.limits import CHANNEL
 from posttrain.store.atomic import SMALL, write_json
 from posttrain.store.backends.served import ServedBlobs
-from posttrain.store.channels.served import ServedObjects
 from posttrain.store.grants import SECONDS, Grants
-from posttrain.store.reaching import JobAccess, read_access
+from posttrain.store.mailboxes.served import ServedObjects
+from posttrain.store.retries import JobAccess, read_access
 from posttrain.store.trees import materialise, put_tree
 from s3_server import s3_server, use_s3
 
@@ -470,7 +470,7 @@ def test_jobs_get_a_machines_variables_and_what_an_admin_named() -> None:
 
 
 def test_a_secret_that_a_job_names_arrives_where_an_admin_named_it_too() -> None:
-    request = JobRequest("job", "module", "folder", secrets=("HF_TOKEN",))
+    request = JobSpec("job", "module", "folder", secrets=("HF_TOKEN",))
     refuse_elsewhere(request, of_a_server(MACHINE | ADMINS, ["HF_TOKEN"]))
     with pytest.raises(InputError, match="needs HF_TOKEN in the environment of the process that drives its run"):
         refuse_elsewhere(request, of_a_server(MACHINE | ADMINS))

@@ -29,7 +29,7 @@ from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.server import limits
 from posttrain.server.connections import HEADER_SECONDS, MOST, Connection, Room, most_of, quiet
-from posttrain.server.console import visiting
+from posttrain.server.console import visits
 from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most, timely, whole
 from posttrain.store.grants import MOST as MOST_SESSIONS
 
@@ -281,14 +281,14 @@ def test_sessions_of_one_token_are_few(bench: ServerBench) -> None:
 
 def test_who_guesses_tokens_has_few_threads(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.limits.most[LOGIN] = Most(1, 1)
-    begun, go, real = threading.Semaphore(0), threading.Event(), visiting.log_in
+    begun, go, real = threading.Semaphore(0), threading.Event(), visits.log_in
 
     def slow(*words: Any) -> dict[str, str]:
         begun.release()
         go.wait()
         return real(*words)
 
-    monkeypatch.setattr(visiting, "log_in", slow)
+    monkeypatch.setattr(visits, "log_in", slow)
     browser = Browser(bench)
     first = threading.Thread(target=browser.log_in, args=("posttrain_" + "x" * 43,))
     first.start()

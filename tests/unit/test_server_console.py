@@ -366,7 +366,7 @@ def test_the_server_draws_its_own_pages_without_anything_large(world: ConsoleWor
 
 
 def test_over_tls_cookies_and_forms_are_of_tls(world: ConsoleWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.server.underway.Server.secure", True)
+    monkeypatch.setattr("posttrain.server.operations.Server.secure", True)
     token = world.bench.person("ida", Role.VIEWER)
     ida = Browser(world.bench)
     fields = {"form_token": ida.token("/login"), "token": token}

@@ -13,7 +13,7 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError
 from posttrain.domain.ids import Role
 from posttrain.server.connections import checked_advertised, is_near, is_sure
-from posttrain.server.serving import Bind
+from posttrain.server.service import Bind
 from posttrain.store.hosts import Host
 from posttrain.store.schema import attempts
 

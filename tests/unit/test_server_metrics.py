@@ -16,9 +16,9 @@ from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.sinks import Rule, SinkRecord
-from posttrain.server import metering
-from posttrain.server.metering import Board
-from posttrain.store.hosts import standing
+from posttrain.server import metrics
+from posttrain.server.metrics import SharedCounters
+from posttrain.store.hosts import ledger_counts
 from posttrain.store.schema import SCHEMA_VERSION
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -109,10 +109,10 @@ def test_it_says_how_runs_queue_log_and_sinks_stand(bench: ServerBench) -> None:
     assert one(found, "posttrain_sinks", kind="jsonl", state="delivering") == 1
     assert one(found, "posttrain_up", of="database") == one(found, "posttrain_up", of="store") == 1
     assert one(
-        found, "posttrain_build_info", version="0.1.0", schema=SCHEMA_VERSION, python=metering.platform.python_version()
+        found, "posttrain_build_info", version="0.1.0", schema=SCHEMA_VERSION, python=metrics.platform.python_version()
     )
     bench.workspace.seal()
-    now = standing(bench.workspace.ledger.database, bench.workspace.ledger.clock)
+    now = ledger_counts(bench.workspace.ledger.database, bench.workspace.ledger.clock)
     assert now.unsealed == 0
     assert now.sealed > 0
     assert now.sinks["jsonl"].behind >= 1
@@ -124,8 +124,8 @@ def test_what_waits_grows_older_as_long_as_nobody_looks_at_it(
     secret_project(bench)
     clock = [1000.0]
     stopped = types.SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
-    monkeypatch.setattr(metering, "time", stopped)
-    meters = metering.Meters(bench.workspace)
+    monkeypatch.setattr(metrics, "time", stopped)
+    meters = metrics.Meters(bench.workspace)
     ages = []
     for _ in range(3):
         ages.append(one(samples(meters.page().decode()), "posttrain_work_oldest_seconds"))
@@ -142,7 +142,7 @@ def test_what_hangs_or_is_away_is_shown_and_readers_do_not_wait_for_it(
         asked.append(1)
         raise WorkspaceError("cannot use the ledger: it is away")
 
-    monkeypatch.setattr(metering, "standing", away)
+    monkeypatch.setattr(metrics, "ledger_counts", away)
     first, second = read(bench), read(bench)
     assert one(first, "posttrain_up", of="database") == one(second, "posttrain_up", of="database") == 0
     assert one(second, "posttrain_probe_failures_total", of="database") == 1
@@ -153,18 +153,18 @@ def test_what_hangs_or_is_away_is_shown_and_readers_do_not_wait_for_it(
 def test_a_driver_shows_what_it_does_in_memory_that_both_have(
     bench: ServerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = Board()
-    assert board.read() == {}
-    shown = {"passes": 7.0, "seconds": 11.5, "errors": 2.0, "at": metering.time.monotonic()}
-    Board(board.descriptor).write(shown)
-    assert board.read() == shown
-    meters = metering.Meters(None, board.read, lambda: {"driver": [metering.psutil.Process().pid], "worker": []})
+    counters = SharedCounters()
+    assert counters.read() == {}
+    shown = {"passes": 7.0, "seconds": 11.5, "errors": 2.0, "at": metrics.time.monotonic()}
+    SharedCounters(counters.descriptor).write(shown)
+    assert counters.read() == shown
+    meters = metrics.Meters(None, counters.read, lambda: {"driver": [metrics.psutil.Process().pid], "worker": []})
     found = samples(meters.page().decode())
     assert one(found, "posttrain_driver_up") == 1
     assert one(found, "posttrain_driver_passes_total") == 7
     assert one(found, "posttrain_driver_errors_total") == 2
     assert one(found, "posttrain_resident_memory_bytes", process="driver") > 0
     assert one(found, "posttrain_processes", process="worker") == 0
-    board.clear()
+    counters.clear()
     assert one(samples(meters.page().decode()), "posttrain_driver_up") == 0
-    board.close()
+    counters.close()

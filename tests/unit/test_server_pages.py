@@ -21,7 +21,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import CursorError, InputError
 from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord
-from posttrain.server.entrance import page
+from posttrain.server.authentication import page
 
 P = "/v1/projects/default"
 

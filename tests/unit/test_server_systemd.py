@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.server import serving
-from posttrain.server.serving import Systemd
+from posttrain.server import service
+from posttrain.server.service import Systemd
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_it_says_ready_alive_and_stopping_and_no_child_inherits_the_word(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(service.time, "monotonic", lambda: clock[0])
     given = {"NOTIFY_SOCKET": str(manager.getsockname()), "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}
     environment = {**given, "PATH": "/bin"}
     told = Systemd(environment)

@@ -11,14 +11,14 @@ from cli_world import RUN as FILE, World, make_world
 from hypothesis import given, strategies as st
 from test_control_planning import RUN, manifest
 
-from posttrain.control.launching import cache_key
+from posttrain.control.launch import cache_key
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.files import ModelSource, character_tokenizer, initial_model, save_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model, save_model
 from posttrain.engine.rollout.worker import RolloutWorker
 
 

@@ -31,7 +31,7 @@ from posttrain.domain.jobs import (
 )
 from posttrain.store.atomic import read_json, write_atomic
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
+from posttrain.store.mailbox import EVENTS, SAMPLES, ControlKind, Mailbox, Summary
 
 DIGEST = "sha256:" + "a" * 64
 ORDER = JobOrder(
@@ -114,7 +114,7 @@ def test_no_job_fills_the_memory_of_who_reads_what_it_left(attempt: AttemptFolde
         file.truncate(1 << 40)
     reads = (attempt.read_order, attempt.read_result, attempt.metered, attempt.facts, attempt.last_progress)
     refused = 0
-    for read in (*reads, attempt.channel.started, attempt.channel.summary):
+    for read in (*reads, attempt.mailbox.started, attempt.mailbox.summary):
         try:
             read()
         except IntegrityError:
@@ -135,16 +135,16 @@ def test_requests_add_up(attempt: AttemptFolder) -> None:
     for ask in (attempt.request_checkpoint, attempt.request_stop, attempt.request_stop, attempt.request_checkpoint):
         ask()
     assert (attempt.stop_requested(), attempt.checkpoints_requested()) == (True, 2)
-    assert [control.kind for control in attempt.channel.controls()] == ["checkpoint", "stop", "checkpoint"]
+    assert [control.kind for control in attempt.mailbox.controls()] == ["checkpoint", "stop", "checkpoint"]
 
 
 def test_what_was_carried_out_is_acknowledged_and_no_more(attempt: AttemptFolder) -> None:
     for ask in (attempt.request_checkpoint, attempt.request_stop, attempt.request_checkpoint):
         ask()
     attempt.acknowledge(ControlKind.CHECKPOINT, 1)
-    assert [attempt.channel.acknowledged(number) for number in (1, 2, 3)] == [True, False, False]
+    assert [attempt.mailbox.acknowledged(number) for number in (1, 2, 3)] == [True, False, False]
     attempt.acknowledge(ControlKind.STOP)
-    assert [attempt.channel.acknowledged(number) for number in (1, 2, 3)] == [True, True, False]
+    assert [attempt.mailbox.acknowledged(number) for number in (1, 2, 3)] == [True, True, False]
 
 
 def test_a_job_of_before_hears_stop_too(attempt: AttemptFolder) -> None:
@@ -158,9 +158,9 @@ def test_who_reads_how_far_a_job_is_reads_no_segment(attempt: AttemptFolder) -> 
         sink(Note("first", 0.0))
         sink(Progress(3, 9, "sft", 70, 5.0))
     (attempt.events / "000002.jsonl").write_bytes(b"{")
-    assert attempt.channel.summary() == Summary(3, 9, "sft", 70, 2, 5.0)
+    assert attempt.mailbox.summary() == Summary(3, 9, "sft", 70, 2, 5.0)
     (attempt.path / "summary.json").write_bytes(b"")  # what a power cut leaves
-    assert attempt.channel.summary() is None
+    assert attempt.mailbox.summary() is None
 
 
 _FLOATS = st.floats(allow_nan=False)
@@ -282,13 +282,13 @@ def test_samples_too_are_written_with_the_progress_of_their_step(attempt: Attemp
 
 
 def test_who_sees_a_steps_progress_finds_its_samples(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, append = [], AttemptChannel.append
+    written, append = [], Mailbox.append
 
-    def noted(self: AttemptChannel, stream: str, number: int, data: bytes) -> None:
+    def noted(self: Mailbox, stream: str, number: int, data: bytes) -> None:
         written.append(stream)
         append(self, stream, number, data)
 
-    monkeypatch.setattr(AttemptChannel, "append", noted)
+    monkeypatch.setattr(Mailbox, "append", noted)
     with EventWriter(attempt, seconds=0.0) as sink:
         sink(sample("0.0.0"))
         sink(Progress(1, 2, "grpo", 10, 1.0))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hostile_proxy import GONE, HostileProxy, hostile_proxy
 from posttrain.cli.main import app
-from posttrain.server.serving import StoreLook
+from posttrain.server.service import StoreLook
 from posttrain.store.blobs import open_blobs
 from s3_server import s3_server, use_s3
 
@@ -85,7 +85,7 @@ def test_a_server_asks_its_store_until_it_answers(
     proxy: HostileProxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "posttrain.server")
-    monkeypatch.setattr("posttrain.server.serving._LOOK", 0.0)
+    monkeypatch.setattr("posttrain.server.service._LOOK", 0.0)
     proxy.ill(GONE)
     blobs, over, tries = open_blobs("s3://artifacts/team"), threading.Event(), []
 

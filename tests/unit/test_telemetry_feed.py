@@ -12,9 +12,9 @@ import pytest
 
 from posttrain.domain.jobs import Metric
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.channel import AttemptChannel
-from posttrain.telemetry import tracking
-from posttrain.telemetry.tracking import Row, StageFeed
+from posttrain.store.mailbox import Mailbox
+from posttrain.telemetry import tracker
+from posttrain.telemetry.tracker import Row, StageFeed
 
 
 @dataclass
@@ -56,7 +56,7 @@ def test_what_is_no_number_is_what_it_was(fed: StageFeed) -> None:
 
 
 def test_the_steps_that_were_written_last_are_remembered(fed: StageFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_REMEMBERED", 3)
+    monkeypatch.setattr(tracker, "_REMEMBERED", 3)
     for step in range(1, 6):
         taken(fed, step, {"loss": 0.0})
     for step in range(1, 6):
@@ -71,13 +71,13 @@ def test_each_segment_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             sink(Metric(number + 1, {"loss": float(number)}, 5.0))
     assert list(fed.read(attempts)) == [Row("sft", 1, 5.0, {"loss": 0.0}), Row("sft", 2, 5.0, {"loss": 1.0})]  # type: ignore[arg-type]
     asked: list[int] = []
-    segments = AttemptChannel.segments
+    segments = Mailbox.segments
 
-    def noted(self: AttemptChannel, stream: str, after: int = 0, *more: Any) -> Any:
+    def noted(self: Mailbox, stream: str, after: int = 0, *more: Any) -> Any:
         asked.append(after)
         return segments(self, stream, after, *more)
 
-    monkeypatch.setattr(AttemptChannel, "segments", noted)
+    monkeypatch.setattr(Mailbox, "segments", noted)
     with EventWriter(AttemptFolder(tmp_path / "second")) as sink:
         sink(Metric(3, {"loss": 3.0}, 6.0))
     assert list(fed.read(attempts)) == [Row("sft", 3, 6.0, {"loss": 3.0})]  # type: ignore[arg-type]

@@ -22,17 +22,17 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Held, read_held, write_held
+from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
 from posttrain.engine.samples import Prompt, Segment, Trajectory, groups_of
-from posttrain.engine.scoring import RewardScorer, Stretch
+from posttrain.engine.scores import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.engine.tracing import Trace
+from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import RewardError, Score, ScriptedReward
 from posttrain.sandbox.process import open_reward
 from posttrain.store.attempts import AttemptFolder
-from posttrain.views.tracing import RecordedSample
+from posttrain.views.trace import RecordedSample
 
 VALUES = st.floats(-8, 8, width=16)
 

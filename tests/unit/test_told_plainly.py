@@ -17,7 +17,7 @@ from posttrain.app.doctor import remote_checks
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import ConflictError, NotFoundError
 from posttrain.domain.ids import Role
-from posttrain.server.serving import _alone
+from posttrain.server.service import _alone
 from posttrain.store.atomic import write_json
 from posttrain.views.status import read_status
 

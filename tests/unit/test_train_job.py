@@ -117,7 +117,7 @@ class TestJobs:
         attempt = shop.sft("told")
         attempt.request_stop()
         assert run(attempt).status == "stopped"
-        assert attempt.channel.acknowledged(1)
+        assert attempt.mailbox.acknowledged(1)
 
     def test_an_attempt_begins_once_whoever_starts_its_job_again(self, shop: Shop) -> None:
         """As a scheduler does that requeues a job: the next attempt resumes, not this one."""
@@ -167,7 +167,7 @@ class TestJobs:
             job.sink(Progress(1, 9, "sft", 10, 0.0))
             for name in ("forward", "backward"):
                 job.sink(Span(name, 2, 0.0, 1.0))
-                said = attempt.channel.summary()
+                said = attempt.mailbox.summary()
                 told.append(said.phases if said else 0)
             return JobResult("succeeded")
 

@@ -20,8 +20,8 @@ from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import Deadlines
 from posttrain.engine.loop import controller
 from posttrain.engine.loop.controller import Order
+from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout import worker
 from posttrain.engine.rollout.port import PromptBatch, SamplingParams
 from posttrain.engine.rollout.worker import SilentError
@@ -218,7 +218,7 @@ class TestCheckpoints:
         attempt.request_stop()
         job.stopping = attempt.stop_requested
         assert [*said, orders()] == [Order.CHECKPOINT, Order.GO_ON, Order.CHECKPOINT, Order.GO_ON, Order.STOP]
-        assert all(attempt.channel.acknowledged(control.number) for control in attempt.channel.controls()[:2])
+        assert all(attempt.mailbox.acknowledged(control.number) for control in attempt.mailbox.controls()[:2])
 
 
 def notes(attempt: AttemptFolder) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.control.comparing import Difference
+from posttrain.control.comparison import Difference
 from posttrain.control.scores import Answered, Before, Response, Score, Scores
 from posttrain.decision.gates import Estimate, Paired
 from posttrain.domain.errors import WorkspaceError

@@ -176,10 +176,10 @@ def test_completions_are_counted_once_and_over_all_rewards() -> None:
 
 
 def test_all_of_them_are_closed_and_told_once() -> None:
-    class Noted(ScriptedReward):
+    class PendingUploads(ScriptedReward):
         notes = ("no namespaces",)
 
-    one, other = Noted(lambda asked: [0.0] * len(asked)), Noted(lambda asked: [0.0] * len(asked))
+    one, other = PendingUploads(lambda asked: [0.0] * len(asked)), PendingUploads(lambda asked: [0.0] * len(asked))
     both = WeightedReward({"a": (1.0, one), "b": (1.0, other)})
     assert both.notes == ("no namespaces",)
     both.close()

@@ -16,19 +16,19 @@ from driving import drive
 from posttrain.app.workspace import init_workspace
 from posttrain.control import actions
 from posttrain.control.jobs import AttemptFolders
-from posttrain.control.launching import tokens_taken_over, trained_elsewhere
+from posttrain.control.launch import tokens_taken_over, trained_elsewhere
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult, Progress
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.audit import verify_rows
-from posttrain.store.channels import objects
-from posttrain.store.channels.objects import ObjectStoreObjects
 from posttrain.store.database import Database
 from posttrain.store.hosts import Ledger
+from posttrain.store.mailboxes import objects
+from posttrain.store.mailboxes.objects import ObjectStoreObjects
 from posttrain.store.trees import file_digest
-from posttrain.telemetry.tracking import StageWatcher
+from posttrain.telemetry.tracker import StageWatcher
 from posttrain.workspace.settings import SETTINGS
 from s3_server import s3_server
 
@@ -59,7 +59,7 @@ def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> 
     again = init_workspace(tmp_path)
     again.close()
     assert again.jobs.folders.channels() == f"{store}/{again.place()}"
-    with pytest.raises(WorkspaceError, match="its attempt channels are in s3://bucket/talk") as caught:
+    with pytest.raises(WorkspaceError, match="its mailboxes are in s3://bucket/talk") as caught:
         init_workspace(tmp_path, channel="s3://bucket/another")
     assert "\n" not in str(caught.value)
     assert not obstore.list(ObjectStoreObjects(store)._store).collect(), "what was tried is gone"
@@ -101,7 +101,7 @@ def test_a_whole_run_talks_through_it(bench: Bench, store: str) -> None:
     bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
 
     def counts(folder: AttemptFolder) -> int:
-        assert folder.channel.start(1, "1") is None
+        assert folder.mailbox.start(1, "1") is None
         with EventWriter(folder) as sink:
             sink(Progress(3, 3, "sft", 70, 0.0))
         return train()(folder) or 0
@@ -111,10 +111,10 @@ def test_a_whole_run_talks_through_it(bench: Bench, store: str) -> None:
     assert bench.drive(run_id).state == "succeeded"
     lost, ended = bench.ledger.attempts(run_id, "sft")
     assert (lost.state, ended.state) == ("lost", "succeeded")
-    held = bench.jobs.folders.of(lost).channel.started()
+    held = bench.jobs.folders.of(lost).mailbox.started()
     assert held is not None
     assert held.cancelled, "a job that comes late computes nothing"
-    said = bench.jobs.folders.of(ended).channel.summary()
+    said = bench.jobs.folders.of(ended).mailbox.summary()
     assert said is not None
     assert (said.step, said.tokens) == (3, 70)
     assert ObjectStoreObjects(f"{store}/{run_id}/sft/002").get("result.json") is not None

@@ -4,7 +4,7 @@ Arguments are strings, numbers and files of this machine; answers are values (`a
 see whether there is a ledger. Each verb is declared once, here or in `api.assets`.
 
 The verbs of `Sinks` configure, show, test, pause and remove receivers of events. `Control` returns a `Watcher` or a
-`Vigil` to a caller that reads a run repeatedly.
+`RunWatch` to a caller that reads a run repeatedly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         Written,
         WrittenTrace,
     )
-    from posttrain.domain.approvals import Standing
+    from posttrain.domain.approvals import ApprovalStatus
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
@@ -182,7 +182,7 @@ class Submissions(Verbs):
             DeadlineError: `timeout` passed; this does not stop the run.
         """
 
-    @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "drivers.detaching", command="run --detach")
+    @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "drivers.handover", command="run --detach")
     def detach(self, run_id: RunId) -> RunDriver:
         """Hand a run over to a background driver; return as soon as the driver has it.
 
@@ -290,8 +290,8 @@ class Runs(Verbs):
     def watcher(self, run_id: RunId) -> Watcher:
         """Return a watcher of a run, which reads only new data each time."""
 
-    @verb("", Role.VIEWER, "views.logs:Vigil")
-    def vigil(self, run_id: RunId, say: Callable[[str], None], timeout: float | None) -> Vigil:
+    @verb("", Role.VIEWER, "views.logs:RunWatch")
+    def watch_run(self, run_id: RunId, say: Callable[[str], None], timeout: float | None) -> RunWatch:
         """Return an object that waits for a run without driving it.
 
         Args:
@@ -300,7 +300,7 @@ class Runs(Verbs):
 
     @verb("", Role.VIEWER, "app.queries")
     def logs(
-        self, run_id: RunId, stage: StageName | None, follow: Vigil | None = None
+        self, run_id: RunId, stage: StageName | None, follow: RunWatch | None = None
     ) -> Iterator[tuple[LogFile, str]]:
         """Yield the output of a run's jobs, piece by piece.
 
@@ -308,14 +308,14 @@ class Runs(Verbs):
             follow: continue until the run ends.
         """
 
-    @verb("", Role.VIEWER, "views.reporting:read_report")
+    @verb("", Role.VIEWER, "views.report:read_report")
     def report(self, run_id: RunId) -> RunReport:
         """Return the data of a run's report page."""
 
     @verb(
         "GET /runs/{run_id}/report",
         Role.VIEWER,
-        "views.reporting",
+        "views.report",
         heavy=True,
         command="get --report",
         writes="folder",
@@ -323,14 +323,14 @@ class Runs(Verbs):
     def write_report(self, run_id: RunId, folder: Path | None = None) -> Written:
         """Write the report page and the learning curves of a run."""
 
-    @verb("GET /runs/{run_id}/trace", Role.VIEWER, "views.tracing", heavy=True, command="trace", writes="folder")
+    @verb("GET /runs/{run_id}/trace", Role.VIEWER, "views.trace", heavy=True, command="trace", writes="folder")
     def write_trace(self, run_id: RunId, stage: StageName | None, folder: Path) -> WrittenTrace:
         """Write the time trace of a run as files."""
 
     @verb(
         "GET /runs/{run_id}/samples",
         Role.VIEWER,
-        "views.tracing:recorded_samples",
+        "views.trace:recorded_samples",
         heavy=True,
         key=lambda one: (one.stage, *numbers(one.sample.id)),
     )
@@ -343,7 +343,7 @@ class Runs(Verbs):
             say: called with a line for each thing that cannot be read.
         """
 
-    @verb("GET /runs/{run_id}/samples/{sample}", Role.VIEWER, "views.tracing:recorded_sample", heavy=True)
+    @verb("GET /runs/{run_id}/samples/{sample}", Role.VIEWER, "views.trace:recorded_sample", heavy=True)
     def sample(self, run_id: RunId, sample: SampleId, stage: StageName | None) -> RecordedSample:
         """Return one recorded sample of a run, token by token."""
 
@@ -383,14 +383,14 @@ class Channels(Verbs):
     def channel(self, name: Name) -> ChannelView:
         """Return everything recorded about a channel, which need not exist yet."""
 
-    @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.tracked:channel_states", heavy=True)
+    @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.rows:channel_states", heavy=True)
     def channel_trackers(self, name: Name) -> list[TrackerState]:
         """Return the states of the registries that follow a channel."""
 
     @verb(
         "POST /channels/{name}/trackers",
         Role.SUBMITTER,
-        "trackers.tracked:register_channel",
+        "trackers.rows:register_channel",
         heavy=True,
         command="track",
     )
@@ -424,8 +424,8 @@ class Channels(Verbs):
         """
 
     @verb("POST /approvals", Role.APPROVER, "app.channels", heavy=True, seals=True)
-    def approve(self, what: Word, channel: Name | None, reason: str) -> Standing:
-        """Approve a pending request as the present principal; return the standing of the request.
+    def approve(self, what: Word, channel: Name | None, reason: str) -> ApprovalStatus:
+        """Approve a pending request as the present principal; return the status of the request.
 
         Args:
             what: the id of a run whose model is to be released, or the digest of a request or a prefix of it.
@@ -436,7 +436,7 @@ class Channels(Verbs):
         """
 
     @verb("POST /rejections", Role.APPROVER, "app.channels", heavy=True, seals=True)
-    def reject(self, what: Word, channel: Name | None, reason: str) -> Standing:
+    def reject(self, what: Word, channel: Name | None, reason: str) -> ApprovalStatus:
         """Reject a pending request; arguments and errors as for `approve`."""
 
     @verb(
@@ -446,7 +446,7 @@ class Channels(Verbs):
         heavy=True,
         key=lambda one: (one.request.at, one.request.digest),
     )
-    def approval_requests(self, channel: Name) -> list[Standing]:
+    def approval_requests(self, channel: Name) -> list[ApprovalStatus]:
         """Return the pending approval requests of a channel, oldest first."""
 
     @verb("GET /channels/{name}/policy", Role.VIEWER, "app.channels", heavy=True, command="channel policy")
@@ -573,11 +573,11 @@ class Records(Verbs):
     def assume_dead(self, stage: Word) -> AttemptRecord:
         """Record a person's statement that the job of RUN/STAGE, which cannot be observed, is dead."""
 
-    @verb("POST /erasures", Role.ADMIN, "app.collecting", heavy=True, seals=True)
+    @verb("POST /erasures", Role.ADMIN, "app.garbage", heavy=True, seals=True)
     def erase(self, what: Word, reason: str) -> Erasure:
         """Erase the words of a run, the words of an asset version, or the name of a person."""
 
-    @verb("POST /garbage-collections", Role.ADMIN, "app.collecting:collect_garbage", heavy=True, seals=True)
+    @verb("POST /garbage-collections", Role.ADMIN, "app.garbage:collect_garbage", heavy=True, seals=True)
     def gc(self, older_than: float, *, dry_run: bool) -> Collected:
         """Delete artifacts that no record needs and that are older than a limit; return their numbers.
 
@@ -606,7 +606,7 @@ class Watcher(Protocol):
         """Return the present status of the run."""
 
 
-class Vigil(Protocol):
+class RunWatch(Protocol):
     """Waits for a run that another process drives."""
 
     def look(self) -> RunRecord:

@@ -18,7 +18,7 @@ from posttrain.domain.waits import waiting
 
 if TYPE_CHECKING:
     from posttrain.api.values import ChannelView, Difference, Node, VerifyReport
-    from posttrain.domain.approvals import Standing
+    from posttrain.domain.approvals import ApprovalStatus
     from posttrain.domain.lifecycle import ReleaseState
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.policies import PinnedPolicy
@@ -125,7 +125,7 @@ class Run:
         """Return the differences between the manifests of two runs."""
         return list(self.control.diff(self.id, other.id).differences)
 
-    def approve(self, reason: str = "", *, channel: str | None = None) -> Standing:
+    def approve(self, reason: str = "", *, channel: str | None = None) -> ApprovalStatus:
         """Approve the release of the run's model, as the principal of the control.
 
         Args:
@@ -133,7 +133,7 @@ class Run:
         """
         return self.control.approve(self.id, channel, reason)
 
-    def reject(self, reason: str = "", *, channel: str | None = None) -> Standing:
+    def reject(self, reason: str = "", *, channel: str | None = None) -> ApprovalStatus:
         """Reject the release of the run's model; otherwise as `approve`."""
         return self.control.reject(self.id, channel, reason)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from posttrain.control.comparing import (
+    from posttrain.control.comparison import (
         Cell as Cell,
         Comparison as Comparison,
         Difference as Difference,
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     )
     from posttrain.control.downstream import Downstream as Downstream
     from posttrain.control.lineage import Node as Node
-    from posttrain.control.planning import Planned as Planned
+    from posttrain.control.plan import Planned as Planned
     from posttrain.control.scores import Scores as Scores
-    from posttrain.control.verifying import VerifyReport as VerifyReport
-    from posttrain.data.importing import Curve as Curve, Imported as Imported
+    from posttrain.control.verification import VerifyReport as VerifyReport
+    from posttrain.data.imports import Curve as Curve, Imported as Imported
     from posttrain.decision.power import Ranking as Ranking
     from posttrain.domain.gates import GateReport
     from posttrain.domain.lifecycle import ReleaseState
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     )
     from posttrain.drivers.requests import RunDriver as RunDriver
     from posttrain.store.erasure import Erased as Erased
-    from posttrain.store.sweeping import SweptBlobs as SweptBlobs
+    from posttrain.store.garbage import SweptBlobs as SweptBlobs
     from posttrain.telemetry.timeline import StageTimeline as StageTimeline
-    from posttrain.trackers.tracking import TrackerState as TrackerState
+    from posttrain.trackers.choice import TrackerState as TrackerState
     from posttrain.views.logs import LogFile as LogFile, Move as Move
     from posttrain.views.plans import PlanView as PlanView, StagePlan as StagePlan
-    from posttrain.views.reporting import Written as Written
+    from posttrain.views.report import Written as Written
     from posttrain.views.status import RunStatus as RunStatus, RunSummary as RunSummary, StageStatus as StageStatus
-    from posttrain.views.tracing import RecordedSample as RecordedSample, WrittenTrace as WrittenTrace
+    from posttrain.views.trace import RecordedSample as RecordedSample, WrittenTrace as WrittenTrace
     from posttrain.web.report import ComparePage as ComparePage, RunReport as RunReport
 
 
@@ -247,6 +247,6 @@ class Ranked:
 
     def to_json(self, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return plain JSON; `own`: further fields of each setting."""
-        from posttrain.control.sweeping import ranking_json
+        from posttrain.control.sweeps import ranking_json
 
         return {**ranking_json(self.ranking, own), "troubles": list(self.troubles)}

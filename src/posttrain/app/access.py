@@ -10,8 +10,8 @@ from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
 from posttrain.domain.ids import Role, is_project
+from posttrain.domain.jobspec import image_rule
 from posttrain.domain.records import DEFAULT_PROJECT, Token
-from posttrain.domain.requests import image_rule
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace

@@ -29,7 +29,7 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.ports import crashpoint
-from posttrain.drivers.detaching import LOCK_VARIABLE
+from posttrain.drivers.handover import LOCK_VARIABLE
 from posttrain.drivers.log import DriverLog, Veil, previous
 from posttrain.drivers.requests import (
     FOLDER,

@@ -14,7 +14,7 @@ from posttrain.api.values import ChannelView
 from posttrain.api.verbs import answers
 from posttrain.control import channels
 from posttrain.decision.releases import release_states
-from posttrain.domain.approvals import APPROVED, REJECTED, Standing
+from posttrain.domain.approvals import APPROVED, REJECTED, ApprovalStatus
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, meant_name, nearest
 from posttrain.domain.ids import Role
@@ -22,7 +22,7 @@ from posttrain.domain.kinds import QUANTITIES, kind_of, measurable
 from posttrain.domain.manifest import SUITES
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
 from posttrain.domain.records import ChannelRecord, Event, Look, ReleaseEntry, stage_end
-from posttrain.store.writing import POLICY_SET
+from posttrain.store.writer import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
@@ -76,7 +76,7 @@ def rollback(
 def _announced(workspace: Workspace, entry: ReleaseEntry) -> ReleaseEntry:
     """Notify registries and sinks of a move of a channel; return the release."""
     from posttrain.app import sinks
-    from posttrain.trackers.tracked import announce
+    from posttrain.trackers.rows import announce
 
     announce(workspace, entry.channel)
     sinks.announce(workspace)
@@ -84,16 +84,16 @@ def _announced(workspace: Workspace, entry: ReleaseEntry) -> ReleaseEntry:
 
 
 @answers(Control.approve)
-def approve(workspace: Workspace, what: str, channel: str | None, reason: str) -> Standing:
+def approve(workspace: Workspace, what: str, channel: str | None, reason: str) -> ApprovalStatus:
     return _said(workspace, what, channel, APPROVED, reason)
 
 
 @answers(Control.reject)
-def reject(workspace: Workspace, what: str, channel: str | None, reason: str) -> Standing:
+def reject(workspace: Workspace, what: str, channel: str | None, reason: str) -> ApprovalStatus:
     return _said(workspace, what, channel, REJECTED, reason)
 
 
-def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, reason: str) -> Standing:
+def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, reason: str) -> ApprovalStatus:
     from posttrain.control.actions import find_release, find_request, say
 
     stores = workspace.stores
@@ -103,8 +103,8 @@ def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, re
 
 
 @answers(Control.approval_requests)
-def approval_requests(workspace: Workspace, channel: str) -> list[Standing]:
-    found = channels.standings(workspace.stores, channel=channel)
+def approval_requests(workspace: Workspace, channel: str) -> list[ApprovalStatus]:
+    found = channels.approval_statuses(workspace.stores, channel=channel)
     return [one for one in found if not (one.outdated or one.done)]
 
 

@@ -40,7 +40,7 @@ class Local:
 def control_of(given: Workspace | Control) -> Control:
     """Return `Control` over an open workspace, for the user of the operating system; return a `Control` unchanged."""
     from posttrain.access.roles import role_of
-    from posttrain.api.guarding import Guard
+    from posttrain.api.guard import Guard
     from posttrain.app.workspace import Workspace
 
     if not isinstance(given, Workspace):

@@ -36,7 +36,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.preflight.cluster_checks import Check, check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
-from posttrain.store.hosts import FAILING, PAUSED, standing
+from posttrain.store.hosts import FAILING, PAUSED, ledger_counts
 from posttrain.store.sealer import Lost, verify_chain
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS, OpenWorkspace
@@ -124,7 +124,7 @@ def server_checks(root: Path) -> Iterator[Check]:
 def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
     """Check queue, sinks and store of a workspace, whether it is served or not."""
     try:
-        now = standing(workspace.ledger.database, workspace.ledger.clock)
+        now = ledger_counts(workspace.ledger.database, workspace.ledger.clock)
     except PosttrainError as error:
         yield Check("queue", "fail", str(error), "see to the database")
     else:

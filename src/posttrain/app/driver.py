@@ -7,7 +7,7 @@ Loops and what each one starts::
     driving thread: a pass over each run that is due, one after the other; checks trackers, seals, checks which sinks
       have work; rests; ends when `Wanted.over` returns True
       ├ a thread for each sink delivers (`events.bus`)
-      ├ a process for each run writes its trackers (`trackers.following`)
+      ├ a process for each run writes its trackers (`trackers.writer`)
       └ a thread for each project keeps its leases
 
 The driver may be killed at any line: the ledger contains the work to do, jobs continue, and the next driver continues
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.app.sinks import deliverer, sinks
-from posttrain.control.pulse import one_line
+from posttrain.control.wakeups import one_line
 from posttrain.domain.errors import DeadlineError, NotFoundError, PosttrainError
 from posttrain.domain.ids import DRIVER
 from posttrain.domain.kinds import kind_of
@@ -38,11 +38,11 @@ from posttrain.domain.records import RunRecord
 from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import forget_request
 from posttrain.events.bus import LEAVE, Deliverer
-from posttrain.trackers.following import Scribe
+from posttrain.trackers.writer import Scribe
 from posttrain.workspace.settings import OpenWorkspace
 
 AUTH = "server"  # the authenticator name of a server's driver
-REPORTING = ("posttrain.views.reporting", "posttrain.app.queries")
+REPORTING = ("posttrain.views.report", "posttrain.app.queries")
 _JUDGING = (
     "pyarrow.compute",
     "pyarrow.pandas_compat",
@@ -293,7 +293,7 @@ class Driver:
             seen.reconciler.release(run_id)
         seen.seal()
         if self._watch is None:
-            from posttrain.views.reporting import write_report  # loaded ahead
+            from posttrain.views.report import write_report  # loaded ahead
 
             try:
                 self._say(f"run {run_id}: report: {write_report(seen, run_id).report}")

@@ -171,7 +171,7 @@ def overlaid(folder: Path, runs: list[tuple[str, str]], picture: Path, title: st
         runs: label and run id of each.
     """
     from posttrain.app.workspace import open_workspace
-    from posttrain.views.reporting import overlay
+    from posttrain.views.report import overlay
 
     workspace = open_workspace(folder)
     try:

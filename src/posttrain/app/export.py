@@ -18,10 +18,10 @@ from posttrain.api.verbs import answers
 from posttrain.app.models import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
-from posttrain.control.deciding import selected
-from posttrain.control.judging import explain_run
 from posttrain.control.lineage import MadeModel, Node, asset_lineage, model_lineage
+from posttrain.control.release_plan import selected
 from posttrain.control.scores import run_scores
+from posttrain.control.verdicts import explain_run
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
@@ -33,7 +33,7 @@ from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution import foreground
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable
 from posttrain.store.trees import scratch, tree_listing
-from posttrain.views.reporting import tree_lines
+from posttrain.views.report import tree_lines
 from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
 
 _CAST = "posttrain.jobs.cast"

@@ -25,8 +25,8 @@ from posttrain.app.workspace import Workspace
 from posttrain.control import channels as recalls
 from posttrain.control.downstream import of_bytes
 from posttrain.control.lineage import MadeModel, made_model
-from posttrain.data import importing
-from posttrain.data.fitting import context_length
+from posttrain.data import imports
+from posttrain.data.fit import context_length
 from posttrain.data.refs import NAME, AssetRef, Source, is_confined, local_path, parse_ref
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, nearest
@@ -40,7 +40,7 @@ from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeCo
 from posttrain.execution import foreground
 from posttrain.foreign.outside import OutsideRun, carried
 from posttrain.foreign.trl_output import read_trl_output
-from posttrain.preflight.fitting import first_row, model_files
+from posttrain.preflight.data import first_row, model_files
 from posttrain.store.trees import materialise, scratch
 
 STAGE = "init"
@@ -395,7 +395,7 @@ def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
 
 
 @answers(Control.import_trl_output)
-def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> importing.Imported:
+def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> imports.Imported:
     """Register the output of a TRL or transformers trainer in its `output_dir`.
 
     Raises:
@@ -405,7 +405,7 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> i
 
 
 @answers(Control.import_mlflow)
-def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> importing.Imported:
+def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> imports.Imported:
     """Register a run of an MLflow store, or a client's copy of one. Raises as `import_trl_output`; InputError too where
     mlflow is missing.
     """
@@ -422,7 +422,7 @@ def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str,
 
 
 @answers(Control.import_wandb_export)
-def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> importing.Imported:
+def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> imports.Imported:
     """Register a W&B run's files. Raises as `import_trl_output`; InputError too where wandb is missing and needed."""
     from posttrain.foreign.wandb_export import read_wandb_export
 
@@ -430,7 +430,7 @@ def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) ->
 
 
 @answers(Control.curves)
-def curves(workspace: Workspace, ref: str) -> list[importing.Curve]:
+def curves(workspace: Workspace, ref: str) -> list[imports.Curve]:
     """Return the metrics of an imported run.
 
     Raises:
@@ -439,8 +439,8 @@ def curves(workspace: Workspace, ref: str) -> list[importing.Curve]:
     history = workspace.catalog.find(ref)
     if history.kind != "history":
         raise InputError(f"{history.ref}: must be a history, got a {history.kind}; posttrain asset ls --kind history")
-    return list(importing.curves(workspace.blobs.get(history.digest)))
+    return list(imports.curves(workspace.blobs.get(history.digest)))
 
 
-def _imported(workspace: Workspace, found: OutsideRun, name: str | None) -> importing.Imported:
-    return importing.import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)
+def _imported(workspace: Workspace, found: OutsideRun, name: str | None) -> imports.Imported:
+    return imports.import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.control import Control, Vigil
+from posttrain.api.control import Control, RunWatch
 from posttrain.api.values import RunDiff, Why
 from posttrain.api.verbs import answers
 from posttrain.data.refs import KINDS, refuse_afar
@@ -60,7 +60,7 @@ def driver(workspace: Workspace, run_id: str) -> RunDriver | None:
 
 @answers(Control.why)
 def why(workspace: Workspace, run_id: str) -> Why:
-    from posttrain.control.judging import explain_run
+    from posttrain.control.verdicts import explain_run
     from posttrain.views.status import baseline_run, read_status, run_scores
 
     found, status = explain_run(workspace.stores, run_id), read_status(workspace, run_id)
@@ -76,7 +76,7 @@ def why(workspace: Workspace, run_id: str) -> Why:
 
 @answers(Control.diff)
 def diff(workspace: Workspace, first: str, second: str) -> RunDiff:
-    from posttrain.control.comparing import compare
+    from posttrain.control.comparison import compare
 
     one, two = (workspace.ledger.find_run(words).id for words in (first, second))
     mine = manifest(workspace, one)
@@ -93,7 +93,7 @@ def _metrics(workspace: Workspace, run_id: str) -> dict[str, float]:
 @answers(Control.compare)
 def compare(workspace: Workspace, words: Sequence[str], page: Path | None = None) -> Comparison:
     from posttrain.app.models import measured_word
-    from posttrain.views.drawing import compare_runs, write_comparison
+    from posttrain.views.series import compare_runs, write_comparison
 
     found = compare_runs(workspace, [measured_word(workspace, word) for word in words])
     if page is not None:
@@ -103,14 +103,14 @@ def compare(workspace: Workspace, words: Sequence[str], page: Path | None = None
 
 @answers(Control.comparison)
 def comparison(workspace: Workspace, words: Sequence[str]) -> ComparePage:
-    from posttrain.views.drawing import compare_runs, comparison
+    from posttrain.views.series import compare_runs, comparison
 
     return comparison(workspace, compare_runs(workspace, words))
 
 
 @answers(Control.logs)
 def logs(
-    workspace: Workspace, run_id: str, stage: str | None, follow: Vigil | None = None
+    workspace: Workspace, run_id: str, stage: str | None, follow: RunWatch | None = None
 ) -> Iterator[tuple[LogFile, str]]:
     from posttrain.views import logs
 
@@ -121,7 +121,7 @@ def logs(
 
 @answers(Control.trackers)
 def trackers(workspace: Workspace, run_id: str) -> list[TrackerState]:
-    from posttrain.trackers.tracking import states
+    from posttrain.trackers.choice import states
 
     return states(workspace, workspace.ledger.run(run_id))
 
@@ -130,10 +130,10 @@ def trackers(workspace: Workspace, run_id: str) -> list[TrackerState]:
 def track(workspace: Workspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
     if chosen:
         refuse_afar("track: a server writes the trackers of its workspace; choose none")
-        from posttrain.trackers.following import track_more
+        from posttrain.trackers.writer import track_more
 
         return track_more(workspace, run_id, chosen)
-    from posttrain.trackers.following import track
+    from posttrain.trackers.writer import track
 
     return track(workspace, run_id)
 
@@ -143,7 +143,7 @@ def follow(workspace: Workspace, run_id: str) -> None:
     from functools import partial
 
     from posttrain.app.workspace import open_workspace
-    from posttrain.trackers.following import follow
+    from posttrain.trackers.writer import follow
 
     workspace.close()  # each thread opens its own instead
     follow(partial(open_workspace, workspace.root), run_id)
@@ -192,7 +192,7 @@ def downstream(workspace: Workspace, target: str, limit: int = 200) -> Downstrea
 
 @answers(Control.verify)
 def verify(workspace: Workspace, target: str = "") -> VerifyReport:
-    from posttrain.control.verifying import verify, verify_live
+    from posttrain.control.verification import verify, verify_live
 
     workspace.seal()
     stores = workspace.stores

@@ -27,9 +27,9 @@ from posttrain.control.approvals import terms
 from posttrain.control.channels import recall_of, refuse_recalled
 from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
-from posttrain.control.planning import Planned, Resolve, plan_run
+from posttrain.control.plan import Planned, Resolve, plan_run
 from posttrain.control.submission import submit as submit_manifest
-from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
+from posttrain.control.sweeps import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.data.refs import Source, parse_ref, refuse_afar
 from posttrain.decision.releases import origin
 from posttrain.domain.canonical import derive_seed
@@ -45,10 +45,10 @@ from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.preflight.confinement import check_confinement, check_imports, refuse_missing_secrets
-from posttrain.preflight.fitting import check_fit, counter, repeated, seen_in_training, wide_steps
+from posttrain.preflight.data import check_fit, counter, repeated, seen_in_training, wide_steps
 from posttrain.preflight.locks import read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
-from posttrain.preflight.placing import (
+from posttrain.preflight.placements import (
     check_teachers,
     refuse_image,
     refuse_infeasible,
@@ -57,7 +57,7 @@ from posttrain.preflight.placing import (
     residencies,
     slower,
 )
-from posttrain.trackers.tracking import check_trackers, describe, of_workspace, record_trackers, resolved
+from posttrain.trackers.choice import check_trackers, describe, of_workspace, record_trackers, resolved
 from posttrain.views.plans import PlanView, StagePlan
 
 _MOVED = "a model that the run file names has changed; this run continues with the one that it began with"

@@ -88,7 +88,7 @@ def sinks(workspace: OpenWorkspace) -> list[SinkView]:
     ledger, found = workspace.ledger, []
     moment = ledger.clock.now()
     with ledger.snapshot() as now:
-        for record, cursor, _ in now.sinks_standing():
+        for record, cursor, _ in now.sink_counts():
             known = cursor or Cursor(record.name, now.sink_added_at(record.name))
             behind, since = now.events_after(known.sequence)
             found.append(
@@ -183,7 +183,7 @@ def _lacks(record: SinkRecord) -> str:
 def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
     """Return the sinks that are not paused and lack something here, with the missing thing."""
     with workspace.ledger.snapshot() as now:
-        records = [record for record, _, _ in now.sinks_standing() if not record.paused]
+        records = [record for record, _, _ in now.sink_counts() if not record.paused]
     return [(record.name, lacks) for record in records if (lacks := _lacks(record))]
 
 

@@ -52,14 +52,14 @@ from posttrain.store.atomic import (
     write_json,
 )
 from posttrain.store.audit import verify_rows
-from posttrain.store.backing import BackedUp, back_up, fill, read_backup
+from posttrain.store.backup import BackedUp, back_up, fill, read_backup
 from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
-from posttrain.store.channels.objects import checked_url
 from posttrain.store.database import Database, SystemClock
 from posttrain.store.hosts import Hosts, Ledger, LedgerLock
+from posttrain.store.mailboxes.objects import checked_url
 from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go
-from posttrain.trackers.tracking import (
+from posttrain.trackers.choice import (
     check_trackers,
     describe,
     of_workspace,
@@ -329,7 +329,7 @@ def _channel(root: Path, asked: str | None) -> str:
     found = str(record.get(CHANNEL, ""))
     if asked and asked.rstrip("/") != found:
         raise WorkspaceError(
-            f"{root}: its attempt channels are in {found or 'its folder'}, --attempt-channels names another place; "
+            f"{root}: its mailboxes are in {found or 'its folder'}, --mailboxes names another place; "
             "leave it out or make another workspace"
         )
     return found

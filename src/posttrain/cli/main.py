@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain._version import __version__
-from posttrain.cli import assets, demo, driving, models, releases, runs, serving, sinks, sweep, trace, workspace
+from posttrain.cli import assets, demo, drive, models, releases, runs, service, sinks, sweep, trace, workspace
 from posttrain.cli.console import OPENED, aside, ask_at, harmless
 from posttrain.cli.usage import CODES, EXAMPLES, GROUPS, HINTS, VERBS
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
@@ -70,7 +70,7 @@ class Commands(TyperGroup):
             raise SystemExit(InputError.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
-            raise SystemExit(driving.DETACHED) from None
+            raise SystemExit(drive.DETACHED) from None
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:  # `posttrain ls | head -1`: the reader closed the pipe, not an error
@@ -103,7 +103,7 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
             if "exit_code" in vars(kind):
                 yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
     yield _UNREAD, "the reader of the output closed the pipe (128 + SIGPIPE)"
-    yield driving.DETACHED, "left by Ctrl-C: the run continues in the background; without a terminal, only its job does"
+    yield drive.DETACHED, "left by Ctrl-C: the run continues in the background; without a terminal, only its job does"
 
 
 EPILOG = "\b\n" + "\n".join(
@@ -166,12 +166,12 @@ def options(
 
 for command in (
     *(workspace.init, workspace.erase, workspace.doctor, workspace.gc, workspace.backup, workspace.restore),
-    *(demo.demo, demo.examples, driving.plan, driving.lock, driving.run, driving.attach, driving.stop, driving.retry),
+    *(demo.demo, demo.examples, drive.plan, drive.lock, drive.run, drive.attach, drive.stop, drive.retry),
     *(runs.signal, runs.dead, sweep.sweep, sweep.compare),
     *(runs.ls, runs.get, runs.logs, runs.why, runs.diff, runs.note),
     *(models.sample, models.evaluate, models.export, releases.promote, releases.rollback, releases.lineage),
     *(releases.verify, releases.approve, releases.reject, trace.trace, sinks.track),
-    *(serving.serve, serving.login, serving.logout, serving.whoami),
+    *(service.serve, service.login, service.logout, service.whoami),
 ):
     app.command("eval" if command is models.evaluate else command.__name__)(command)
 _GROUPS = {
@@ -179,9 +179,9 @@ _GROUPS = {
     "channel": releases.app,
     "asset": assets.app,
     "sink": sinks.app,
-    "project": serving.project_app,
-    "member": serving.member_app,
-    "token": serving.token_app,
+    "project": service.project_app,
+    "member": service.member_app,
+    "token": service.token_app,
 }
 for group, part in _GROUPS.items():
     app.add_typer(part, name=group)

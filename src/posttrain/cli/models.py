@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli import driving
+from posttrain.cli import drive
 from posttrain.cli.console import Output, OutputOption, answer_json, aside, digest, emit_json, lazily, open_control, say
 from posttrain.domain.errors import InputError
 
@@ -99,7 +99,7 @@ def sample(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
-    timeout: driving.TimeoutOption = None,
+    timeout: drive.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Sample responses from a model.
@@ -197,7 +197,7 @@ def evaluate(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
-    timeout: driving.TimeoutOption = None,
+    timeout: drive.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure a model on data sets, without a run file.
@@ -222,11 +222,11 @@ def evaluate(
     if output is Output.JSON:
         _measured_json(control, found, timeout)
         return
-    driving.greet(found, again=" (--again repeats it)")
+    drive.greet(found, again=" (--again repeats it)")
     if max_new_tokens is None:
         suite = next(iter(control.manifest(found.run.id).stages[0].params["suites"].values()))
         say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens sets another limit")
-    driving.drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}", output)
+    drive.drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}", output)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from posttrain.cli.console import (
     open_control,
     say,
 )
-from posttrain.cli.driving import RunArgument
-from posttrain.domain.approvals import WITHDRAWN, Standing
+from posttrain.cli.drive import RunArgument
+from posttrain.domain.approvals import WITHDRAWN, ApprovalStatus
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError
 
@@ -266,11 +266,11 @@ def _named(control: Control, what: str) -> str:
     return what if what.startswith(DIGEST_PREFIX) else control.run(what).id
 
 
-def _what(found: Standing) -> str:
+def _what(found: ApprovalStatus) -> str:
     return f"channel {found.request.channel}: {found.request.words}"
 
 
-def _next(found: Standing) -> str:
+def _next(found: ApprovalStatus) -> str:
     run = found.request.run_id
     return f"next: posttrain get {run}" if run else "next: the requester repeats the command"
 

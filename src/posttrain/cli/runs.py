@@ -33,14 +33,14 @@ from posttrain.cli.console import (
     style,
     tinted,
 )
-from posttrain.cli.driving import RunArgument, TagOption, TimeoutOption, run_json
+from posttrain.cli.drive import RunArgument, TagOption, TimeoutOption, run_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final, meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.api.values import Why
-    from posttrain.domain.approvals import Standing
+    from posttrain.domain.approvals import ApprovalStatus
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
 _MOVES = 50  # the newest moves of a channel that a person sees
@@ -234,7 +234,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     console().print(history_table(history), *lines, as_typed(f"next:   {back}posttrain lineage {name}"), sep="\n")
 
 
-def _cards(control: Control, asked: Iterable[Standing]) -> Iterator[tuple[str, Why]]:
+def _cards(control: Control, asked: Iterable[ApprovalStatus]) -> Iterator[tuple[str, Why]]:
     """Yield what an approver reads about each run; a run that cannot be read is left out with a warning."""
     for run_id in dict.fromkeys(one.request.run_id for one in asked if one.request.run_id):
         try:
@@ -257,7 +257,7 @@ def logs(
         raise InputError(f"logs: --timeout needs -f, got {timeout:g} without it")
     control = open_control()
     run_id = control.run(run).id
-    pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
+    pieces = control.logs(run_id, stage, control.watch_run(run_id, aside, timeout) if follow else None)
     answer_json(
         output,
         lambda: [
@@ -358,14 +358,14 @@ def diff(
 def _watch(control: Control, run_id: str, timeout: float | None) -> None:
     from posttrain.cli.live import open_display
 
-    vigil = control.vigil(run_id, aside, timeout)
+    watch_run = control.watch_run(run_id, aside, timeout)
     with open_display(control, run_id) as display:
         while True:
-            record = vigil.look()
+            record = watch_run.look()
             display(record)
             if is_final("run", record.state):
                 return
-            vigil.rest(_POLL)
+            watch_run.rest(_POLL)
 
 
 def dead(

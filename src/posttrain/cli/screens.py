@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         TrackerState,
         Why,
     )
-    from posttrain.domain.approvals import Standing
+    from posttrain.domain.approvals import ApprovalStatus
 
 _GAP, _INDENT = 2, 2  # columns between two cells, and before the lines of a block
 _WRAPPED = 16  # minimum columns of a text that may wrap, or its longest word
@@ -246,9 +246,9 @@ def note_lines(status: RunStatus) -> Iterator[Text]:
             yield Text(f"note: {words} ({note.actor}, {ago(note.at)})")
 
 
-def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
+def approval_lines(statuses: Iterable[ApprovalStatus]) -> Iterator[Text]:
     """Yield the approvals and rejections of requests, and whether they count."""
-    for one in standings:
+    for one in statuses:
         what = f"channel {one.request.channel}, {one.request.words} ({digest(one.request.digest)}):"
         for approval in [*one.given, *([one.refusal] if one.refusal else [])]:
             void = f"; counts nothing: {one.outdated}" if one.outdated else ""
@@ -259,13 +259,13 @@ def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
         )
 
 
-def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> Iterator[Grid | Text]:
+def request_lines(statuses: Iterable[ApprovalStatus], cards: Mapping[str, Why]) -> Iterator[Grid | Text]:
     """Yield the requests that wait for approvals on a channel, and who may give them.
 
     Args:
         cards: run id → its scores and verdicts, which an approver reads first.
     """
-    for one in standings:
+    for one in statuses:
         request = one.request
         yield Text(f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}", style=style("warn"))
         yield from card_lines(cards.get(request.run_id or ""))

@@ -29,7 +29,7 @@ from posttrain.cli.console import (
     style,
     tinted,
 )
-from posttrain.cli.driving import DETACHED, FileArgument, open_quietly
+from posttrain.cli.drive import DETACHED, FileArgument, open_quietly
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from posttrain.cli.console import (
     say,
     tinted,
 )
-from posttrain.cli.driving import RunArgument
+from posttrain.cli.drive import RunArgument
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:

@@ -73,11 +73,11 @@ ExecutorOption = Annotated[
         show_default=False,
     ),
 ]
-AttemptChannelsOption = Annotated[
+MailboxesOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Attempt channels of a new workspace: s3://BUCKET/PREFIX; credentials: AWS_* variables.",
+        help="mailboxes of a new workspace: s3://BUCKET/PREFIX; credentials: AWS_* variables.",
         show_default=False,
     ),
 ]
@@ -110,7 +110,7 @@ def init(
     tracker: TrackerOption = None,
     ledger: LedgerOption = None,
     executor: ExecutorOption = None,
-    attempt_channels: AttemptChannelsOption = None,
+    mailboxes: MailboxesOption = None,
     job_variable: JobVariableOption = None,
     model_limit: ModelLimitOption = None,
 ) -> None:
@@ -131,7 +131,7 @@ def init(
         refuse_unwritable_choice(chosen, folder)
     variables = None if not job_variable else [] if job_variable == ["none"] else job_variable
     workspace = init_workspace(
-        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=attempt_channels,
+        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=mailboxes,
         job_variables=variables, limits=model_limit,
     )  # fmt: skip
     if workspace.trusts_rewards:
@@ -143,8 +143,8 @@ def init(
         say(f"executor {workspace.jobs.executor.name}")
     if workspace.served and (rewards or executor or job_variable or chosen):
         say("its server still uses its earlier settings: restart posttrain serve")
-    if attempt_channels is not None:
-        say(f"attempt channels {workspace.channel_address}")
+    if mailboxes is not None:
+        say(f"mailboxes {workspace.channel_address}")
     if workspace.ledger_address:
         say(f"ledger {workspace.ledger_address}")
     say(*(f"tracker {kind}: {where}" for kind, where in chosen_places(workspace)))

@@ -26,7 +26,7 @@ from posttrain.domain.ids import is_lock
 from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream, writing
-from posttrain.store.reaching import patiently
+from posttrain.store.retries import patiently
 from posttrain.store.trees import beside_model, file_digest, left_behind, not_taken, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request

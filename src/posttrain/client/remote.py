@@ -48,7 +48,7 @@ _PREFER = "respond-async, wait=10"
 _PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between two polls, the last one repeatedly
 _TELL = 5.0  # seconds between two lines for a person
 _MOST_SECONDS = 22200.0  # the longest wait for an operation: more than a server's limit
-_REPEATS = 20  # times that a request is sent again after its server ended
+_RESENDS = 20  # times that a request is sent again after its server ended
 _EVERY = 0.5  # seconds between two requests
 _OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
 _PAGE = 200  # items of one page
@@ -66,7 +66,7 @@ def carried_out(transport: Transport, method: str, path: str, body: Mapping[str,
         DeadlineError: it takes longer than a server allows.
     """
     headers = {"prefer": _PREFER, "idempotency-key": secrets.token_hex(16)}
-    for _ in range(_REPEATS):
+    for _ in range(_RESENDS):
         reply = transport.ask(method, path, body=body, headers=headers)
         if reply.status != http.client.ACCEPTED:
             return reply.body
@@ -77,7 +77,7 @@ def carried_out(transport: Transport, method: str, path: str, body: Mapping[str,
         except KeyboardInterrupt:
             transport.ask("DELETE", reply.headers["location"])
             raise
-    raise InfrastructureError(f"server {transport.url}: ended {_REPEATS} times while it carried this out; ask again")
+    raise InfrastructureError(f"server {transport.url}: ended {_RESENDS} times while it carried this out; ask again")
 
 
 def _awaited(transport: Transport, place: str, said: dict[str, Any]) -> bytes:
@@ -132,7 +132,7 @@ class RemoteWatcher:
         return found
 
 
-class RemoteVigil:
+class RemoteRunWatch:
     """Waits for a run; sends at most two requests a second."""
 
     def __init__(self, look: Callable[[], RunRecord], timeout: float | None) -> None:
@@ -304,20 +304,20 @@ class Remote:
         report: bool = False,
     ) -> RunRecord:
         """Wait; the server drives the run."""
-        vigil = RemoteVigil(lambda: Control(self).run(run_id), timeout)
+        watch_run = RemoteRunWatch(lambda: Control(self).run(run_id), timeout)
         while True:
-            run = vigil.look()
+            run = watch_run.look()
             if watch:
                 watch(run)
             if is_final("run", run.state):
                 return run
-            vigil.rest(_DRAW)
+            watch_run.rest(_DRAW)
 
     def _watcher(self, run_id: str) -> RemoteWatcher:
         return RemoteWatcher(self._transport, self._project, run_id)
 
-    def _vigil(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> RemoteVigil:
-        return RemoteVigil(lambda: Control(self).run(run_id), timeout)
+    def _watch_run(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> RemoteRunWatch:
+        return RemoteRunWatch(lambda: Control(self).run(run_id), timeout)
 
     def _logs(self, run_id: str, stage: str | None, follow: Any = None) -> Iterator[tuple[Any, str]]:
         path = in_path(PREFIX + "/runs/{run_id}/logs", {"project": self._project, "run_id": run_id})

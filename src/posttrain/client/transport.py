@@ -31,7 +31,7 @@ from posttrain.domain.errors import (
     LimitError,
     UnavailableError,
 )
-from posttrain.store.reaching import AwayError, KeptConnection, connected, patiently
+from posttrain.store.retries import AwayError, KeptConnection, connected, patiently
 
 _STALLED = 60.0  # seconds without a byte
 _OK = 200

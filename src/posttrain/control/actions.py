@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from posttrain.control import approvals, jobs as environments
-from posttrain.control.approvals import outdated, owners, release_request, standing, terms
+from posttrain.control.approvals import approval_status, outdated, owners, release_request, terms
 from posttrain.control.channels import policy_of, refuse_lift, refuse_recalled, refuse_release, unknown_channel
 from posttrain.control.jobs import AttemptFolders
-from posttrain.control.judging import check_weights, read_report, refuse_unmet
 from posttrain.control.stores import Stores
+from posttrain.control.verdicts import check_weights, read_report, refuse_unmet
 from posttrain.decision.releases import judged_at, moves, promotion, rollback_target
-from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, Terms, one_of
+from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, ApprovalStatus, Terms, one_of
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, StaleWriteError, nearest
 from posttrain.domain.ids import canonical
@@ -25,7 +25,7 @@ from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunNote, RunRecord, Signal
 from posttrain.domain.waits import signals_of
-from posttrain.store.writing import quarantined
+from posttrain.store.writer import quarantined
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
 _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # after a retry
@@ -432,7 +432,7 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     return request
 
 
-def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = "") -> Standing:
+def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = "") -> ApprovalStatus:
     """Approve or reject a request as the current actor; the same verdict again changes nothing.
 
     An owner of the request, who may reject but not approve it, withdraws a rejection by approving.
@@ -441,7 +441,7 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         verdict: `approved` or `rejected`.
 
     Returns:
-        The standing of the request afterwards.
+        The status of the request afterwards.
 
     Raises:
         AccessError: the actor is not an approver of the channel, or approves the actor's own request.
@@ -456,7 +456,7 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         if not why and record.policy != (pinned.digest if pinned else None):
             why = "the policy is another now"
         asked = terms(now, record, pinned, stores.actor)
-        found = standing(now, request, pinned, stores.actor)
+        found = approval_status(now, request, pinned, stores.actor)
         if why or asked is None or found is None:
             raise ConflictError(
                 f"channel {channel}: {request.words}: {why or 'no approval is needed any more'}; ask for it again"
@@ -474,12 +474,12 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         transaction.ask_approval(request)
         if before is None or before.verdict != verdict or (reason and before.reason != reason):
             transaction.say_approval(request, verdict, reason)
-        after = standing(now, request, pinned, stores.actor)
+        after = approval_status(now, request, pinned, stores.actor)
         assert after is not None
         return replace(after, said=verdict)
 
 
-def _refuse_stranger(actor: str, found: Standing, asked: Terms, own: set[str], verdict: str) -> None:
+def _refuse_stranger(actor: str, found: ApprovalStatus, asked: Terms, own: set[str], verdict: str) -> None:
     channel, named = found.request.channel, asked.approvers
     if actor not in named:
         raise AccessError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import live_before, moves
-from posttrain.domain.approvals import Action, ApprovalRequest, Standing, Terms, request_of, weigh
+from posttrain.domain.approvals import Action, ApprovalRequest, ApprovalStatus, Terms, request_of, weigh
 from posttrain.domain.errors import ApprovalError, ConflictError, StaleWriteError
 from posttrain.domain.ids import DRIVER, NOBODY, Role, canonical, meant
 from posttrain.domain.lifecycle import Reason
@@ -18,7 +18,7 @@ from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
-from posttrain.store.writing import pass_freeze, quarantined, refuse_protected
+from posttrain.store.writer import pass_freeze, quarantined, refuse_protected
 
 
 def release_request(
@@ -86,8 +86,10 @@ def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, act
     return Terms(tuple(sorted(able if roles else (now.people() | {actor}) - {DRIVER, ""})), 1)
 
 
-def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None, actor: str = "") -> Standing | None:
-    """Return the standing of a request; None: the channel no longer requires approvals.
+def approval_status(
+    now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None, actor: str = ""
+) -> ApprovalStatus | None:
+    """Return the status of a request; None: the channel no longer requires approvals.
 
     Args:
         pinned: the policy that the request names.
@@ -154,15 +156,15 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     return False
 
 
-def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None) -> Standing:
-    """Return the standing of a release that approvals can allow.
+def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None) -> ApprovalStatus:
+    """Return the status of a release that approvals can allow.
 
     Raises:
         StaleWriteError: the channel has changed since the request was made.
         ApprovalError, ChannelClosedError, QuarantinedError: as `await_release`.
     """
     refuse_closed(now, request.channel, str(request.asked["model"]))
-    found = standing(now, request, pinned)
+    found = approval_status(now, request, pinned)
     if found is None:
         raise StaleWriteError(f"channel {request.channel}: asks for no approval any more; look at it and decide again")
     if found.outdated:
@@ -182,7 +184,7 @@ def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolic
         return
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_channel(request.channel)
-        found = standing(transaction.snapshot, request, pinned, stores.actor)
+        found = approval_status(transaction.snapshot, request, pinned, stores.actor)
         if found is None or not (found.refusal or found.missing):
             return
         transaction.ask_approval(request)
@@ -199,7 +201,7 @@ def count(transaction: Transaction, request: ApprovalRequest | None, pinned: Pin
     if request is None:
         return ""
     transaction.lock_channel(request.channel)
-    found = standing(transaction.snapshot, request, pinned)
+    found = approval_status(transaction.snapshot, request, pinned)
     if found is None:
         raise ConflictError(f"channel {request.channel} was changed meanwhile; look at it and decide again")
     if found.refusal or found.missing:
@@ -243,7 +245,7 @@ def lift_request(
     return request
 
 
-def _refused(found: Standing) -> ApprovalError:
+def _refused(found: ApprovalStatus) -> ApprovalError:
     request = found.request
     what = f"channel {request.channel}: {request.words}"
     if found.refusal is not None:

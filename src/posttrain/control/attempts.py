@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets
-from posttrain.control.decide import Sight, View, uncollectable
+from posttrain.control.decide import JobStatus, View, uncollectable
+from posttrain.control.effects import Collect, End, TryAgain
 from posttrain.control.jobs import AttemptFolders, Jobs, job_of
-from posttrain.control.launching import look, tokens_inherited, tokens_taken_over
+from posttrain.control.launch import look, tokens_inherited, tokens_taken_over
 from posttrain.control.lineage import trained_models
-from posttrain.control.orders import Collect, End, TryAgain
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError, PosttrainError
 from posttrain.domain.jobs import ANOTHER_RUNS, MOST_NUMBER, Failure, JobResult, JobState, Observation, Progress
+from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, Job, Listed
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, StopCause, is_final
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
-from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, Listed
 from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.execution import processes
 from posttrain.store.atomic import its_doing, look_over
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.channel import EVENTS, ControlKind, Start
 from posttrain.store.hosts import Ledger
+from posttrain.store.mailbox import EVENTS, ControlKind, Start
 from posttrain.store.trees import put_tree, stored_sizes
 
 
@@ -49,7 +49,7 @@ def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
         WorkspaceError: the attempt folder cannot be written; then the attempt has not ended yet.
     """
     try:
-        held = folders.of(attempt).channel.bury(attempt.number, why)
+        held = folders.of(attempt).mailbox.bury(attempt.number, why)
     except IntegrityError:  # a job that cannot read the start object does not start either
         return True
     return held is None or not _may_live(held)
@@ -65,8 +65,8 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
     if not ended or attempt.reason == Reason.ASSUMED_DEAD:
         return False
     folder = folders.of(attempt)
-    held = folder.channel.started()
-    if held is None or folder.channel.answered() is not None or not _may_live(held):
+    held = folder.mailbox.started()
+    if held is None or folder.mailbox.answered() is not None or not _may_live(held):
         return False
     if attempt.reason != Reason.ANOTHER_RUNS:
         message = f"process {held.pid} of {held.host} began this attempt before the launched job; its result counts"
@@ -99,7 +99,7 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
         )
     held = None
     with suppress(IntegrityError):  # an unreadable start object proves nothing
-        held = jobs.folders.of(attempt).channel.started()
+        held = jobs.folders.of(attempt).mailbox.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
         raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
     return stores.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
@@ -123,7 +123,7 @@ def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: 
 
 def unheeded(folders: AttemptFolders, attempt: AttemptRecord) -> str:
     """Return the message for a job that ignored its stop order and was killed; empty if it acknowledged the order."""
-    channel = folders.of(attempt).channel
+    channel = folders.of(attempt).mailbox
     stops = [control.number for control in channel.controls() if control.kind is ControlKind.STOP]
     if not stops or any(channel.acknowledged(number) for number in stops):
         return ""
@@ -358,7 +358,7 @@ def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> flo
 def answered(folder: AttemptFolder) -> bool:
     """Return whether a job left its result, or an unreadable object in its place."""
     try:
-        return folder.channel.answered() is not None
+        return folder.mailbox.answered() is not None
     except IntegrityError:
         return True
 
@@ -396,11 +396,11 @@ class Looks:
         return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
 
 
-def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sight:
+def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobStatus:
     """Observe the live attempt of a running stage.
 
     Raises:
-        InfrastructureError: the executor or the attempt's channel does not answer.
+        InfrastructureError: the executor or the attempt's mailbox does not answer.
     """
     attempt, folder = view.tries(name)[-1], jobs.folders.of(view.tries(name)[-1])
     if attempt.state == AttemptState.PLANNED:
@@ -411,35 +411,35 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sigh
         if word is None and job.gone:
             job = look(jobs, attempt)  # the observation may be old, and an executor may restart a job
             if job.gone and another_runs(stores, jobs.folders, attempt, job):
-                return Sight(job, another_runs=True)
+                return JobStatus(job, another_runs=True)
             word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
         progress = reported(folder, job) if word is None and job.state is JobState.RUNNING else None
         lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
         metered = word is None and not job.gone and view.manifest.budget.tokens is not None
         tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
-        return Sight(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
+        return JobStatus(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
     except (InputError, IntegrityError) as error:  # its folder cannot be read, and a retry would not repair it
-        return Sight(job, unreadable=str(error))
+        return JobStatus(job, unreadable=str(error))
 
 
-def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Sight:
+def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobStatus:
     """Observe an attempt without a recorded launch: its job may have run and written its result."""
     if not jobs.folders.of(attempt).has_order():
-        return Sight(Observation(JobState.UNKNOWN), ordered=False)
+        return JobStatus(Observation(JobState.UNKNOWN), ordered=False)
     job = look(jobs, attempt)
     if job.state is not JobState.UNKNOWN:
-        return Sight(job)
+        return JobStatus(job)
     try:
-        return Sight(job, word=_word(jobs, view, name, attempt))
+        return JobStatus(job, word=_word(jobs, view, name, attempt))
     except (InputError, IntegrityError) as error:
-        return Sight(job, unreadable=str(error))
+        return JobStatus(job, unreadable=str(error))
 
 
 def reported(folder: AttemptFolder, job: Observation) -> str:
     """Return the progress that the job reports; the part before the first ` | ` is for people."""
-    said = folder.channel.summary()
+    said = folder.mailbox.summary()
     if said is None:  # the job is loading, or its version writes no summary
-        return f"its start | {folder.channel.last(EVENTS)} | {job.incarnation}"
+        return f"its start | {folder.mailbox.last(EVENTS)} | {job.incarnation}"
     place = f"step {said.step} of {said.total}"
     return f"{place} | {said.tokens} | {said.phase} | {said.phases} | {job.incarnation}"
 

@@ -1,7 +1,7 @@
 """Settings of channels, the check of a manifest against its channel's policy, and recalls.
 
-A person sets a channel's policy, and protects or freezes the channel. The standings return the state of every request
-for a channel or a run; they only read, and import no gate code.
+A person sets a channel's policy, and protects or freezes the channel. `approval_statuses` returns the state of every
+request for a channel or a run; it only reads, and imports no gate code.
 
 A manifest is checked against the policy: gates, suites, evaluators, and which stage measures which model. The check
 runs on the plan and again before the release: a user can edit a locked manifest, and a policy may change during a run.
@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from posttrain.control import approvals
-from posttrain.control.approvals import standing
-from posttrain.control.deciding import BASELINE, EVIDENCE
+from posttrain.control.approvals import approval_status
+from posttrain.control.release_plan import BASELINE, EVIDENCE
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import refuse_weaker
-from posttrain.domain.approvals import Action, ApprovalRequest, Standing
+from posttrain.domain.approvals import Action, ApprovalRequest, ApprovalStatus
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import (
     ChannelClosedError,
@@ -39,7 +39,7 @@ from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy,
 from posttrain.domain.records import Asset, AssetStatus, ChannelRecord
 from posttrain.store.hosts import Ledger
 from posttrain.store.snapshot import Snapshot
-from posttrain.store.writing import POLICY_SET, refuse_protected
+from posttrain.store.writer import POLICY_SET, refuse_protected
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
 _SHOWN = 19  # characters of a digest in an error
@@ -214,20 +214,22 @@ def _set(
         )
 
 
-def standings(stores: Stores, *, channel: str | None = None, run_id: str | None = None) -> tuple[Standing, ...]:
-    """Return the standing of every request for a channel or a run, oldest first."""
+def approval_statuses(
+    stores: Stores, *, channel: str | None = None, run_id: str | None = None
+) -> tuple[ApprovalStatus, ...]:
+    """Return the status of every request for a channel or a run, oldest first."""
     with stores.ledger.snapshot() as now:
         return tuple(_each(stores, now, now.approval_requests(channel, run_id)))
 
 
-def _each(stores: Stores, now: Snapshot, requests: list[ApprovalRequest]) -> Iterator[Standing]:
+def _each(stores: Stores, now: Snapshot, requests: list[ApprovalRequest]) -> Iterator[ApprovalStatus]:
     for request in requests:
         try:
             asked = request.asked["policy"]
             pinned = policy_of(stores, request.channel, asked) if asked else None
         except IntegrityError:  # an earlier policy's document is lost; the current policy's loss is reported elsewhere
             continue
-        found = standing(now, request, pinned)
+        found = approval_status(now, request, pinned)
         if found is not None:
             yield found
 

@@ -1,8 +1,8 @@
 """Decisions about a run: pure functions of its rows, of the observations of its jobs, and of the time.
 
-`decide_run`, `decide_stage` and `settle` return orders (`control.orders`), which `control.stages` then carries out.
+`decide_run`, `decide_stage` and `settle` return effects (`control.effects`), which `control.stages` then carries out.
 They also decide whether another attempt would help. Nothing here reads or writes anything, so that tests can decide on
-any rows, and two drivers with the same observations make the same decision. An order contains the rows that it was
+any rows, and two drivers with the same observations make the same decision. An effect contains the rows that it was
 decided on: executing it is a compare-and-set.
 
 Whether a running job hangs is a pure function of the progress that consecutive looks observed. Progress is what the
@@ -20,11 +20,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.control import budgets
-from posttrain.control.orders import (
+from posttrain.control.effects import (
     AskToCheckpoint,
     AskToStop,
     Bind,
     Collect,
+    Effect,
     End,
     EndWait,
     Judge,
@@ -32,7 +33,6 @@ from posttrain.control.orders import (
     Kill,
     Launch,
     MoveRun,
-    Order,
     RecordLaunch,
     Release,
     Say,
@@ -107,12 +107,12 @@ def due_in(watch: Watch, limit: float, now: float) -> float:
 
 
 def _silence(
-    view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float
+    view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
 ) -> AskToCheckpoint | KeepWatch | Kill | None:
-    """Return the order for a live job's silence; None: nothing to do yet."""
+    """Return the effect for a live job's silence; None: nothing to do yet."""
     before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # as of the last look; None: the first
     # None: the job is queued or not visible, so its silence proves nothing
-    seen, part = sight.progress if sight.job.state is JobState.RUNNING else None, limit / LOOKS
+    seen, part = job_status.progress if job_status.job.state is JobState.RUNNING else None, limit / LOOKS
     if before is None:
         return None if seen is None else KeepWatch(stage, attempt, Watch(attempt.name, stage.run_id, seen, 0.0, now))
     if _condemned(view, stage, attempt):
@@ -217,7 +217,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class JobStatus:
     """The observation of a running stage's live attempt; the executor was asked before the result was read."""
 
     job: Observation
@@ -230,8 +230,8 @@ class Sight:
     progress: str | None = None  # unchanged while the job makes no progress; None: not read
 
 
-def decide_run(view: View) -> list[Order]:
-    """Return the run's own orders, to carry out before its stages are decided."""
+def decide_run(view: View) -> list[Effect]:
+    """Return the run's own effects, to carry out before its stages are decided."""
     run = view.run
     if run.state == RunState.PENDING:
         return [MoveRun(run, RunState.RUNNING, Reason.RUNNING, "stages are under way")]
@@ -240,22 +240,22 @@ def decide_run(view: View) -> list[Order]:
     return []
 
 
-def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Order | None:
-    """Return the order for one stage; None: nothing to do yet.
+def decide_stage(view: View, name: str, job_status: JobStatus | None, now: float) -> Effect | None:
+    """Return the effect for one stage; None: nothing to do yet.
 
     Args:
-        sight: of its live attempt, if the stage is running.
+        job_status: of its live attempt, if the stage is running.
     """
     stage = view.stage(name)
     if is_final("stage", stage.state) or is_final("run", view.run.state):  # another driver may have ended it just now
         return None
     if stage.state == StageState.RUNNING:
-        assert sight is not None
+        assert job_status is not None
         attempt = view.tries(name)[-1]
         if attempt.state == AttemptState.PLANNED:
-            return _planned(view, stage, attempt, sight)
+            return _planned(view, stage, attempt, job_status)
         assert attempt.state == AttemptState.LAUNCHED, f"{attempt.name} is {attempt.state} while its stage runs"
-        return _launched(view, stage, attempt, sight, now)
+        return _launched(view, stage, attempt, job_status, now)
     if view.run.state == RunState.STOPPING:
         return StopStage(stage)
     if any(other.state == StageState.FAILED for other in view.stages):
@@ -272,7 +272,7 @@ def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Orde
 
 
 def settle(view: View) -> MoveRun | None:
-    """Return the order that ends a run; None: the run continues."""
+    """Return the effect that ends a run; None: the run continues."""
     run, stages = view.run, view.stages
     if is_final("run", run.state) or any(stage.state == StageState.RUNNING for stage in stages):
         return None
@@ -292,8 +292,8 @@ def settle(view: View) -> MoveRun | None:
     return None
 
 
-def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
-    """Return the order for a waiting stage; a signal counts whenever it was sent, unless the wait has ended."""
+def _wait(view: View, stage: StageRecord, now: float) -> Effect | None:
+    """Return the effect for a waiting stage; a signal counts whenever it was sent, unless the wait has ended."""
     wait = wait_of(view.manifest, stage.name)
     sent = next((signal for signal in view.signals if signal.name == wait.signal), None)
     here = stage.not_before is None or now >= stage.not_before
@@ -312,16 +312,16 @@ def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight) -> Order | None:
-    """Return the order for a planned attempt: an earlier driver may have submitted it, so an uncertain one waits."""
+def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus) -> Effect | None:
+    """Return the effect for a planned attempt: an earlier driver may have submitted it, so an uncertain one waits."""
     stopping = view.run.state == RunState.STOPPING
-    if sight.ordered and sight.job.hidden:
+    if job_status.ordered and job_status.job.hidden:
         what = "there is a job to stop" if stopping else "the job was submitted"
         said = f"nobody can say yet whether {what}; looking again"
         return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
-    left = sight.word is not None or bool(sight.unreadable)  # the executor may have forgotten the job
-    if sight.ordered and (left or sight.job.state is not JobState.UNKNOWN):
-        return RecordLaunch(stage, attempt, sight.job.handle)
+    left = job_status.word is not None or bool(job_status.unreadable)  # the executor may have forgotten the job
+    if job_status.ordered and (left or job_status.job.state is not JobState.UNKNOWN):
+        return RecordLaunch(stage, attempt, job_status.job.handle)
     if stopping:
         return End(
             stage, attempt, JobResult("stopped"), "the run was stopped before it was launched", unless_begun=True
@@ -329,18 +329,20 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sigh
     return Launch(stage, attempt)
 
 
-def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
-    if sight.unreadable and not sight.job.gone:
+def _launched(
+    view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
+) -> Effect | None:
+    if job_status.unreadable and not job_status.job.gone:
         return Kill(stage, attempt)  # no more of its output can be read, and it blocks devices
-    if sight.unreadable:
-        return End(stage, attempt, uncollectable(sight.unreadable))
-    if sight.word is None:
-        return _without_word(view, stage, attempt, sight, now)
-    if not sight.job.gone:  # it still holds memory that the next job needs
+    if job_status.unreadable:
+        return End(stage, attempt, uncollectable(job_status.unreadable))
+    if job_status.word is None:
+        return _without_word(view, stage, attempt, job_status, now)
+    if not job_status.job.gone:  # it still holds memory that the next job needs
         since = now - (attempt.launched_at or now)
-        since -= sight.word.seconds if sight.word.seconds <= since else 0.0  # the job may report a wrong time
+        since -= job_status.word.seconds if job_status.word.seconds <= since else 0.0  # the job may report a wrong time
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
-    result = _why_stopped(view, stage, attempt, sight.word)
+    result = _why_stopped(view, stage, attempt, job_status.word)
     if result.status == "failed" and result.failure and result.failure.kind is FailureClass.BUDGET:
         own = budgets.Spending(result.tokens - (attempt.resumed_tokens or 0), result.seconds)
         if budgets.can_have_more(view.manifest, view.stages, view.attempts, attempt, own):
@@ -360,7 +362,7 @@ def _failed(kind: FailureClass, message: str, signature: str) -> JobResult:
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
-    """Turn a stop that no person requested into a failure with the order's cause; without an order: preempted."""
+    """Turn a stop that no person requested into a failure with its order's cause; without an order: preempted."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
     if _condemned(view, stage, attempt):  # it still reacted to SIGTERM
@@ -374,40 +376,42 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
     return replace(result, status="failed", failure=Failure(FailureClass.PREEMPTED, f"the job {told}", ""))
 
 
-def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
-    """Return the order for a job without a result; a person, the budget, its silence or its loss can end it."""
-    seen = sight.job
+def _without_word(
+    view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
+) -> Effect | None:
+    """Return the effect for a job without a result; a person, the budget, its silence or its loss can end it."""
+    seen = job_status.job
     share = budgets.share_of(view.manifest, attempt, budgets.spending(view.stages, view.attempts))
-    over = budgets.overdrawn(share, sight.tokens, seen.seconds or 0.0)
+    over = budgets.overdrawn(share, job_status.tokens, seen.seconds or 0.0)
     asked, stopping = attempt.stop_requested_at, view.run.state == RunState.STOPPING
-    if (over or stopping) and asked is None and (sight.another_runs or not seen.gone):
+    if (over or stopping) and asked is None and (job_status.another_runs or not seen.gone):
         return AskToStop(stage, attempt, StopCause.PERSON if stopping else StopCause.BUDGET)
     late = asked is not None and now >= asked + STOP_GRACE_SECONDS
     believed = seen.hidden and attempt.reason == Reason.ASSUMED_DEAD
     if not seen.gone and not believed:
         if late:
             return Kill(stage, attempt)
-        quiet = _silence(view, stage, attempt, sight, now) if asked is None else None
+        quiet = _silence(view, stage, attempt, job_status, now) if asked is None else None
         return _waits(stage, attempt, seen) or quiet
-    if sight.another_runs:
+    if job_status.another_runs:
         return _given_way(stage, attempt)
     if stopping:  # a stage that a person stopped is not tried again
         before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
-        return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
+        return End(stage, attempt, JobResult("stopped", message=job_status.unheeded or before))
     if late and attempt.stop_cause == StopCause.BUDGET:
         said = over or f"the budget ({budgets.declared(view.manifest)}) is spent"
         return End(stage, attempt, _failed(FailureClass.BUDGET, said, "budget"))
     return _lost(view, stage, attempt, seen)
 
 
-def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order | None:
+def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Effect | None:
     if seen.hidden:
         said = "the executor does not see the job, which proves nothing; looking again"
         return Say(stage, Reason.JOB_NOT_VISIBLE, said) if stage.reason != Reason.JOB_NOT_VISIBLE else None
     return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if stage.reason == Reason.JOB_NOT_VISIBLE else None
 
 
-def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Order | None:
+def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Effect | None:
     """Wait for another process of this attempt that is not visible; its result or `--assume-dead` ends the wait."""
     said = f"attempt {attempt.number}: {attempt.message}"
     if attempt.reason != Reason.ANOTHER_RUNS or (stage.reason, stage.message) == (Reason.ANOTHER_RUNS, said):
@@ -416,8 +420,8 @@ def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Order | None:
     return Say(stage, Reason.ANOTHER_RUNS, said, action)
 
 
-def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
-    """Return the order for a job that ended without a result."""
+def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Effect:
+    """Return the effect for a job that ended without a result."""
     detail = seen.why
     declared = view.manifest.budget.wall_clock is not None
     ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
@@ -440,8 +444,8 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
     return _again(view, stage, attempt, failure, AttemptState.LOST, cause=cause)
 
 
-def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Order:
-    """Return the order for an attempt that its executor refused."""
+def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Effect:
+    """Return the effect for an attempt that its executor refused."""
     return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
 
 

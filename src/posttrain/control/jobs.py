@@ -1,4 +1,4 @@
-"""Launch of jobs: executor, folders and channels of attempts, requests, the code that decides results, environments.
+"""Launch of jobs: executor, folders and mailboxes of attempts, requests, the code that decides results, environments.
 
 Code that only reads the outputs of jobs takes the folders and no executor. Nothing here names a concrete back-end.
 
@@ -23,11 +23,11 @@ from typing import Any, Protocol
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobOrder
+from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, Job, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, JobRequest, PodGroup
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
 from posttrain.execution.ports import Executor, Trainer
@@ -101,10 +101,10 @@ def called(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFolders:
-    """The folders and channels of a workspace's attempts."""
+    """The folders and mailboxes of a workspace's attempts."""
 
     root: Path  # the workspace folder
-    channels: Callable[[], str] = lambda: ""  # base URL of new attempts' channels; empty: their folders
+    mailboxes: Callable[[], str] = lambda: ""  # base URL of new attempts' mailboxes; empty: their folders
 
     def path(self, run_id: str, stage: str, number: int) -> Path:
         """Return the path of attempt `number`."""
@@ -112,24 +112,24 @@ class AttemptFolders:
 
     def of(self, attempt: AttemptRecord) -> AttemptFolder:
         """Return the attempt's folder."""
-        return AttemptFolder(self.root / attempt.folder, self.known(attempt), otherwise=self.channel(attempt))
+        return AttemptFolder(self.root / attempt.folder, self.known(attempt), otherwise=self.mailbox(attempt))
 
     def known(self, attempt: AttemptRecord) -> str | None:
-        """Return the URL of an attempt's channel (empty: its folder) from records that its job cannot have written.
+        """Return the URL of an attempt's mailbox (empty: its folder) from records that its job cannot have written.
 
         None: an older version planned it, and only its order contains the channel's place.
         """
-        return "" if attempt.channel is None and not self.channels() else attempt.channel
+        return "" if attempt.channel is None and not self.mailboxes() else attempt.channel
 
-    def channel(self, attempt: AttemptRecord) -> str:
+    def mailbox(self, attempt: AttemptRecord) -> str:
         """Return the URL of the channel in an attempt's order; empty: its folder."""
         if attempt.channel is not None:
             return attempt.channel
-        return self.channel_of(attempt.run_id, attempt.stage, attempt.number)
+        return self.mailbox_of(attempt.run_id, attempt.stage, attempt.number)
 
-    def channel_of(self, run_id: str, stage: str, number: int) -> str:
+    def mailbox_of(self, run_id: str, stage: str, number: int) -> str:
         """Return the URL of the channel of a newly planned attempt; empty: its folder."""
-        base = self.channels()
+        base = self.mailboxes()
         return f"{base}/{run_id}/{stage}/{number:03d}" if base else ""
 
 
@@ -193,7 +193,7 @@ def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
 
 def request_of(
     jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, of_rewards: frozenset[str]
-) -> JobRequest:
+) -> JobSpec:
     """Write the attempt's request unless it exists, and return it; of concurrent writers the first one wins.
 
     Args:
@@ -209,7 +209,7 @@ def request_of(
     spec = trainer.compile(order, folder.path)
     if not path.exists():
         allowed = order.seconds_allowance
-        request = JobRequest(
+        request = JobSpec(
             attempt.name,
             spec.module,
             str(folder.path),
@@ -223,7 +223,7 @@ def request_of(
         )
         create_json(path, request.to_json())
     try:
-        found = JobRequest.from_json(read_json(path), str(folder.path))
+        found = JobSpec.from_json(read_json(path), str(folder.path))
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{path} cannot be read: {error!r}; it is damaged: posttrain retry makes another"

@@ -19,10 +19,10 @@ from typing import Any
 
 from posttrain.control.approvals import owners
 from posttrain.control.channels import policy_of, unknown_channel
-from posttrain.control.deciding import selected
-from posttrain.control.judging import read_report
+from posttrain.control.release_plan import selected
 from posttrain.control.stores import Stores
-from posttrain.data.importing import begins_at
+from posttrain.control.verdicts import read_report
+from posttrain.data.imports import begins_at
 from posttrain.data.refs import AssetRef, Source
 from posttrain.decision.releases import live_before, release_states
 from posttrain.domain.approvals import APPROVED, Terms

@@ -9,10 +9,10 @@ Loops and what unblocks them::
       └── step: ticks when the run is due in the queue (a row changed, a time has come), a job changed, or a slot or
                  device became free; raises if everything that is left was set aside for a person
 
-    deciding thread ──an order that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
-      ▲ collects its exception, and reads the rows again; no other order of that stage meanwhile ◀──────┘ ends
+    deciding thread ──an effect that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
+      ▲ collects its exception, and reads the rows again; no other effect of that stage meanwhile ◀──────┘ ends
 
-An error in one object ends neither the others nor the driver (`control.pulse`).
+An error in one object ends neither the others nor the driver (`control.wakeups`).
 
 Any process may die between any two lines: the next tick, in any process, derives the next action from the ledger and
 the attempt folders alone. No outside work happens inside a transaction. An idle driver queries the ledger only for
@@ -27,12 +27,12 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.control.attempts import Looks, end_orphans, see
 from posttrain.control.decide import View, decide_run, decide_stage, settle
+from posttrain.control.effects import Collect, Effect, Judge, Kill, Launch, Release, Start
 from posttrain.control.jobs import Jobs
-from posttrain.control.launching import taken_slots
-from posttrain.control.orders import Collect, Judge, Kill, Launch, Order, Release, Start
-from posttrain.control.pulse import Beside, Pulse, Troubles, Turns, look_again_after, one_line, record_trouble
+from posttrain.control.launch import taken_slots
 from posttrain.control.stages import act
 from posttrain.control.stores import Stores
+from posttrain.control.wakeups import Backoffs, Beside, Turns, Wakeups, look_again_after, one_line, record_failure
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, is_final
 from posttrain.domain.manifest import Manifest
@@ -48,7 +48,7 @@ RACED_SECONDS = 1.0  # until the next pass after a lost race
 UNWOKEN_SECONDS = 604800.0  # an unfinished run gets a pass every seven days, in case a notification was missed
 POLL_SECONDS = 0.7  # between two queries of the queue
 SLOT_SECONDS = 5.0  # between two checks for slots that other processes released
-_LONG = (Start, Judge, Release, Launch, Collect)  # orders that hash, upload, compute or wait
+_LONG = (Start, Judge, Release, Launch, Collect)  # effects that hash, upload, compute or wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Reconciler:
         self._due: set[str] = set()  # notified
         self._renewed = self._polled = -NEVER
         self._swept = stores.clock.now()
-        self._pulse = Pulse(stores.clock, jobs)
+        self._wakeups = Wakeups(stores.clock, jobs)
         self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no kill waits for a hash
         self._begun: dict[tuple[str, str], int] = {}  # stage → version of the queue's row when its work started
         self._slots, self._devices = Turns(), Turns()
@@ -116,7 +116,7 @@ class Reconciler:
             rows, now = self._looked_at(run_id)
         if run_id in self._watched:
             self._watched[run_id].turn = (-claim.priority, claim.id)
-        troubles = Troubles(self._stores, self.queue, rows.values())
+        troubles = Backoffs(self._stores, self.queue, rows.values())
         try:
             now = self._rows_of(run_id) if now is None else now
             if self._is_elsewhere(now):
@@ -142,7 +142,7 @@ class Reconciler:
         except IntegrityError:
             return self.queue.of_run(run_id), None
 
-    def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:
+    def _given_back(self, view: View, claim: Work, troubles: Backoffs, began: float) -> Tick:
         """Give the claim back; a write after `view` was read has notified the run, which is then due again."""
         run = view.run
         if is_final("run", run.state):
@@ -183,7 +183,7 @@ class Reconciler:
         """Record an error of the whole run, such as an unreadable manifest, in the queue; raise it when set aside."""
         self._held.pop(run.id, None)
         try:
-            known = record_trouble(self.queue, RUN, run.id, error, claim, held=claim)
+            known = record_failure(self.queue, RUN, run.id, error, claim, held=claim)
         except ConflictError:  # the lease expired: its new holder reads the run
             return Tick(run, changed=False, again_after=RACED_SECONDS)
         if known.dead_at is not None:
@@ -234,7 +234,7 @@ class Reconciler:
         self.queue.release([run_id])
 
     def _forget(self, run_id: str) -> None:
-        self._pulse.follow(run_id, None)
+        self._wakeups.follow(run_id, None)
         for beside in (self._beside, self._ending):
             beside.forget(run_id)
 
@@ -264,7 +264,7 @@ class Reconciler:
         if watched.last is not None and not self._is_due(run_id, clock.now()):
             return replace(watched.last, changed=False)
         self._due.discard(run_id)
-        self._pulse.take(run_id)
+        self._wakeups.take(run_id)
         found = self.tick(run_id) or Tick(self._stores.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
         watched.again_at = clock.now() + (0.0 if found.changed else found.again_after)
         watched.last = replace(found, view=None)
@@ -284,7 +284,7 @@ class Reconciler:
             return  # raced: the next pass reads the rows
         if found.view is None:  # another driver has it
             self._forget(run_id)
-        self._pulse.follow(run_id, found.view)
+        self._wakeups.follow(run_id, found.view)
         view = found.view
         stages = view.stages if view else ()
         living = sum(not is_final("attempt", one.state) for one in view.attempts) if view else 0
@@ -308,7 +308,7 @@ class Reconciler:
             self._polled = now
             with suppress(PosttrainError):  # database unavailable: the next due pass reports it
                 self._due |= self.queue.due(self._watched)
-        self._pulse.refresh()
+        self._wakeups.refresh()
         if now - self._dealt >= POLL_SECONDS:
             self._dealt = now
             self._deal()
@@ -323,7 +323,7 @@ class Reconciler:
             or watched.last is None
             or now >= watched.again_at
             or run_id in self._due
-            or self._pulse.has_moved(run_id)
+            or self._wakeups.has_moved(run_id)
             or self._beside.is_over(run_id)
             or self._ending.is_over(run_id)
         )
@@ -402,7 +402,7 @@ class Reconciler:
             over.set()
             keeper.join()
 
-    def _passes(self, view: View, troubles: Troubles, over: Set[str]) -> View:
+    def _passes(self, view: View, troubles: Backoffs, over: Set[str]) -> View:
         """Make passes over rows that were read once, until nothing is left to do, an attempt starts or an error occurs.
 
         A planned attempt is launched after another read, since the run may have been stopped. Every write compares
@@ -415,16 +415,16 @@ class Reconciler:
                 return after
             view, over = after, frozenset()  # work that ends now writes rows that this view lacks
 
-    def _pass(self, view: View, troubles: Troubles, over: Set[str]) -> View:
+    def _pass(self, view: View, troubles: Backoffs, over: Set[str]) -> View:
         """Decide and act for the run, for each stage separately, and for the run again; return the rows afterwards.
 
         Args:
             over: stages whose threaded work had ended before `view` was read.
         """
         run_id = view.run.id
-        while orders := decide_run(view):
-            view = self._done(view, *orders)
-        looks = Looks(self._jobs, self._pulse.seen())
+        while effects := decide_run(view):
+            view = self._done(view, *effects)
+        looks = Looks(self._jobs, self._wakeups.seen())
         waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
         for name in (*waiting, *(stage.name for stage in view.stages)):  # binds all before any starts
             if troubles.waits(view.stage(name)):
@@ -449,22 +449,22 @@ class Reconciler:
         running = view.stage(name).state == StageState.RUNNING
         if running and self._jobs.elsewhere(view.tries(name)[-1]):
             return view  # the run moved to another host during this pass
-        sight = see(self._stores, self._jobs, view, name, looks) if running else None
-        order = decide_stage(view, name, sight, self._stores.clock.now())
-        if order is None:
+        job_status = see(self._stores, self._jobs, view, name, looks) if running else None
+        effect = decide_stage(view, name, job_status, self._stores.clock.now())
+        if effect is None:
             return view
-        if not self._jobs.beside or not isinstance(order, (*_LONG, Kill)):
-            return self._done(view, order)
-        beside = self._ending if isinstance(order, Kill) else self._beside
+        if not self._jobs.beside or not isinstance(effect, (*_LONG, Kill)):
+            return self._done(view, effect)
+        beside = self._ending if isinstance(effect, Kill) else self._beside
         self._begun[run_id, name] = self._held[run_id].wanted_version
-        beside.begin(run_id, name, functools.partial(act, self._stores, self._jobs, view, order))
+        beside.begin(run_id, name, functools.partial(act, self._stores, self._jobs, view, effect))
         return view
 
-    def _done(self, view: View, *orders: Order) -> View:
-        """Carry out orders of one run in this thread; return the rows afterwards without a read."""
+    def _done(self, view: View, *effects: Effect) -> View:
+        """Carry out effects of one run in this thread; return the rows afterwards without a read."""
         with self._stores.ledger.written() as rows:
-            for order in orders:
-                act(self._stores, self._jobs, view, order)
+            for effect in effects:
+                act(self._stores, self._jobs, view, effect)
         return view.after(rows)
 
     def _rows_of(self, run_id: str) -> RunRows:

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain.control.deciding import RIVAL
-from posttrain.control.judging import read_evidence
+from posttrain.control.release_plan import RIVAL
+from posttrain.control.verdicts import read_evidence
 from posttrain.decision.gates import CONFIDENCE, Estimate, Evidence, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError

@@ -1,6 +1,6 @@
-"""Carry out the orders of a decision, and take a stage from waiting to running.
+"""Carry out the effects of a decision, and take a stage from waiting to running.
 
-`act` has one function for each order; each is a compare-and-set on the rows that the order was decided on. A stage
+`act` has one function for each effect; each is a compare-and-set on the rows that the effect was decided on. A stage
 starts by binding its inputs, querying the stage cache, and planning an attempt.
 """
 
@@ -11,9 +11,28 @@ from typing import Any
 
 from posttrain.control import attempts, budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, not_launched
+from posttrain.control.effects import (
+    AskToCheckpoint,
+    AskToStop,
+    Bind,
+    Collect,
+    Effect,
+    End,
+    EndWait,
+    Judge,
+    KeepWatch,
+    Kill,
+    Launch,
+    MoveRun,
+    RecordLaunch,
+    Release,
+    Say,
+    Start,
+    StopStage,
+    TryAgain,
+)
 from posttrain.control.jobs import Jobs, called, job_of, names_of, present_code
-from posttrain.control.judging import judge_stage, release_stage
-from posttrain.control.launching import (
+from posttrain.control.launch import (
     cache_key,
     launch_attempt,
     plan_attempt,
@@ -24,27 +43,8 @@ from posttrain.control.launching import (
     usable,
     waits_for_devices,
 )
-from posttrain.control.orders import (
-    AskToCheckpoint,
-    AskToStop,
-    Bind,
-    Collect,
-    End,
-    EndWait,
-    Judge,
-    KeepWatch,
-    Kill,
-    Launch,
-    MoveRun,
-    Order,
-    RecordLaunch,
-    Release,
-    Say,
-    Start,
-    StopStage,
-    TryAgain,
-)
 from posttrain.control.stores import Stores
+from posttrain.control.verdicts import judge_stage, release_stage
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 from posttrain.domain.jobs import Failure, InputBlob, JobResult, Signal
 from posttrain.domain.kinds import Driver, kind_of
@@ -235,8 +235,8 @@ def _twin(stores: Stores, stage: StageRecord, same: Iterable[StageRecord]) -> st
     return None
 
 
-def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
-    """Carry out one order.
+def act(stores: Stores, jobs: Jobs, view: View, effect: Effect) -> None:
+    """Carry out one effect.
 
     Args:
         view: the rows that it was decided on.
@@ -245,9 +245,9 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         ConflictError: another process changed a row first; decide again.
     """
     stages = {stage.name: stage for stage in view.stages}
-    match order:
+    match effect:
         case MoveRun():
-            _move_run(stores, order)
+            _move_run(stores, effect)
         case StopStage(stage):
             stores.update_stage(
                 stage,
@@ -266,7 +266,7 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         case Release(stage):
             release_stage(stores, view.run, view.manifest, stage, stages)
         case Launch():
-            _launch(stores, jobs, view, order)
+            _launch(stores, jobs, view, effect)
         case RecordLaunch(stage, attempt, handle):
             record_launch(stores, attempt, handle, stage)
         case EndWait(stage, state, reason, message, action):
@@ -281,23 +281,23 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         case Say(stage, reason, message, action):
             say(stores, stage, reason, message, action)
         case AskToStop():
-            _ask_to_stop(stores, jobs, order)
+            _ask_to_stop(stores, jobs, effect)
         case KeepWatch():
-            _keep_watch(stores, order)
+            _keep_watch(stores, effect)
         case AskToCheckpoint():
-            _ask_to_checkpoint(stores, jobs, order)
+            _ask_to_checkpoint(stores, jobs, effect)
         case Kill(_, attempt):
             jobs.executor.kill(job_of(jobs.folders, attempt))
         case Collect():
-            attempts.collect(stores, jobs, view.manifest, order)
+            attempts.collect(stores, jobs, view.manifest, effect)
         case End():
-            attempts.end(stores, jobs, view.manifest, order)
+            attempts.end(stores, jobs, view.manifest, effect)
         case TryAgain():
-            attempts.try_again(stores, jobs, view.manifest, order)
+            attempts.try_again(stores, jobs, view.manifest, effect)
 
 
-def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
-    stage, attempt = order.stage, order.attempt
+def _launch(stores: Stores, jobs: Jobs, view: View, effect: Launch) -> None:
+    stage, attempt = effect.stage, effect.attempt
     try:
         failure = launch_attempt(
             stores, jobs, view, stage, attempt, jobs.trainer(view.manifest.stage(stage.name).trainer)
@@ -310,54 +310,54 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
         act(stores, jobs, view, not_launched(view, stage, attempt, failure))
 
 
-def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
+def _ask_to_stop(stores: Stores, jobs: Jobs, effect: AskToStop) -> None:
     with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order, and is killed later
-        jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
-    reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
-    stores.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=order.cause)
+        jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.STOP)
+    reason = effect.attempt.reason if effect.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
+    stores.update_attempt(effect.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=effect.cause)
 
 
-def _keep_watch(stores: Stores, order: KeepWatch) -> None:
-    stage, attempt = order.stage, order.attempt
+def _keep_watch(stores: Stores, effect: KeepWatch) -> None:
+    stage, attempt = effect.stage, effect.attempt
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.watch(order.watch)
-        if order.goes_on:
+        transaction.watch(effect.watch)
+        if effect.goes_on:
             transaction.update_attempt(attempt, reason=Reason.LAUNCHED, message="")
             transaction.update_stage(stage, reason=Reason.RUNNING, message=f"attempt {attempt.number}", next_action="")
-        if order.said:
-            transaction.update_stage(stage, reason=Reason.STALLED, message=order.said, next_action="none needed")
+        if effect.said:
+            transaction.update_stage(stage, reason=Reason.STALLED, message=effect.said, next_action="none needed")
 
 
-def _ask_to_checkpoint(stores: Stores, jobs: Jobs, order: AskToCheckpoint) -> None:
+def _ask_to_checkpoint(stores: Stores, jobs: Jobs, effect: AskToCheckpoint) -> None:
     """Ask for a checkpoint, then record it. After a crash in between the job is asked twice, but writes only one."""
     with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order
-        jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.CHECKPOINT)
+        jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.CHECKPOINT)
     crashpoint("stall.after_signal")
-    action = f"posttrain logs {order.stage.run_id} {order.stage.name}"
+    action = f"posttrain logs {effect.stage.run_id} {effect.stage.name}"
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.watch(order.watch)
-        transaction.update_attempt(order.attempt, reason=Reason.STALLED, message=order.message)
-        transaction.update_stage(order.stage, reason=Reason.STALLED, message=order.message, next_action=action)
+        transaction.watch(effect.watch)
+        transaction.update_attempt(effect.attempt, reason=Reason.STALLED, message=effect.message)
+        transaction.update_stage(effect.stage, reason=Reason.STALLED, message=effect.message, next_action=action)
     crashpoint("stall.after_ask")
 
 
-def _move_run(stores: Stores, order: MoveRun) -> None:
+def _move_run(stores: Stores, effect: MoveRun) -> None:
     columns: dict[str, Any] = {}
-    if order.run.state == RunState.PENDING:
+    if effect.run.state == RunState.PENDING:
         columns["started_at"] = stores.clock.now()
-    if is_final("run", order.state):
+    if is_final("run", effect.state):
         columns["finished_at"] = stores.clock.now()
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.lock_run(order.run.id)
-        for stage in order.not_reached:
-            assert order.culprit is not None
-            said = f"not reached: stage {order.culprit.name} {order.culprit.state}"
-            transaction.update_stage(stage, reason=Reason.NOT_REACHED, message=said, next_action=order.next_action)
+        transaction.lock_run(effect.run.id)
+        for stage in effect.not_reached:
+            assert effect.culprit is not None
+            said = f"not reached: stage {effect.culprit.name} {effect.culprit.state}"
+            transaction.update_stage(stage, reason=Reason.NOT_REACHED, message=said, next_action=effect.next_action)
         transaction.update_run(
-            order.run,
-            state=order.state,
-            reason=order.reason,
-            message=order.message,
-            next_action=order.next_action,
+            effect.run,
+            state=effect.state,
+            reason=effect.reason,
+            message=effect.message,
+            next_action=effect.next_action,
             **columns,
         )

@@ -112,7 +112,7 @@ class Approval:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ApprovalStatus:
     """Where a request stands."""
 
     request: ApprovalRequest
@@ -194,8 +194,8 @@ def weigh(
     said: Sequence[Approval],
     outdated: str = "",
     done: bool = False,
-) -> Standing:
-    """Return the standing of a request.
+) -> ApprovalStatus:
+    """Return the status of a request.
 
     Args:
         terms: who must approve it.
@@ -218,7 +218,7 @@ def weigh(
         (one, _void(one, own, roleless)) for one in said if one.verdict != REJECTED and one.actor not in spoken
     )
     may = tuple(name for name in able if name not in spoken)
-    return Standing(request, terms.needed, given, refusal, may, void, outdated, done, ownerless, roleless)
+    return ApprovalStatus(request, terms.needed, given, refusal, may, void, outdated, done, ownerless, roleless)
 
 
 def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> str:

@@ -1,7 +1,7 @@
 """Checked types of external ids and names, principals, roles, and names of lock files.
 
 Code that makes a path, a folder or a query from an external name checks it first. A parameter of a verb is annotated
-with one of the types below; `api.guarding` checks it for every caller, in process and over HTTP. A value of each type
+with one of the types below; `api.guard` checks it for every caller, in process and over HTTP. A value of each type
 is one printable word that is safe as part of a path: no `..`, slash, NUL or other control character, and a bounded
 length.
 

@@ -303,7 +303,7 @@ class JobOrder:
     environment: str = ""  # digest of the run's first environment; empty: not compared
     trust_rewards: bool = False  # the workspace allows rewards to run unconfined
     epoch: int = 0  # of the attempt; grows with each attempt of a stage
-    channel: str = ""  # URL of the attempt channel, without credentials; empty: the attempt folder
+    channel: str = ""  # URL of the mailbox, without credentials; empty: the attempt folder
     phase_seconds: float = PHASE_SECONDS  # silence after which the job reports the end of a phase
     served: bool = False  # its inputs come from the server that access.json names; `store_url` is empty
     image: str = ""  # the container image, by digest; empty: no container
@@ -351,7 +351,7 @@ def seconds_short(allowed: float | None, declared: float | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobCommand:
     """The result of a trainer's compilation of an order: a module name as a string, never an import."""
 
     name: str

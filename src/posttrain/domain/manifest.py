@@ -20,8 +20,8 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
+from posttrain.domain.jobspec import image_digest, image_reference
 from posttrain.domain.kinds import BEST, METRICS, MODEL
-from posttrain.domain.requests import image_digest, image_reference
 from posttrain.domain.rewards import JUDGES, scored_slot
 from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
 from posttrain.domain.validation import Frozen

@@ -189,7 +189,7 @@ class AttemptRecord:
     host: str | None = None  # only its drivers can reach the job; None: the ledger has one host
     # its job may rewrite its order, so values that the control side needs later are stored here before the job starts
     # and not changed after. None: planned by a release that wrote them into the order only
-    channel: str | None = None  # URL of its attempt channel; empty: its folder
+    channel: str | None = None  # URL of its mailbox; empty: its folder
     resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`; its step and tokens follow
     resumed_step: int | None = None
     resumed_tokens: int | None = None  # spent by its lineage until then: not billed again

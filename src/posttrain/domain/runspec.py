@@ -1,6 +1,6 @@
 """The schema of `run.yaml`, and the conversion of passes over a data set to steps.
 
-A run file contains names, not digests; `control.planning` turns it into a `Manifest`.
+A run file contains names, not digests; `control.plan` turns it into a `Manifest`.
 
 ::
 
@@ -42,10 +42,10 @@ from pydantic import (
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.ids import is_plain
+from posttrain.domain.jobspec import image_reference
 from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.placement import LONGEST, StallAfter, parse_duration
-from posttrain.domain.requests import image_reference
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import Frozen, validated

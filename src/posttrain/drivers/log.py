@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from posttrain.domain.requests import SECRET_NAME
+from posttrain.domain.jobspec import SECRET_NAME
 
 MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, replacing the previous one
 _USER_INFO = re.compile(r"(://)[^\s@]+@")

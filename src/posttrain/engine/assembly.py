@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.publication import Roles
+from posttrain.engine.models.files import ModelSource, ScalarSource
 from posttrain.engine.models.language_model import LanguageModel, ScalarModel
-from posttrain.engine.models.loading import ModelSource, ScalarSource
 from posttrain.engine.models.logprobs import Model
 from posttrain.engine.roles.learner import micro_batch_tokens
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker

@@ -246,10 +246,10 @@ class Deliveries:
 
     def _deliver(self, held: Cursor, over: Callable[[], bool]) -> bool:
         with self.cursors.ledger.snapshot() as now:
-            standing = {sink.name: sink for sink in now.sinks()}.get(held.sink)
+            registered = {sink.name: sink for sink in now.sinks()}.get(held.sink)
             found = now.envelopes(held.sequence, EVENTS, words=any(rule.words for rule in self.record.rules))
             sealed = now.sealed()
-        if standing != self.record or self.record.paused:  # paused, removed or replaced since the claim
+        if registered != self.record or self.record.paused:  # paused, removed or replaced since the claim
             self.cursors.release(held)
             return False
         more, ready = len(found) == EVENTS, list[Notice]()
@@ -367,7 +367,7 @@ class Deliverer:
             PosttrainError: the ledger is away; call again later.
         """
         with self._ledger.snapshot() as now:
-            found = now.sinks_standing()
+            found = now.sink_counts()
         self.behind, moment = False, self._ledger.clock.now()
         kept = {sink.name: sink for sink, _, _ in found if not sink.paused}
         for name in [name for name, loop in self._loops.items() if loop.deliveries.record != kept.get(name)]:

@@ -39,7 +39,7 @@ from posttrain.domain.sinks import (
     Notice,
     Rule,
 )
-from posttrain.store.writing import SINK_PAUSED
+from posttrain.store.writer import SINK_PAUSED
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # without a byte

@@ -6,16 +6,16 @@ from typing import Any, Protocol
 
 from posttrain.domain.jobs import (
     Capacity,
+    JobCommand,
     JobOrder,
     JobResult,
-    JobSpec,
     LogPage,
     Observation,
     Signal,
     Submission,
 )
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.domain.kinds import StageContract
-from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.store.attempts import AttemptFolder
 
 
@@ -61,7 +61,7 @@ class Executor(Protocol):
         paths that their order names. If not, a request with an image is refused.
         """
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         """Create the job of that name, or find it.
 
         Raises:
@@ -81,7 +81,7 @@ class Executor(Protocol):
     def signal(self, job: JobRef, word: Signal) -> None:
         """Write a request to the job's channel and return immediately. A job that starts late still obeys it.
 
-        `job.channel` is the channel's place: the job may have rewritten the order in its folder.
+        `job.mailbox` is the channel's place: the job may have rewritten the order in its folder.
 
         Raises:
             InfrastructureError, WorkspaceError: the request could not be written.
@@ -133,7 +133,7 @@ class Trainer(Protocol):
             params: as `check` normalised them.
         """
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
         """Return the module to run, its devices, and the environment that it needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:

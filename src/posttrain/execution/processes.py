@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from posttrain.domain.requests import SECRET_NAME
+from posttrain.domain.jobspec import SECRET_NAME
 
 HEARTBEAT_SECONDS = 0.25  # between two heartbeats of a supervisor
 LEAVING_SECONDS = 60.0  # for a job to end after its result: freeing a GPU, leaving a cluster

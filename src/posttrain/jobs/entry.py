@@ -63,7 +63,7 @@ from posttrain.store.atomic import sync_folder, sync_tree
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
-from posttrain.store.channel import ControlKind
+from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -229,7 +229,7 @@ def lazily(name: str) -> Callable[[Any], Any]:
 
 def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
     """Whether this process becomes the attempt's job; else the log names the process that is."""
-    held = attempt.channel.start(order.epoch, identity(os.getpid()) or "")
+    held = attempt.mailbox.start(order.epoch, identity(os.getpid()) or "")
     if held is None:
         return True
     why = (

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.control.planning import Planned
+from posttrain.control.plan import Planned
 from posttrain.data.assets import reward_signature
 from posttrain.data.refs import Source, imported_reward, is_confined, local_path, parse_ref
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.jobspec import secret_fault
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.requests import secret_fault
 from posttrain.domain.rewards import (
     AUTO,
     DIALECTS,

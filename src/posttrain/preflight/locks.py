@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from posttrain.control.channels import check_manifest, policy_of
 from posttrain.control.jobs import called, present_code
-from posttrain.control.planning import Planned
+from posttrain.control.plan import Planned
 from posttrain.data.catalog import external_versions
 from posttrain.data.refs import UNCONFINED, is_confined, refuse_afar
 from posttrain.domain.canonical import canonical_json
@@ -19,9 +19,9 @@ from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_jso
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
 from posttrain.preflight.confinement import refuse_missing_secrets
-from posttrain.preflight.fitting import located
+from posttrain.preflight.data import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
-from posttrain.preflight.placing import (
+from posttrain.preflight.placements import (
     check_teachers,
     refuse_image,
     refuse_infeasible,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.control.deciding import ADDED, dataset_slots, measures, selected_on
-from posttrain.control.judging import gate_looks
-from posttrain.control.launching import cache_key, tokens_inherited, usable
-from posttrain.control.planning import Planned
+from posttrain.control.launch import cache_key, tokens_inherited, usable
+from posttrain.control.plan import Planned
+from posttrain.control.release_plan import ADDED, dataset_slots, measures, selected_on
+from posttrain.control.verdicts import gate_looks
 from posttrain.decision.gates import NOT_TESTED, Look
 from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
@@ -38,7 +38,7 @@ from posttrain.planner.prospects import (
     time_concern,
     token_concern,
 )
-from posttrain.preflight.fitting import Dataset, Lengths, read_datasets, registered_rows, unanswered
+from posttrain.preflight.data import Dataset, Lengths, read_datasets, registered_rows, unanswered
 from posttrain.workspace.settings import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
@@ -189,22 +189,22 @@ def look_ahead(
     """
     manifest = planned.manifest
     datasets = read_datasets(planned, spec, workspace, source)
-    standings = _standings(manifest, workspace, verified)
+    cache_states = _cache_states(manifest, workspace, verified)
     empty = manifest.release is not None and workspace.ledger.channel(manifest.release.channel) is None
     history = list(_history(workspace, manifest))
     lengths = Lengths(planned, spec, workspace, source)
     estimates = {
-        s.name: _estimate(planned, s, standings[s.name], datasets, lengths, history, empty) for s in manifest.stages
+        s.name: _estimate(planned, s, cache_states[s.name], datasets, lengths, history, empty) for s in manifest.stages
     }
     least = {s.name: _least(planned, s, datasets) for s in manifest.stages if estimates[s.name].tokens != 0}
-    sure = {name: tokens for name, tokens in least.items() if not standings[name].doubtful}
+    sure = {name: tokens for name, tokens in least.items() if not cache_states[name].doubtful}
     kinds = {stage.name: stage.kind for stage in manifest.stages}
     budget, doubtful = manifest.budget, len(sure) < len(least)
     concerns = (
         token_concern(budget.tokens, estimates, least, kinds, doubtful=doubtful),
         time_concern(budget.wall_clock, estimates, kinds, doubtful=doubtful),
     )
-    cached = {name: standing.record for name, standing in standings.items()}
+    cached = {name: state.record for name, state in cache_states.items()}
     rows = {name: record for name, record in cached.items() if record}
     written = {digest: dataset.ids for digest, dataset in datasets.items()}
     looks = gate_looks(workspace.stores, manifest, planned.policy, rows, written=written)
@@ -244,7 +244,7 @@ def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Datase
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class _CacheState:
     """The cache state of a stage before its run starts."""
 
     key: str | None = None  # equal for stages with equal results; None: its inputs are unknown yet
@@ -253,19 +253,19 @@ class _Standing:
     doubtful: bool = False  # it may be reused: an input is made elsewhere, so its bytes are unknown
 
 
-def _standings(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> dict[str, _Standing]:
+def _cache_states(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> dict[str, _CacheState]:
     """Return stage → cache state, as far as inputs are known now."""
-    found: dict[str, _Standing] = {}
+    found: dict[str, _CacheState] = {}
     first: dict[str, str] = {}  # key → the first stage with it
     for stage in manifest.stages:
         if kind_of(stage.kind).driver is not Driver.JOB:
-            found[stage.name] = _Standing()
+            found[stage.name] = _CacheState()
             continue
         above = [found[ref.name] for ref in stage.inputs.values() if ref.source == "stage"]
         doubtful = any(one.doubtful or one.free.endswith(_NOW) for one in above)
         inputs = _bound(stage, found, workspace)
         if inputs is None:
-            found[stage.name] = _Standing(doubtful=doubtful)
+            found[stage.name] = _CacheState(doubtful=doubtful)
             continue
         key = cache_key(manifest, stage, inputs)
         twin = first.setdefault(key, stage.name)
@@ -276,18 +276,18 @@ def _standings(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> 
     return found
 
 
-def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: bool) -> _Standing:
+def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: bool) -> _CacheState:
     record, same = workspace.ledger.computed(key)
     if record and (not verified or usable(record, workspace.blobs)):
-        return _Standing(key, record)
+        return _CacheState(key, record)
     for other in workspace.ledger.stages_by_key(key) if record else same:
         if other.state in _COMING and workspace.ledger.run(other.run_id).state in _GOING_ON:
-            return _Standing(key, free=f"{other.run_id}/{other.name}{_NOW}")
-    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is computed again
+            return _CacheState(key, free=f"{other.run_id}/{other.name}{_NOW}")
+    return _CacheState(key, doubtful=doubtful or record is not None)  # a damaged result is computed again
 
 
 def _bound(
-    stage: StageManifest, found: Mapping[str, _Standing], workspace: OpenWorkspace
+    stage: StageManifest, found: Mapping[str, _CacheState], workspace: OpenWorkspace
 ) -> dict[str, InputBlob] | None:
     """Return the inputs that the stage would get now; None when an input is unknown yet.
 
@@ -295,7 +295,7 @@ def _bound(
     """
     inputs: dict[str, InputBlob] = {}
     for slot, ref in stage.inputs.items():
-        upstream = found.get(ref.name, _Standing()) if ref.source == "stage" else _Standing()
+        upstream = found.get(ref.name, _CacheState()) if ref.source == "stage" else _CacheState()
         made = upstream.record.outputs if upstream.record else {}
         live = workspace.ledger.channel(ref.name) if ref.source == "channel" else None
         if ref.digest is not None:
@@ -318,7 +318,7 @@ def _bound(
 def _estimate(
     planned: Planned,
     stage: StageManifest,
-    standing: _Standing,
+    state: _CacheState,
     datasets: Mapping[str, Dataset],
     lengths: Lengths,
     history: list[tuple[str | None, Experience]],
@@ -328,8 +328,8 @@ def _estimate(
         return Estimate(0, 0.0, wait_of(planned.manifest, stage.name).words)
     if kind_of(stage.kind).driver is Driver.CONTROL:
         return Estimate(0, 0.0, "no process")
-    if standing.record or standing.free:
-        return Estimate(0, 0.0, standing.free or "cached")
+    if state.record or state.free:
+        return Estimate(0, 0.0, state.free or "cached")
     if any(ref.source == "channel" for ref in stage.inputs.values()) and channel_empty:
         return Estimate(0, 0.0, "skipped: the channel is empty, so there is no baseline")
     work = workload(stage, planned.contracts[stage.name].work, datasets, lengths)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from posttrain.domain.errors import InfrastructureError, InputError
-from posttrain.pacing.balancing import balance
+from posttrain.pacing.balance import balance
 from posttrain.sandbox.dialects import BATCHED
 from posttrain.sandbox.port import (
     RewardCall,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from posttrain.domain.requests import SHORTEST_SECRET
+from posttrain.domain.jobspec import SHORTEST_SECRET
 
 TURNS, TOKENS = "turn_scores", "token_scores"
 OWN = ("score", TURNS, TOKENS)  # keys of a mapping; its other numbers are components

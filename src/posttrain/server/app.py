@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
 from posttrain.api.control import OPERATIONS
-from posttrain.api.guarding import refuse
+from posttrain.api.guard import refuse
 from posttrain.api.problems import MEDIA_TYPE, problem
 from posttrain.api.verbs import API_VERSIONS, Verb
 from posttrain.domain.errors import (
@@ -33,9 +33,9 @@ from posttrain.domain.errors import (
 )
 from posttrain.domain.ids import refuse_control_characters
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.server import attempts, blobs, streams, underway
+from posttrain.server import attempts, blobs, operations, streams
+from posttrain.server.authentication import Asker, arguments, call, to_json
 from posttrain.server.console import routes as console
-from posttrain.server.entrance import Asker, arguments, call, to_json
 from posttrain.server.limits import (
     BODY,
     HEAVY,
@@ -49,8 +49,8 @@ from posttrain.server.limits import (
     weight,
 )
 from posttrain.server.logs import facts, logged_problem
-from posttrain.server.metering import METRICS_TYPE, Observing, verb_of
-from posttrain.server.underway import (
+from posttrain.server.metrics import METRICS_TYPE, Observing, verb_of
+from posttrain.server.operations import (
     LaterError,
     Once,
     Server,
@@ -81,14 +81,14 @@ def build(server: Server) -> FastAPI:
         app.add_api_route(
             operation.whole_path, _answering(server, operation), methods=[operation.method], name=operation.name
         )
-    for room in (blobs, attempts, streams, underway, console):
+    for room in (blobs, attempts, streams, operations, console):
         room.add_routes(app, server)
     for path, answer in _PLACES.items():
         app.add_api_route(path, answer, methods=["GET"], name=path.rpartition("/")[2].removesuffix(".json"))
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_middleware(_Around)
     app.add_middleware(
-        Observing, meter=server.meters, may_name=server.entrance.may_name, behind_proxy=server.behind_proxy
+        Observing, meter=server.meters, may_name=server.authentication.may_name, behind_proxy=server.behind_proxy
     )
     return app
 
@@ -107,7 +107,7 @@ def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request],
         if operation.looks_at_jobs:
             run_id = request.path_params["run_id"]
             elsewhere = await server.peers.answer(
-                request, lambda: server.entrance.ledger(who), run_id, who.identity, body, computes=operation.heavy
+                request, lambda: server.authentication.ledger(who), run_id, who.identity, body, computes=operation.heavy
             )
             if elsewhere is not None:
                 return elsewhere
@@ -126,11 +126,11 @@ def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request],
         if wait is not None:
             if known := await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.name, given)):
                 return accepted(who.project, number, as_now(known))
-            one = server.underway.begin(who, number, operation.name, given, carry)
+            one = server.running.begin(who, number, operation.name, given, carry)
             if not (await asyncio.wait({one.task}, timeout=wait))[0]:
-                await server.underway.share(one, await in_thread(READ, server.entrance.principal, who))
+                await server.running.share(one, await in_thread(READ, server.authentication.principal, who))
                 return accepted(who.project, number, one.to_json())
-            server.underway.drop(one)
+            server.running.drop(one)
             found = one.task.result()
         else:
             found = await carry(Asking())
@@ -155,9 +155,9 @@ def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | No
     Raises:
         InputError: it carries out another request with the same key.
     """
-    if server.underway.carries_out(number):
+    if server.running.carries_out(number):
         return None
-    found = server.operations.find(number, who.project, server.entrance.principal(who))
+    found = server.operations.find(number, who.project, server.authentication.principal(who))
     if found is None or found.over or found.lost:
         return None
     if found.body != body:
@@ -172,11 +172,11 @@ def _asked(
         if operation.heavy:
             return server.workers.ask(who.to_json(), operation.name, given, number, asking)
         named = arguments(operation, given)
-        return to_json(call(server.entrance.control(who, number), operation.name, named, project=who.project))
+        return to_json(call(server.authentication.control(who, number), operation.name, named, project=who.project))
 
     if not key:
         return carried_out(number)
-    once = Once(server.entrance.ledger(who), server.entrance.principal(who), number)
+    once = Once(server.authentication.ledger(who), server.authentication.principal(who), number)
     return once.answer(key, operation.name, given, carried_out)[1]
 
 
@@ -264,9 +264,9 @@ async def _metrics(request: Request) -> Response:
     server: Server = request.app.state.server
 
     def page() -> bytes:
-        who = Asker(server.entrance.identify(request.headers.get("authorization", "")), DEFAULT_PROJECT)
-        refuse(server.entrance.control(who), "status")
-        request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+        who = Asker(server.authentication.identify(request.headers.get("authorization", "")), DEFAULT_PROJECT)
+        refuse(server.authentication.control(who), "status")
+        request.state.asker, request.state.principal = who, server.authentication.known_as(who)
         return server.meters.page()
 
     headers = {"content-type": METRICS_TYPE, "cache-control": "no-store"}
@@ -286,10 +286,10 @@ async def _token(request: Request) -> Response:
     server: Server = request.app.state.server
 
     def told() -> dict[str, Any]:
-        identity = server.entrance.identify(request.headers.get("authorization", ""))
-        projects = server.entrance.projects(identity)
+        identity = server.authentication.identify(request.headers.get("authorization", ""))
+        projects = server.authentication.projects(identity)
         who = Asker(identity, next(iter(projects), DEFAULT_PROJECT))
-        request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+        request.state.asker, request.state.principal = who, server.authentication.known_as(who)
         return {"principal": identity.principal, "projects": projects}
 
     return JSONResponse(await in_thread(READ, told), headers={"cache-control": "no-store"})

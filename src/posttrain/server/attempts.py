@@ -23,17 +23,17 @@ from posttrain.domain.errors import AuthenticationError, InfrastructureError, In
 from posttrain.domain.records import AttemptRecord
 from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread, whole
 from posttrain.store.atomic import most_of, read_json
-from posttrain.store.channels.objects import object_store
-from posttrain.store.channels.served import TOO_MUCH
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
-from posttrain.store.reaching import INSIDE, SOCKET, JobAccess, tell
+from posttrain.store.mailboxes.objects import object_store
+from posttrain.store.mailboxes.served import TOO_MUCH
+from posttrain.store.retries import INSIDE, SOCKET, JobAccess, tell
 from posttrain.store.trees import tree_listing
 from posttrain.workspace.served import PLACE
 
 if TYPE_CHECKING:
-    from posttrain.server.underway import Server
-    from posttrain.store.channel import ChannelObjects
+    from posttrain.server.operations import Server
+    from posttrain.store.mailbox import MailboxObjects
     from posttrain.workspace.settings import OpenWorkspace
 
 log = logging.getLogger("posttrain.driver")
@@ -148,10 +148,10 @@ class _Jobs:
         await in_thread(UPLOAD, self._objects, who)
         key = request.path_params["key"]
         if not _KEY.fullmatch(key.removesuffix("/")) or (key.endswith("/") and request.method != "GET"):
-            raise InputError(f"attempt channel: {key[:80]!a} is not the name of an object; see store/channel.py")
+            raise InputError(f"mailbox: {key[:80]!a} is not the name of an object; see store/mailbox.py")
         most = most_of(key) if request.method == "PUT" else 0
         async with self._limits.taken(f"attempt {who.run_id}/{who.stage}/{who.number}", CHANNEL, _size(request, most)):
-            body = await whole(request, most, f"attempt channel: {key}")
+            body = await whole(request, most, f"mailbox: {key}")
             return await in_thread(UPLOAD, self._talked, request, who, secret, body)
 
     def _granted(self, request: Request) -> tuple[Granted, str]:
@@ -172,8 +172,8 @@ class _Jobs:
             raise NotFoundError(f"{digest[:80]!r} is not an input of this attempt")
         return self._workspace.blobs.size(digest)
 
-    def _objects(self, who: Granted) -> ChannelObjects:
-        url = self._workspace.jobs.folders.channel_of(who.run_id, who.stage, who.number)
+    def _objects(self, who: Granted) -> MailboxObjects:
+        url = self._workspace.jobs.folders.mailbox_of(who.run_id, who.stage, who.number)
         if not url:
             raise NotFoundError("the channel of this attempt is its folder")
         return object_store(url)

@@ -16,12 +16,12 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from posttrain.api.guarding import refuse
+from posttrain.api.guard import refuse
 from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PartSizeError, SlowError
-from posttrain.server.entrance import Asker
+from posttrain.server.authentication import Asker
 from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread, whole
-from posttrain.server.underway import Server
+from posttrain.server.operations import Server
 from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.operations import PartStore
@@ -82,7 +82,7 @@ class _Blobs:
             who, seen = self._seen(request, "write_report")
             mine = Uploads(seen)
             if not mine.given(digest):  # a report's page is public to viewers; weights need the role to export
-                refuse(self._server.entrance.control(who), "export")
+                refuse(self._server.authentication.control(who), "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
             return blobs.size(digest)

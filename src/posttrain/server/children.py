@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from posttrain.domain.requests import SECRET_NAME
+from posttrain.domain.jobspec import SECRET_NAME
 from posttrain.execution.processes import close_to_others, of_a_server
 
 _LENGTH = 8  # bytes

@@ -39,7 +39,7 @@ from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import InputError, LimitError, PosttrainError
 from posttrain.server.limits import PASS_ON, READ, in_thread
 from posttrain.store.hosts import Host, Hosts, Ledger, host_of
-from posttrain.store.reaching import connected
+from posttrain.store.retries import connected
 
 log = logging.getLogger("posttrain.server")
 OF_ATTEMPTS = "/v1/attempt/"  # paths that a job's token opens

@@ -19,13 +19,13 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
 from posttrain.server.attempts import Granting
 from posttrain.server.logs import Logging, Printed, begin, say_of_driver
-from posttrain.server.metering import Board
+from posttrain.server.metrics import SharedCounters
 from posttrain.store.grants import Grants
 from posttrain.store.work import open_runs
 
 _EVERY = 1.5  # seconds between two queries for runs
 _GIVEN_UP = 60.0  # seconds between two passes over a run that was given up
-_SHOW = 1.0  # seconds between two updates of the board
+_SHOW = 1.0  # seconds between two updates of the counters
 
 
 class OpenRuns:
@@ -33,7 +33,7 @@ class OpenRuns:
 
     Args:
         granting: renews the server's grants to living jobs.
-        board: receives the number of passes, their duration, and the number of ledger errors.
+        counters: receives the number of passes, their duration, and the number of ledger errors.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class OpenRuns:
         workspace: Workspace,
         say: Callable[[str], None],
         granting: Granting | None = None,
-        board: Board | None = None,
+        counters: SharedCounters | None = None,
     ) -> None:
-        self._workspace, self._say, self._granting, self._board = workspace, say, granting, board
+        self._workspace, self._say, self._granting, self._counters = workspace, say, granting, counters
         self._wanted: dict[str, list[str]] = {}
         self._resting: dict[str, float] = {}  # runs that were given up → when to drive them again
         self._asked, self._began, self._shown = -_EVERY, 0.0, 0.0
@@ -78,9 +78,9 @@ class OpenRuns:
         """Return whether the server has ended, which holds the other end of stdin and never writes to it."""
         now = time.monotonic()
         self.passes, self.spent = self.passes + 1, self.spent + now - self._began
-        if self._board is not None and now - self._shown >= _SHOW:
+        if self._counters is not None and now - self._shown >= _SHOW:
             self._shown = now
-            self._board.write({"passes": self.passes, "seconds": self.spent, "errors": self.errors, "at": now})
+            self._counters.write({"passes": self.passes, "seconds": self.spent, "errors": self.errors, "at": now})
         return bool(select.select([sys.stdin.fileno()], [], [], 0.0)[0])
 
 
@@ -88,7 +88,7 @@ def main(root: Path, words: list[str]) -> int:
     """Drive until a signal or the end of the server.
 
     Args:
-        words: arguments for its log, and the descriptor of the board.
+        words: arguments for its log, and the descriptor of the counters.
     """
     begin(Logging.of(words))
     sys.stdout = sys.stderr = Printed()
@@ -99,7 +99,7 @@ def main(root: Path, words: list[str]) -> int:
         return error.exit_code
     granting = Granting(root, Grants(workspace.ledger.database, workspace.ledger.clock), workspace.jobs.host)
     serve_jobs(workspace, granting)
-    runs = OpenRuns(workspace, say_of_driver, granting, Board(int(words[2])) if len(words) > 2 else None)
+    runs = OpenRuns(workspace, say_of_driver, granting, SharedCounters(int(words[2])) if len(words) > 2 else None)
     driver = Driver(workspace, runs, say_of_driver, served=True)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, driver.end)

@@ -16,10 +16,10 @@ from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
-from posttrain.server.entrance import ANSWER, ASKED, to_json
+from posttrain.server.authentication import ANSWER, ASKED, to_json
 from posttrain.server.limits import FOLLOW, READ, in_thread
 from posttrain.server.logs import logged_problem
-from posttrain.server.underway import Server
+from posttrain.server.operations import Server
 from posttrain.server.workers import Asking, Refused
 
 _EVERY = 0.5  # seconds between two reads of a run
@@ -35,7 +35,9 @@ def add_routes(app: FastAPI, server: Server) -> None:
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
         who, asked = await in_thread(READ, server.admitted, request, "status")
-        if elsewhere := await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity):
+        if elsewhere := await server.peers.answer(
+            request, lambda: server.authentication.ledger(who), run_id, who.identity
+        ):
             return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
         await in_thread(READ, watcher.read)  # an unknown run yields a problem document, not a stream
@@ -53,12 +55,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
         if follow not in ("true", "false"):
             raise InputError(f"logs: follow must be true or false, got {follow[:40]!r}")
         who, asked = await in_thread(READ, server.admitted, request, "logs")
-        if elsewhere := await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity):
+        if elsewhere := await server.peers.answer(
+            request, lambda: server.authentication.ledger(who), run_id, who.identity
+        ):
             return elsewhere
         await in_thread(READ, asked.run, run_id)  # an unknown run yields a problem document, not a stream
-        vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
-        pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)
-        stream = _printed(request, pieces, vigil, _Leave(server.admitted, request, "logs"))
+        watch = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
+        pieces = await in_thread(READ, asked.logs, run_id, stage, watch)
+        stream = _printed(request, pieces, watch, _Leave(server.admitted, request, "logs"))
         return Followed(stream, server.limits.taken(who.identity.principal, FOLLOW))
 
     app.add_api_route(PREFIX + "/runs/{run_id}/watch", watch, methods=["GET"], name="watch")
@@ -120,27 +124,27 @@ class _LeftError(PosttrainError):
 
 
 class _WhileRead:
-    """A vigil that ends when the client leaves, and not only when the run ends."""
+    """A watch that ends when the client leaves, and not only when the run ends."""
 
     def __init__(self, look: Callable[[], RunRecord]) -> None:
         self._look, self.over = look, threading.Event()
 
     def look(self) -> RunRecord:
-        """See `Vigil.look`. Raises _LeftError."""
+        """See `RunWatch.look`. Raises _LeftError."""
         if self.over.is_set():
             raise _LeftError("the reader has left")
         return self._look()
 
     def rest(self, seconds: float) -> None:
-        """See `Vigil.rest`."""
+        """See `RunWatch.rest`."""
         self.over.wait(seconds)
 
 
 async def _printed(
-    request: Request, pieces: Iterator[Any], vigil: _WhileRead | None, leave: _Leave
+    request: Request, pieces: Iterator[Any], watch: _WhileRead | None, leave: _Leave
 ) -> AsyncIterator[bytes]:
     """Yield the output of jobs as it arrives. A thread waits for the next piece, until the client leaves."""
-    lane = FOLLOW if vigil else READ
+    lane = FOLLOW if watch else READ
     try:
         while True:
             waiting, quiet = asyncio.ensure_future(in_thread(lane, next, pieces, None)), 0.0
@@ -150,8 +154,8 @@ async def _printed(
                 if quiet >= _SILENT:  # a job may print nothing for hours, and a follower waits a minute at most
                     quiet = 0.0
                     yield b": still here\n\n"
-                if vigil is not None and (await request.is_disconnected() or is_ending(request)):
-                    vigil.over.set()
+                if watch is not None and (await request.is_disconnected() or is_ending(request)):
+                    watch.over.set()
             piece = await waiting
             if piece is None:
                 break
@@ -165,8 +169,8 @@ async def _printed(
         yield _event("problem", json.dumps(logged_problem(error, request.state.id)).encode())
         return
     finally:
-        if vigil is not None:
-            vigil.over.set()
+        if watch is not None:
+            watch.over.set()
     yield _event("end", b"{}")
 
 

@@ -17,7 +17,7 @@ from posttrain.api.verbs import FileRef, RunFile
 from posttrain.data.refs import confined
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError
-from posttrain.store.operations import LEAST, PART, Noted, Parts, PartStore
+from posttrain.store.operations import LEAST, PART, Parts, PartStore, PendingUploads
 from posttrain.store.trees import scratch, tree_listing
 from posttrain.workspace.settings import OpenWorkspace
 
@@ -29,7 +29,7 @@ class Uploads:
     """The files that one project has sent."""
 
     def __init__(self, workspace: OpenWorkspace) -> None:
-        self._workspace, self._noted = workspace, Noted(workspace.ledger)
+        self._workspace, self._pending = workspace, PendingUploads(workspace.ledger)
 
     def registered(self, digest: str, form: str = "") -> bool:
         """Return whether the project's ledger contains these bytes, as this form where one is named.
@@ -40,7 +40,7 @@ class Uploads:
 
     def held(self, digest: str) -> bool:
         """Return whether the project has these bytes, so that no client needs to send them again."""
-        return (self._noted.has(checked(digest)) and self._workspace.blobs.has(digest)) or self.registered(digest)
+        return (self._pending.has(checked(digest)) and self._workspace.blobs.has(digest)) or self.registered(digest)
 
     def keep(self, path: Path, *, to_viewers: bool) -> str:
         """Store a file of this machine like an upload; return its digest.
@@ -50,16 +50,16 @@ class Uploads:
         """
         with self._workspace.blobs.holding():
             digest = self._workspace.blobs.put_file(path)
-            self._noted.add(digest, shown=to_viewers)
+            self._pending.add(digest, shown=to_viewers)
         return digest
 
     def note(self, digest: str) -> None:
         """Assign bytes in the store to this project."""
-        self._noted.add(checked(digest))
+        self._pending.add(checked(digest))
 
     def given(self, digest: str) -> bool:
         """Return whether every viewer may read the bytes: a page that was made for them."""
-        return self._noted.shown(checked(digest))
+        return self._pending.shown(checked(digest))
 
 
 class Arriving:

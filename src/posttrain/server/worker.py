@@ -16,8 +16,8 @@ from typing import Any
 
 from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
+from posttrain.server.authentication import Asker, Authentication, Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE
-from posttrain.server.entrance import Asker, Entrance, Told, arguments, call, telling, to_json
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
 
@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._entrance = Entrance(self._workspace)
+        self._authentication = Authentication(self._workspace)
 
     def answer(self, asked: dict[str, Any], told: Told = lambda *_: None) -> tuple[bool, bytes]:
         """Return whether a request was answered, and its answer or problem as JSON.
@@ -45,9 +45,9 @@ class Worker:
 
                 return True, to_json(document())
             asker = Asker.from_json(asked["asker"])
-            control = self._entrance.control(asker, asked["request"])
+            control = self._authentication.control(asker, asked["request"])
             if asked["verb"] == CONSOLE:
-                from posttrain.server.console.drawing import drawn  # it loads the drawing and judging modules
+                from posttrain.server.console.parts import drawn  # it loads the drawing and judging modules
 
                 return True, json.dumps(drawn(control, asked["sent"])).encode()
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)

@@ -57,7 +57,7 @@ def its_doing(error: BaseException | None) -> bool:
 
 
 def most_of(key: str) -> int:
-    """The maximum size in bytes of an object of an attempt's channel."""
+    """The maximum size in bytes of an object of an attempt's mailbox."""
     if key == "result.json":
         return ANSWER
     return SEGMENT if key.startswith(("events/", "samples/")) else SMALL

@@ -6,8 +6,8 @@ The folder contains everything that a job receives, reports and produces. Both s
 
     ATTEMPT_DIR/
         job.json            JobOrder, written before the launch
-        request.json        JobRequest, written once and submitted as written, by any process
-        start.json events/ samples/ summary.json controls/ result.json     the attempt's channel: see `store.channel`
+        request.json        JobSpec, written once and submitted as written, by any process
+        start.json events/ samples/ summary.json controls/ result.json     the attempt's mailbox: see `store.mailbox`
         control.json        the stop request for jobs of older releases: {"stop": bool, "checkpoint": how many}
         checkpoints/step-00000120/   COMMIT is written last: every reader ignores a folder without it
         outputs/            the job's outputs
@@ -52,8 +52,8 @@ from posttrain.domain.jobs import (
     fact_to_json,
 )
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
-from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary, refuse
-from posttrain.store.channels.folder import FolderObjects
+from posttrain.store.mailbox import EVENTS, SAMPLES, ControlKind, Mailbox, Summary, refuse
+from posttrain.store.mailboxes.folder import FolderObjects
 from posttrain.store.trees import file_digest
 
 METER = "meter"
@@ -91,8 +91,8 @@ class AttemptFolder:
         self.log = self.path / "log.txt"
 
     @functools.cached_property
-    def channel(self) -> AttemptChannel:
-        """The attempt's channel; it is in the folder unless a URL is named.
+    def mailbox(self) -> Mailbox:
+        """The attempt's mailbox; it is in the folder unless a URL is named.
 
         Raises:
             InputError: a channel of that kind cannot be opened here.
@@ -103,14 +103,14 @@ class AttemptFolder:
                 order = read_json(self.path / "job.json")
             url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._otherwise
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
-            from posttrain.store.channels.served import ServedObjects  # users of folders need not load HTTP
+            from posttrain.store.mailboxes.served import ServedObjects  # users of folders need not load HTTP
 
-            return AttemptChannel(ServedObjects(self.path))
+            return Mailbox(ServedObjects(self.path))
         if not url:
-            return AttemptChannel(FolderObjects(self.path))
-        from posttrain.store.channels.objects import object_store  # users of folders need not load an object store
+            return Mailbox(FolderObjects(self.path))
+        from posttrain.store.mailboxes.objects import object_store  # users of folders need not load an object store
 
-        return AttemptChannel(object_store(url))
+        return Mailbox(object_store(url))
 
     def write_order(self, order: JobOrder) -> None:
         """Create the folder and write its `job.json`.
@@ -144,8 +144,8 @@ class AttemptFolder:
         """Ask the job to write a checkpoint and end; asking again changes nothing."""
         if self.stop_requested():
             return
-        self.channel.order(ControlKind.STOP)
-        if self.channel.started() is None:  # a job of an older release reads this file only
+        self.mailbox.order(ControlKind.STOP)
+        if self.mailbox.started() is None:  # a job of an older release reads this file only
             path, said = self.path / "control.json", None
             with suppress(FileNotFoundError):
                 said = _json_of(path, SMALL)
@@ -153,20 +153,20 @@ class AttemptFolder:
 
     def stop_requested(self) -> bool:
         """Whether a stop of the job was requested."""
-        return any(control.kind is ControlKind.STOP for control in self.channel.controls())
+        return any(control.kind is ControlKind.STOP for control in self.mailbox.controls())
 
     def request_checkpoint(self) -> None:
         """Ask the job for one more checkpoint."""
-        self.channel.order(ControlKind.CHECKPOINT)
+        self.mailbox.order(ControlKind.CHECKPOINT)
 
     def checkpoints_requested(self) -> int:
         """The number of checkpoints requested so far: a job that wrote fewer owes one."""
-        return sum(control.kind is ControlKind.CHECKPOINT for control in self.channel.controls())
+        return sum(control.kind is ControlKind.CHECKPOINT for control in self.mailbox.controls())
 
     def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
         """Record that the job carried out the first `count` orders of this kind; None: all orders so far."""
-        for control in [one for one in self.channel.controls() if one.kind is kind][:count]:
-            self.channel.acknowledge(control.number)
+        for control in [one for one in self.mailbox.controls() if one.kind is kind][:count]:
+            self.mailbox.acknowledge(control.number)
 
     def write_result(self, result: JobResult) -> None:
         """Write how the job ended, as its last action.
@@ -175,7 +175,7 @@ class AttemptFolder:
             WorkspaceError: the disk is full or read-only; there is no result then.
             ConflictError: another job of this attempt wrote its result already.
         """
-        self.channel.answer(result.to_json())
+        self.mailbox.answer(result.to_json())
 
     def read_result(self) -> JobResult | None:
         """How the job ended, by its own report; None while there is no report.
@@ -183,7 +183,7 @@ class AttemptFolder:
         Raises:
             IntegrityError: it cannot be read.
         """
-        raw = self.channel.answered()
+        raw = self.mailbox.answered()
         if raw is None:  # a job that refuses its environment writes this file: it imports no channel code
             with suppress(FileNotFoundError):
                 raw = _json_of(self.path / "result.json", ANSWER)
@@ -225,13 +225,13 @@ class AttemptFolder:
         The records of a job of a million steps do not fit in memory: this reads as many as a person would inspect.
         Segments that cannot be read are skipped.
         """
-        found = self.channel.numbers(SAMPLES)
+        found = self.mailbox.numbers(SAMPLES)
         if len(found) > segments:
             found = [found[place * (len(found) - 1) // max(1, segments - 1)] for place in range(segments)]
         said: list[Fact] = []
         for number in found:
             with suppress(IntegrityError):
-                said += _facts(self.channel.segment(SAMPLES, number), f"{self.samples}/{number}")
+                said += _facts(self.mailbox.segment(SAMPLES, number), f"{self.samples}/{number}")
         return [fact for fact in said if isinstance(fact, Sample)]
 
     def last_progress(self) -> Progress | None:
@@ -240,7 +240,7 @@ class AttemptFolder:
         Raises:
             IntegrityError: a segment cannot be read.
         """
-        for data in self.channel.backwards(EVENTS):
+        for data in self.mailbox.backwards(EVENTS):
             for fact in reversed(_facts(data, str(self.events))):
                 if isinstance(fact, Progress):
                     return fact
@@ -266,7 +266,7 @@ class AttemptFolder:
         metered = None
         with suppress(IntegrityError):
             metered = self.metered()
-        said = self.channel.summary()
+        said = self.mailbox.summary()
         return max(metered or 0, said.tokens if said else 0)
 
     def checkpoint_steps(self) -> list[int]:
@@ -302,7 +302,7 @@ class AttemptFolder:
 
         A segment that cannot be read yields no facts.
         """
-        for number, data in self.channel.segments(stream, after, unreadable):
+        for number, data in self.mailbox.segments(stream, after, unreadable):
             facts: list[Fact] = []
             try:
                 facts = _facts(data, f"{self.path / stream}/{number:06d}.jsonl")
@@ -386,7 +386,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
     ) -> None:
         self._most, self._seconds, self._phase_seconds = most, seconds, phases
         make_folder(attempt.events)
-        self._channel = attempt.channel
+        self._channel = attempt.mailbox
         self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
         self._told, self._flushed = float("-inf"), time.monotonic()  # times of progress or a note, and of any segment
         self._progress: Progress | None = None
@@ -436,7 +436,7 @@ class _Segments:
         packed: pack many small segments into few; samples are large, and some are read by number.
     """
 
-    def __init__(self, channel: AttemptChannel, stream: str, packed: bool = False) -> None:
+    def __init__(self, channel: Mailbox, stream: str, packed: bool = False) -> None:
         self._channel, self._stream, self._packed = channel, stream, packed
         self.waiting: list[Fact] = []
         self.too_large: list[Fact] = []  # notes that replace facts above the limit

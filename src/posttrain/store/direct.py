@@ -35,7 +35,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX, digest_chunks
 from posttrain.domain.errors import InputError, NotFoundError, UnavailableError, UploadError
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import answering, blob_key
-from posttrain.store.reaching import connected
+from posttrain.store.retries import connected
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _REGION = "us-east-1"

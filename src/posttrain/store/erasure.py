@@ -35,7 +35,7 @@ from posttrain.store.schema import (
     runs,
     work,
 )
-from posttrain.store.writing import end_access
+from posttrain.store.writer import end_access
 
 _KEPT: Mapping[str, set[str]] = {  # words that reading and computing require
     "attempts": {"folder", "handle"},

@@ -185,7 +185,7 @@ class LedgerLock:
 
 
 @dataclass(frozen=True, slots=True)
-class SinksStanding:
+class SinkCounts:
     """The numbers of the sinks of one kind."""
 
     states: Mapping[str, int]
@@ -194,7 +194,7 @@ class SinksStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LedgerCounts:
     """The state of a ledger in numbers."""
 
     runs: Mapping[str, int]  # by state
@@ -207,10 +207,10 @@ class Standing:
     sealed: int  # events
     unsealed: int
     oldest_unsealed: float  # seconds
-    sinks: Mapping[str, SinksStanding] = field(default_factory=dict)  # by kind
+    sinks: Mapping[str, SinkCounts] = field(default_factory=dict)  # by kind
 
 
-def standing(database: Database, clock: Clock) -> Standing:
+def ledger_counts(database: Database, clock: Clock) -> LedgerCounts:
     """The current numbers of a ledger.
 
     Raises:
@@ -223,13 +223,13 @@ def standing(database: Database, clock: Clock) -> Standing:
         row = connection.execute(select(*_runs(), *_queue(now), *_log())).one()._mapping
         waiting = select(work.c.id).where(*_due(now), work.c.due_at == 0.0).order_by(work.c.id).limit(_AT_ONCE)
         at_once = frozenset(connection.execute(waiting).scalars())
-        kinds: dict[str, SinksStanding] = {}
+        kinds: dict[str, SinkCounts] = {}
         for kind, state, number, behind, failures in connection.execute(_SINKS):
-            known = kinds.get(kind, SinksStanding({}, 0, 0))
-            kinds[kind] = SinksStanding(
+            known = kinds.get(kind, SinkCounts({}, 0, 0))
+            kinds[kind] = SinkCounts(
                 {**known.states, state: number}, max(known.behind, behind or 0), max(known.failures, failures or 0)
             )
-    return Standing(
+    return LedgerCounts(
         runs={state: row[f"runs_{state}"] for state in RUN},
         due=row["due"],
         oldest_due=max(0.0, row["oldest_due"] or 0.0),

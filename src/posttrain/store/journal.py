@@ -184,7 +184,7 @@ def auditable(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditColumns:
     """How events record one table."""
 
     table: Table
@@ -223,36 +223,36 @@ def _empty(table: Table, name: str) -> Any:
 _SAID = frozenset({"message", "next_action"})
 
 
-TABLES: Mapping[str, Audited] = {
+TABLES: Mapping[str, AuditColumns] = {
     str(one.table.name): one
     for one in (
-        Audited(schema.projects, "project {id}"),
-        Audited(schema.principals, "principal {id}", frozenset({"name"})),
-        Audited(schema.roles, "role of {principal} in {project}"),
-        Audited(schema.tokens, "token {id}"),
-        Audited(schema.runs, "run {id}", _SAID | {"owner"}),
-        Audited(schema.stages, "stage {run_id}/{name}", _SAID),
-        Audited(
+        AuditColumns(schema.projects, "project {id}"),
+        AuditColumns(schema.principals, "principal {id}", frozenset({"name"})),
+        AuditColumns(schema.roles, "role of {principal} in {project}"),
+        AuditColumns(schema.tokens, "token {id}"),
+        AuditColumns(schema.runs, "run {id}", _SAID | {"owner"}),
+        AuditColumns(schema.stages, "stage {run_id}/{name}", _SAID),
+        AuditColumns(
             schema.attempts,
             "attempt {run_id}/{stage}/{number}",
             frozenset({"message", "failure_signature", "folder", "handle"}),
         ),
-        Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
-        Audited(schema.notes, "note {number} of run {run_id}", frozenset({"text"})),
-        Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
-        Audited(schema.asset_status, "status of asset {kind}:{name}@{version}", frozenset({"reason"})),
-        Audited(schema.releases, "release {sequence} of channel {channel}"),
-        Audited(schema.channels, "channel {name}"),
-        Audited(schema.deployments, "{role} deployment of channel {channel}"),
-        Audited(schema.quarantine, "quarantine of {model_digest} on channel {channel}", frozenset({"reason"})),
-        Audited(schema.approval_requests, "approval request {digest}"),
-        Audited(schema.approvals, "approval of {request} by {principal}", frozenset({"reason"})),
-        Audited(schema.looks, "look {number} of channel {channel}", frozenset({"owner"})),
-        Audited(schema.stage_cache, "cache entry {cache_key}"),
-        Audited(schema.artifacts, "artifact {digest}"),
-        Audited(schema.edges, "edge {producer} → {consumer} {slot}"),
-        Audited(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
-        Audited(schema.sinks, "sink {name}", frozenset({"settings", "rules"})),
+        AuditColumns(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
+        AuditColumns(schema.notes, "note {number} of run {run_id}", frozenset({"text"})),
+        AuditColumns(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
+        AuditColumns(schema.asset_status, "status of asset {kind}:{name}@{version}", frozenset({"reason"})),
+        AuditColumns(schema.releases, "release {sequence} of channel {channel}"),
+        AuditColumns(schema.channels, "channel {name}"),
+        AuditColumns(schema.deployments, "{role} deployment of channel {channel}"),
+        AuditColumns(schema.quarantine, "quarantine of {model_digest} on channel {channel}", frozenset({"reason"})),
+        AuditColumns(schema.approval_requests, "approval request {digest}"),
+        AuditColumns(schema.approvals, "approval of {request} by {principal}", frozenset({"reason"})),
+        AuditColumns(schema.looks, "look {number} of channel {channel}", frozenset({"owner"})),
+        AuditColumns(schema.stage_cache, "cache entry {cache_key}"),
+        AuditColumns(schema.artifacts, "artifact {digest}"),
+        AuditColumns(schema.edges, "edge {producer} → {consumer} {slot}"),
+        AuditColumns(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
+        AuditColumns(schema.sinks, "sink {name}", frozenset({"settings", "rules"})),
     )
 }
 

@@ -179,7 +179,7 @@ class Known:
     at: float
 
 
-class Repeats:
+class IdempotencyKeys:
     """The keyed requests of one principal in one project.
 
     Args:
@@ -370,7 +370,7 @@ def _quicker(digest: str) -> ConflictError:
     return ConflictError(f"upload {digest}: another request sent these bytes; ask for its offset and continue there")
 
 
-class Noted:
+class PendingUploads:
     """The sent bytes of one project."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -408,7 +408,7 @@ class Noted:
         return keyed(uploads, project=self._ledger.project, digest=digest)
 
 
-def forget_noted(ledger: Ledger, needed: Container[str], before: float) -> None:
+def forget_pending_uploads(ledger: Ledger, needed: Container[str], before: float) -> None:
     """Delete, in every project, the notes of bytes that were sent before a moment and are not needed."""
     with ledger.database.write(across="garbage of every project") as connection:
         old = connection.execute(select(uploads.c.project, uploads.c.digest).where(uploads.c.at < before)).all()

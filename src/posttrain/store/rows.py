@@ -235,7 +235,7 @@ class SinkReading(Reading):
         """The cursor of each sink that has one."""
         return {one.sink: one for one in self._all(Cursor, select(cursors).where(cursors.c.project == self._project))}
 
-    def sinks_standing(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
+    def sink_counts(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
         """Every sink with its cursor and the number of sealed events; one statement."""
         columns = [cursors.c[name] for name in Cursor.__dataclass_fields__]
         here = (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name)

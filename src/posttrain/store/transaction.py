@@ -45,7 +45,7 @@ from posttrain.store.schema import (
     stages,
 )
 from posttrain.store.scope import of_project
-from posttrain.store.writing import ApprovalWriting, GrantWriting, ReleaseWriting, SinkWriting
+from posttrain.store.writer import ApprovalWriting, GrantWriting, ReleaseWriting, SinkWriting
 
 _WATCH = sql(
     "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "

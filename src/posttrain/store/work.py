@@ -49,7 +49,7 @@ from posttrain.store.rows import plain, to_record
 from posttrain.store.schema import cursors, keyed, runs, stages, work
 from posttrain.store.scope import Scope
 from posttrain.store.snapshot import Snapshot, rows_on
-from posttrain.store.writing import FREE, FRESH
+from posttrain.store.writer import FREE, FRESH
 
 NEVER = 1e11  # seconds: until a writer schedules it
 _TOKEN_BYTES = 16

@@ -21,14 +21,14 @@ from typing import Any
 
 from posttrain.control.jobs import job_of
 from posttrain.decision.releases import moves as moving
-from posttrain.domain.approvals import APPROVED, Action, Standing, one_of
+from posttrain.domain.approvals import APPROVED, Action, ApprovalStatus, one_of
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.ids import DRIVER, canonical
+from posttrain.domain.jobspec import JobRef
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import Reason, ReleaseState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, ReleaseEntry, RunRecord, Signal, StageRecord
-from posttrain.domain.requests import JobRef
 from posttrain.domain.waits import Wait, span, told, waiting, waits
 from posttrain.drivers.requests import DriverKind, run_driver
 from posttrain.execution.ports import Executor
@@ -50,14 +50,14 @@ def as_they_stand(
     run: RunRecord,
     manifest: Manifest,
     rows: Sequence[StageRecord],
-    asked: Sequence[Standing],
+    asked: Sequence[ApprovalStatus],
     signals: Sequence[Signal],
     reader: str,
 ) -> tuple[RunRecord, list[StageRecord]]:
     """Return a run and its stages with the messages that are true now.
 
     Args:
-        asked: the standings of all approval requests of the run.
+        asked: the statuses of all approval requests of the run.
         signals: the signals sent to it.
         reader: the person who reads: only an approver gets the command that approves.
     """
@@ -78,7 +78,7 @@ def as_they_stand(
 
 
 def _waits(
-    row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signal], wait: Wait | None, reader: str
+    row: StageRecord, asked: Sequence[ApprovalStatus], sent: Mapping[str, Signal], wait: Wait | None, reader: str
 ) -> StageRecord:
     """Return a waiting stage with the approvals or the signal that have arrived since."""
     if not waiting(row):
@@ -97,7 +97,7 @@ def _waits(
     return replace(row, message=message, next_action=action)
 
 
-def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Standing], reader: str) -> str:
+def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[ApprovalStatus], reader: str) -> str:
     """Return the next action of a run whose release was refused; empty: the recorded action remains."""
     live = now.channel(channel)
     if live is not None and live.run_id == run.id:
@@ -111,7 +111,7 @@ def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Sta
     return asks_of(reader, found) if found.missing else promote
 
 
-def asks_of(reader: str, found: Standing) -> str:
+def asks_of(reader: str, found: ApprovalStatus) -> str:
     """Return the next action where approvals are missing: the command for an approver, the approvers for others."""
     command = found.request.command
     if not found.may:
@@ -284,7 +284,7 @@ def follow(
     """Yield pieces of logs as they appear, until the run has ended and everything was read.
 
     Args:
-        look: returns the run, as `Vigil.look`; its exceptions propagate.
+        look: returns the run, as `RunWatch.look`; its exceptions propagate.
     """
     read: dict[Path, int] = {}
     while True:
@@ -301,7 +301,7 @@ def follow(
             workspace.ledger.clock.sleep(interval)
 
 
-class Vigil:
+class RunWatch:
     """Waits for a run that another process drives: reports when none does, and ends at a deadline.
 
     Args:

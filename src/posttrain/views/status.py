@@ -17,10 +17,10 @@ from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
-from posttrain.control.channels import standings
-from posttrain.control.deciding import ADDED, choice_warnings, selection_words
-from posttrain.control.launching import trained_elsewhere
-from posttrain.domain.approvals import Standing
+from posttrain.control.channels import approval_statuses
+from posttrain.control.launch import trained_elsewhere
+from posttrain.control.release_plan import ADDED, choice_warnings, selection_words
+from posttrain.domain.approvals import ApprovalStatus
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.kinds import BEST, MODEL, Driver, kind_of
@@ -31,8 +31,8 @@ from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
-from posttrain.telemetry.tracking import StageProgress, StageWatcher
-from posttrain.views.drawn import drawn_words
+from posttrain.telemetry.tracker import StageProgress, StageWatcher
+from posttrain.views.evaluations import drawn_words
 from posttrain.views.logs import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
 from posttrain.workspace.settings import OpenWorkspace
 
@@ -166,7 +166,7 @@ class RunStatus:
     trouble: str = ""  # one line where a part of the run cannot be read
     warnings: tuple[str, ...] = ()  # the last ones of each stage's jobs, and those about its probes' choices
     signals: tuple[Signal, ...] = ()  # sent to it
-    approvals: tuple[Standing, ...] = ()  # of the requests on its behalf
+    approvals: tuple[ApprovalStatus, ...] = ()  # of the requests on its behalf
     image: str = ""  # of its jobs, except those that measure; empty: none
     notes: tuple[RunNote, ...] = ()  # texts and tags by people
 
@@ -428,10 +428,10 @@ class RunWatcher:
             run, stages, max(0.0, seconds), driver, action, self._trouble, tuple(warnings), signals, asked, image
         )
 
-    def _asked(self, run_id: str, rows: Sequence[StageRecord]) -> tuple[Standing, ...]:
+    def _asked(self, run_id: str, rows: Sequence[StageRecord]) -> tuple[ApprovalStatus, ...]:
         waits = any(row.reason in (Reason.WAITING_FOR_APPROVAL, Reason.APPROVAL_REJECTED) for row in rows)
         judged = any(kind_of(row.kind).ships and row.state != StageState.PENDING for row in rows)
-        return standings(self._workspace.stores, run_id=run_id) if waits or (judged and not self._brief) else ()
+        return approval_statuses(self._workspace.stores, run_id=run_id) if waits or (judged and not self._brief) else ()
 
     def watcher(self, stage: str) -> StageWatcher:
         """Return the reader of one stage's facts."""
@@ -440,7 +440,7 @@ class RunWatcher:
     def _progress(self, row: StageRecord, attempts: list[AttemptRecord]) -> StageProgress:
         if not self._brief:
             return self.watcher(row.name).read(attempts)
-        said = self._workspace.jobs.folders.of(attempts[-1]).channel.summary()
+        said = self._workspace.jobs.folders.of(attempts[-1]).mailbox.summary()
         return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
 
     def _attempts(self, ledger: Snapshot, row: StageRecord, own: Sequence[AttemptRecord]) -> list[AttemptRecord]:

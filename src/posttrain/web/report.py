@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from posttrain.control.comparing import Comparison, Difference
+from posttrain.control.comparison import Comparison, Difference
 from posttrain.control.scores import Response, Scores
 from posttrain.domain.gates import Verdict
 from posttrain.domain.jobs import Sample, Span

@@ -31,13 +31,13 @@ from posttrain.domain.kinds import ItemRange, compares, item_id
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.config.stages import DRAWN
 from posttrain.engine.groups.worker_group import WorkerGroup
-from posttrain.engine.models.loading import encode_prompts
+from posttrain.engine.models.files import encode_prompts
 from posttrain.engine.rollout.port import PromptBatch, RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker, generate
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import response_text
+from posttrain.engine.scores import response_text
 from posttrain.engine.settings import LossProbeConfig
-from posttrain.engine.tracing import StepReport, Trace
+from posttrain.engine.trace import StepReport, Trace
 from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
 
 _SECONDS = 5.0  # maximum time to find the answer in one response: a hundred thousand times the usual time

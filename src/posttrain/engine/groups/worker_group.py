@@ -44,7 +44,7 @@ from posttrain.engine.groups.port import (
     StoredShard,
     WorkerLostError,
 )
-from posttrain.pacing.balancing import TOKENS, Assignment, CostModel, balance
+from posttrain.pacing.balance import TOKENS, Assignment, CostModel, balance
 
 _TURN = 0.02  # seconds that ranks which have ended a call wait for others
 _FETCH = 5.0  # minimum seconds to fetch an answer, however late the caller asks for it

@@ -43,12 +43,12 @@ from posttrain.engine.batch import TokenBatch, peak_memory
 from posttrain.engine.config import RowsConfig, TrainingConfig
 from posttrain.engine.evaluation.evaluate import ProbeSchedule
 from posttrain.engine.groups.port import Recorder
-from posttrain.engine.loop.learning import Learning
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Journal, Recipe, Reserve, free
+from posttrain.engine.loop.updates import Learning
 from posttrain.engine.recipes.algorithm import RowAlgorithm
 from posttrain.engine.settings import EarlyStoppingConfig
-from posttrain.engine.tracing import StepReport, Trace
+from posttrain.engine.trace import StepReport, Trace
 from posttrain.engine.weights.checkpoint import BestModel, TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.stream import PolicyVersion
 
@@ -63,7 +63,7 @@ class UnmeasuredError(JobFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ProbeState:
     """The state of the probes so far; plain JSON in a checkpoint."""
 
     best: float | None = None  # the best value; None: not probed yet
@@ -85,7 +85,7 @@ class Selection:
     metric: str
     lower: bool
     stopping: EarlyStoppingConfig | None = None
-    standing: Standing = field(default_factory=Standing)
+    state: ProbeState = field(default_factory=ProbeState)
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Selection | None:
@@ -100,25 +100,25 @@ class Selection:
         Raises:
             UnmeasuredError: its value is not finite.
         """
-        value, before = values[self.metric], self.standing
+        value, before = values[self.metric], self.state
         if not math.isfinite(value):
             raise UnmeasuredError(f"{self.metric} at step {step} must be finite, got {value}; lower the learning rate")
         better = before.best is None or self._gain(value, before.best) > 0
         least = self.stopping.min_delta if self.stopping else 0.0
         improved = before.counted is None or self._gain(value, before.counted) > least
         now = replace(before, best=value, step=step) if better else before
-        self.standing = replace(now, counted=value, missed=0) if improved else replace(now, missed=before.missed + 1)
+        self.state = replace(now, counted=value, missed=0) if improved else replace(now, missed=before.missed + 1)
         return better
 
     @property
     def over(self) -> bool:
         """Whether the stage has to stop."""
-        return self.stopping is not None and self.standing.missed >= self.stopping.patience
+        return self.stopping is not None and self.state.missed >= self.stopping.patience
 
     def told(self, step: int, total: int) -> str:
         """Return why a stage ends at `step`, in one sentence."""
         assert self.stopping is not None
-        now, least = self.standing, self.stopping.min_delta
+        now, least = self.state, self.stopping.min_delta
         better = f"better than {now.counted:.4g}" + (f" by more than {least:g}" if least else "")
         probes = f"{now.missed} probe{'s' if now.missed > 1 else ''}"
         return (
@@ -128,14 +128,14 @@ class Selection:
 
     def metrics(self, stopped_at: int | None = None) -> dict[str, float]:
         """Return the metrics that a stage's result reports of it."""
-        if self.standing.best is None:
+        if self.state.best is None:
             return {}
-        found = {"best/step": float(self.standing.step), f"best/{self.metric}": self.standing.best}
+        found = {"best/step": float(self.state.step), f"best/{self.metric}": self.state.best}
         return found if stopped_at is None else {**found, "stopped_early/step": float(stopped_at)}
 
     def resume(self, value: Mapping[str, Any] | None) -> Self:
         """Continue from the state in a checkpoint."""
-        self.standing = Standing(**value) if value else Standing()
+        self.state = ProbeState(**value) if value else ProbeState()
         return self
 
     def _gain(self, value: float, other: float) -> float:
@@ -232,7 +232,7 @@ class Controller:
         if self.selection:
             self.selection.resume(state.probes)
         if self.best:
-            self.best.take_from(path, self.selection.standing.step if self.selection else 0)
+            self.best.take_from(path, self.selection.state.step if self.selection else 0)
         self.sink(Note(f"resumed from the checkpoint at step {state.step}", time.time()))
 
     def run(self) -> Outcome:
@@ -356,7 +356,7 @@ class Controller:
             self.tokens,
             dict(self._metrics),
             self._incarnation,
-            asdict(self.selection.standing) if self.selection else None,
+            asdict(self.selection.state) if self.selection else None,
             not self._idle,
         )
         self.flush()

@@ -23,15 +23,15 @@ from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
 from posttrain.engine.evaluation.evaluate import Probe, ProbeSchedule
-from posttrain.engine.loop.collecting import Collector, Form
-from posttrain.engine.loop.learning import Learning
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.pipeline import Collector, Form
+from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Journal, Reserve, free
+from posttrain.engine.loop.updates import Learning
 from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup, with_temperature
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import Environment, Scorer
-from posttrain.engine.tracing import SampleTracer, StepReport, Trace, TraceBudget
+from posttrain.engine.scores import Environment, Scorer
+from posttrain.engine.trace import SampleTracer, StepReport, Trace, TraceBudget
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder
 from posttrain.sandbox.port import Score

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 from posttrain.domain.canonical import canonical_json, derive_seed, digest_bytes
 from posttrain.domain.errors import InputError, IntegrityError
-from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.publication import Roles
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Group, Prompt, Sample, Segment, Trajectory
-from posttrain.engine.tracing import StepReport, Trace
+from posttrain.engine.trace import StepReport, Trace
 from posttrain.engine.weights.checkpoint import write_tensors
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.pacing.admission import Entry

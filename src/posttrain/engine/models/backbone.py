@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.sharding import SequenceGroup
-from posttrain.pacing.balancing import TOKENS, CostModel
+from posttrain.pacing.balance import TOKENS, CostModel
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"

@@ -10,7 +10,7 @@ from typing import final
 from posttrain.engine.algorithms.objectives import PreferenceObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import RewardModelConfig, RowsConfig
-from posttrain.engine.models.loading import PreferencePair
+from posttrain.engine.models.files import PreferencePair
 from posttrain.engine.recipes.algorithm import RowAlgorithm, RowSource, Update
 
 

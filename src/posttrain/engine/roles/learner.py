@@ -27,7 +27,7 @@ from posttrain.engine.models.sharding import FullySharded, Unsharded, checkpoint
 from posttrain.engine.roles.port import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import write_role
-from posttrain.pacing.balancing import micro_batches
+from posttrain.pacing.balance import micro_batches
 
 _MICRO_BATCH_TOKENS = {
     "cpu": 4096,

@@ -20,8 +20,8 @@ from torch import Tensor
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.files import ModelSource, ScalarSource, save_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_classifier, adopt_module
-from posttrain.engine.models.loading import ModelSource, ScalarSource, save_model
 from posttrain.engine.models.logprobs import Model, predict, predict_topk, predictable
 from posttrain.engine.models.sharding import Layout, Shard, open_sequence_group
 from posttrain.engine.roles.learner import Learner
@@ -30,7 +30,7 @@ from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role
 from posttrain.engine.weights.stream import Attestation, Bucket, WeightSource, carried
 from posttrain.engine.wide import TopK, WideRows, fetched
-from posttrain.pacing.balancing import micro_batches
+from posttrain.pacing.balance import micro_batches
 
 
 def with_prediction(batch: TokenBatch, column: str, need: Need, found: Tensor) -> TokenBatch:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
-from posttrain.engine.rollout.scheduling import Intake
+from posttrain.engine.rollout.schedule import Intake
 from posttrain.engine.samples import Trajectory
 
 Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # all with the same sampling; answers in their order

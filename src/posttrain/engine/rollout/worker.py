@@ -24,8 +24,8 @@ from posttrain.domain.errors import (
 )
 from posttrain.engine.batch import Provenance
 from posttrain.engine.groups.port import RankContext, Stored
+from posttrain.engine.models.files import ModelSource, load_tokenizer
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.loading import ModelSource, load_tokenizer
 from posttrain.engine.models.sharding import Layout, Shard, layout_of, put
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
@@ -43,9 +43,9 @@ from posttrain.engine.rollout.port import (
 from posttrain.engine.samples import Group, Ints, Trajectory, groups_of
 from posttrain.engine.weights.stream import (
     Attestation,
+    AttestedWeights,
     Bucket,
     PolicyVersion,
-    Standing,
     View,
     WeightSource,
     attest_views,
@@ -431,7 +431,7 @@ class RolloutWorker:
             raise InputError(f"rollout rank {self._rank} must be in a process of the policy, is not; send it buckets")
         exchange(self._neighbour, count, self._put)
 
-    def attest(self) -> Standing:
+    def attest(self) -> AttestedWeights:
         """Attest the weights that this engine decodes with now, by its views.
 
         Raises:
@@ -445,9 +445,9 @@ class RolloutWorker:
             )
         found = attest_views(views)
         if self._served is None:
-            return Standing(found, None, changed=True)
+            return AttestedWeights(found, None, changed=True)
         version, before = self._served
-        return Standing(found, version, changed=found != before)
+        return AttestedWeights(found, version, changed=found != before)
 
     def accept(self, version: PolicyVersion, found: Attestation) -> str:
         """Accept the attested weights as `version`, and sample with it from now on."""

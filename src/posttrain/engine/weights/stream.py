@@ -9,7 +9,7 @@ A bucket holds a sender's weights, in the reader's types, a bounded number of by
 
 A bucket is one stretch of memory, so it travels as one message. A larger tensor spans several buckets, split by rows.
 
-`PolicyVersion` names a state of the policy; `Standing` records the attested state of a reader.
+`PolicyVersion` names a state of the policy; `AttestedWeights` records the attested state of a reader.
 
 Attestation is a hash of weights that ranks compute from their pieces, and that adds up to the hash of the whole. For
 every tensor, viewed as a matrix (`models.sharding.Shard`), with x[r, c] the bits of an element as an integer::
@@ -417,7 +417,7 @@ class PolicyVersion:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AttestedWeights:
     """The weights that one rank of the rollout decodes with, as its engine attested them."""
 
     found: Attestation

@@ -21,7 +21,7 @@ from posttrain.domain.jobs import (
     Submission,
     Unknown,
 )
-from posttrain.domain.requests import JobRef, JobRequest, Listed
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.execution.environment import read_log
 from posttrain.store.attempts import AttemptFolder
 
@@ -50,7 +50,7 @@ class Hostility:
 
 @dataclass
 class _Job:
-    spec: JobRequest
+    spec: JobSpec
     seen: Observation
     visible: float  # when it becomes visible
     begun: float
@@ -72,18 +72,18 @@ class FakeExecutor:
 
     def __init__(
         self,
-        on_launch: Callable[[JobRequest], int | None] | None = None,
+        on_launch: Callable[[JobSpec], int | None] | None = None,
         now: Callable[[], float] = time.time,
         hostility: Hostility | None = None,
     ) -> None:
-        self.launched: list[JobRequest] = []  # each job once, in order
+        self.launched: list[JobSpec] = []  # each job once, in order
         self.cancelled: list[str] = []  # names of live jobs that were killed
         self.room = Capacity()
         self.images = False  # set by tests
         self.hostility = hostility or Hostility()
         self._on_launch = on_launch
         self._jobs: dict[str, list[_Job]] = {}
-        self._coming: list[tuple[float, JobRequest]] = []
+        self._coming: list[tuple[float, JobSpec]] = []
         self._asked: dict[str, float] = {}  # name → when it was last submitted
         self._now, self._born = now, now()
 
@@ -92,7 +92,7 @@ class FakeExecutor:
         """See `Executor.idempotent`."""
         return self.hostility.idempotent
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         """See `Executor.submit`."""
         if request.image and not self.images:
             raise InputError(f"job {request.name} asks for image {request.image}; the fake gives none: ask for none")
@@ -124,7 +124,7 @@ class FakeExecutor:
     def signal(self, job: JobRef, word: Signal) -> None:
         """See `Executor.signal`."""
         if Path(job.attempt_dir).is_dir():
-            folder = AttemptFolder(Path(job.attempt_dir), job.channel)
+            folder = AttemptFolder(Path(job.attempt_dir), job.mailbox)
             folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:
@@ -169,7 +169,7 @@ class FakeExecutor:
             job.begun, job.ended = now, None
             job.seen = Observation(JobState.RUNNING, incarnation=job.seen.incarnation + 1)
 
-    def _start(self, spec: JobRequest, visible: float) -> None:
+    def _start(self, spec: JobSpec, visible: float) -> None:
         job = _Job(spec, Observation(JobState.RUNNING), visible, self._now())
         self._jobs.setdefault(spec.name, []).append(job)
         self.launched.append(spec)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, nearest
 from posttrain.domain.jobs import Accepted, Capacity, Exists, LogPage, Observation, Signal, Submission, Unknown
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.domain.plugins import EXECUTORS, Plugin, find_plugin, plugin_names
-from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution.ports import Executor
 
 _VERBS = ("submit", "observe", "signal", "kill", "list", "logs", "capacity")
@@ -57,7 +57,7 @@ class InstalledExecutor:
         with self._asked("images") as made:
             return bool(getattr(made, "images", False))
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         """See `Executor.submit`."""
         plugin, made = self._load()
         try:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.jobs import JobCommand, JobOrder, JobResult
 from posttrain.domain.kinds import RATE, ItemRange, StageContract, kind_of
 from posttrain.store.attempts import AttemptFolder
 
@@ -51,9 +51,9 @@ class FakeTrainer:
         """See `Trainer.devices`; returns its parameter `devices`."""
         return int(params.get("devices", 0))
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
         """See `Trainer.compile`."""
-        return JobSpec(order.name, self._module, str(attempt_dir), devices=self.devices(order.kind, order.params))
+        return JobCommand(order.name, self._module, str(attempt_dir), devices=self.devices(order.kind, order.params))
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """See `Trainer.collect`."""

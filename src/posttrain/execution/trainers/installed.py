@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.jobs import JobCommand, JobOrder, JobResult
 from posttrain.domain.kinds import CONTROL, StageContract, refuse_malformed
 from posttrain.domain.plugins import TRAINERS, Plugin, find_plugin, plugin_names
 from posttrain.execution.ports import Trainer
@@ -58,7 +58,7 @@ class InstalledTrainer:
         with self.plugin.calling("devices"):
             return self._trainer.devices(kind, params)
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
         """See `Trainer.compile`."""
         with self.plugin.calling("compile"):
             return self._trainer.compile(order, attempt_dir)

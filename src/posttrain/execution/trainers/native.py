@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.jobs import JobCommand, JobOrder, JobResult
 from posttrain.domain.kinds import (
     OWN,
     ItemRange,
@@ -49,7 +49,7 @@ from posttrain.store.attempts import AttemptFolder
 _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
     *("domain/canonical.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py"),
-    *("domain/weights.py", "pacing/admission.py", "pacing/balancing.py"),
+    *("domain/weights.py", "pacing/admission.py", "pacing/balance.py"),
     *("planner/residency.py", "planner/sizes.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
@@ -95,7 +95,7 @@ class NativeTrainer:
             length=_length(config),
         )
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
         """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting costs 9x)."""
         kind = kind_of(order.kind)
         if not kind.module:
@@ -103,7 +103,9 @@ class NativeTrainer:
         threads = str(order.params.get("runtime", {}).get("threads", 1))
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
-        return JobSpec(order.name, kind.module, str(attempt_dir), environment, self.devices(order.kind, order.params))
+        return JobCommand(
+            order.name, kind.module, str(attempt_dir), environment, self.devices(order.kind, order.params)
+        )
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
         """Return 1 for a single process, else the GPUs of its pools; 0 for a stage on a named cluster or on CPUs, or of

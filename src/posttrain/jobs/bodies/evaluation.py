@@ -35,8 +35,8 @@ from posttrain.engine.evaluation.evaluate import (
     evaluate_suite,
     suite_items,
 )
+from posttrain.engine.models.files import ModelSource, decode_response, encode_prompts, load_tokenizer
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.loading import ModelSource, decode_response, encode_prompts, load_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import decoding_fallbacks, generate, open_rollout

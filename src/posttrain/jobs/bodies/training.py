@@ -52,8 +52,7 @@ from posttrain.engine.groups.worker_group import DEADLINES, Deadlines, ResourceP
 from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order, Selection
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import (
+from posttrain.engine.models.files import (
     ModelSource,
     ScalarSource,
     character_tokenizer,
@@ -65,20 +64,21 @@ from posttrain.engine.models.loading import (
     load_tokenizer,
     save_model,
 )
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scoring import Environment, ModelScorer, RewardScorer, Scorer, TextEnvironment, response_text
+from posttrain.engine.scores import Environment, ModelScorer, RewardScorer, Scorer, TextEnvironment, response_text
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.machine import room_of, this_machine
 from posttrain.jobs.bodies.rewards import open_rewards
 from posttrain.jobs.entry import Job, failed, loading
-from posttrain.pacing.balancing import TOKENS, CostModel
+from posttrain.pacing.balance import TOKENS, CostModel
 from posttrain.planner.residency import Shape, infeasible
 from posttrain.planner.sizes import Room, Settled, settle
-from posttrain.store.channel import ControlKind
+from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
 
 _SEQUENCE_PARALLEL = frozenset({"policy", "critic", "reward_model"})  # roles whose ranks can share one batch's tokens

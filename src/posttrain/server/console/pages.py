@@ -11,7 +11,7 @@ from starlette.responses import Response
 from posttrain.decision.releases import rollback_target
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import ReleaseState, is_final
-from posttrain.server.console.visiting import Visit, redirect
+from posttrain.server.console.visits import Visit, redirect
 
 if TYPE_CHECKING:
     from posttrain.api.values import ChannelView, RunSummary

@@ -30,11 +30,11 @@ from fastapi import FastAPI, Request, Response
 from posttrain.api.control import Control
 from posttrain.domain.errors import AuthenticationError, BusyError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import is_final
-from posttrain.server.console import pages, visiting
-from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
+from posttrain.server.console import pages, visits
+from posttrain.server.console.visits import ASSETS, HEADERS, Visit, asset, failed, html, redirect
 from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, LOOK, READ, in_thread
+from posttrain.server.operations import Server
 from posttrain.server.streams import Followed, is_ending
-from posttrain.server.underway import Server
 
 if TYPE_CHECKING:
     from posttrain.api.values import RunSummary
@@ -195,15 +195,15 @@ def _enter(server: Server, request: Request) -> Visit:
         AuthenticationError: no valid session for the project. NotFoundError: the path is not valid.
     """
     project = request.path_params["project"]
-    secret = visiting.secret_of(request, project, secure=server.secure)
+    secret = visits.secret_of(request, project, secure=server.secure)
     if not secret:
         raise AuthenticationError("log in to this project")
-    who = visiting.asker(server, secret, project)
-    request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+    who = visits.asker(server, secret, project)
+    request.state.asker, request.state.principal = who, server.authentication.known_as(who)
     words = [*request.path_params.values(), *(word for _, word in request.query_params.multi_items())]
     if any(not word.isprintable() or "\ufffd" in word or len(word) > _LONGEST for word in words):
         raise NotFoundError("nothing has that name")
-    control = server.entrance.control(who, request.state.id)
+    control = server.authentication.control(who, request.state.id)
     return Visit(server, request, who, secret, control, control.whoami().role, {})
 
 
@@ -229,7 +229,7 @@ async def _elsewhere(visit: Visit, run_id: str, *, computes: bool = False) -> Re
     """Return the answer of the server of the host with a run's jobs; None: this server has to answer."""
     server, who = visit.server, visit.asker
     found = await server.peers.answer(
-        visit.request, lambda: server.entrance.ledger(who), run_id, who.identity, computes=computes
+        visit.request, lambda: server.authentication.ledger(who), run_id, who.identity, computes=computes
     )
     if found is not None:
         found.headers.update(HEADERS)
@@ -241,7 +241,7 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
         visit = None
         try:
             visit = await in_thread(READ, _enter, server, request)
-            fields = await visiting.read_form(request, visit.secret, secure=server.secure)
+            fields = await visits.read_form(request, visit.secret, secure=server.secure)
             async with server.limits.taken(visit.asker.identity.principal, HEAVY):
                 return await in_thread(HEAVY, page, visit.sending(fields))
         except Exception as error:
@@ -251,7 +251,7 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
 
 
 def _to_login(request: Request) -> Response:
-    known = visiting.place(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+    known = visits.place(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
     return redirect(f"/login?next={quote(known, safe='')}" if known else "/login")
 
 
@@ -261,10 +261,10 @@ async def _first(server: Server, request: Request) -> Response:
 
 
 def _home(server: Server, request: Request) -> str:
-    for project in visiting.projects(request, secure=server.secure):
-        secret = visiting.secret_of(request, project, secure=server.secure)
+    for project in visits.projects(request, secure=server.secure):
+        secret = visits.secret_of(request, project, secure=server.secure)
         with suppress(AuthenticationError):
-            visiting.asker(server, secret, project)
+            visits.asker(server, secret, project)
             return f"/projects/{project}/runs"
     return "/login"
 
@@ -274,54 +274,54 @@ async def _login_page(server: Server, request: Request) -> Response:
 
 
 def _login(server: Server, request: Request, wrong: str, status: int = 200) -> Response:
-    secret = visiting.secret_of(request, visiting.LOGIN, secure=server.secure)
+    secret = visits.secret_of(request, visits.LOGIN, secure=server.secure)
     made = secret or server.workspace.ledger.entropy(32).hex()
-    wanted = visiting.place(request.query_params.get("next", ""))
-    answer = html("login", status, form_token=visiting.form_token(made), wanted=wanted, wrong=wrong)
+    wanted = visits.place(request.query_params.get("next", ""))
+    answer = html("login", status, form_token=visits.form_token(made), wanted=wanted, wrong=wrong)
     if not secret:
-        _keep(server, answer, visiting.LOGIN, made)
+        _keep(server, answer, visits.LOGIN, made)
     return answer
 
 
 async def _log_in(server: Server, request: Request) -> Response:
     try:
-        secret = visiting.secret_of(request, visiting.LOGIN, secure=server.secure)
-        fields = await visiting.read_form(request, secret, secure=server.secure)
+        secret = visits.secret_of(request, visits.LOGIN, secure=server.secure)
+        fields = await visits.read_form(request, secret, secure=server.secure)
         where = f"address {request.client.host if request.client else ''}"
         async with server.limits.taken(where, LOGIN):  # guessing is limited to a few threads, and locks no one else out
-            found = await in_thread(READ, visiting.log_in, server, fields.get("token", "").strip())
+            found = await in_thread(READ, visits.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")
     except AuthenticationError as error:
         return _login(server, request, str(error), 401)
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)
-    answer = redirect(visiting.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
+    answer = redirect(visits.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
     for project, made in found.items():
-        if before := visiting.secret_of(request, project, secure=server.secure):
-            await in_thread(READ, visiting.log_out, server, before)
+        if before := visits.secret_of(request, project, secure=server.secure):
+            await in_thread(READ, visits.log_out, server, before)
         _keep(server, answer, project, made)
     return answer
 
 
 async def _log_out(server: Server, request: Request) -> Response:
     project = request.path_params["project"]
-    secret = visiting.secret_of(request, project, secure=server.secure)
+    secret = visits.secret_of(request, project, secure=server.secure)
     try:
-        await visiting.read_form(request, secret, secure=server.secure)
-        await in_thread(READ, visiting.log_out, server, secret)
+        await visits.read_form(request, secret, secure=server.secure)
+        await in_thread(READ, visits.log_out, server, secret)
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)
     answer = redirect("/login")
     answer.delete_cookie(
-        visiting.cookie(project, secure=server.secure), secure=server.secure, httponly=True, samesite="strict"
+        visits.cookie(project, secure=server.secure), secure=server.secure, httponly=True, samesite="strict"
     )
     return answer
 
 
 def _keep(server: Server, answer: Response, project: str, secret: str) -> None:
     answer.set_cookie(
-        visiting.cookie(project, secure=server.secure), secret, secure=server.secure, httponly=True, samesite="strict"
+        visits.cookie(project, secure=server.secure), secret, secure=server.secure, httponly=True, samesite="strict"
     )
 
 

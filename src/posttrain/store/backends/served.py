@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.store.atomic import write_stream
-from posttrain.store.reaching import PATIENCE, REFUSED, JobAccess, Reach, connected, reached, refusal
+from posttrain.store.retries import PATIENCE, REFUSED, JobAccess, Reach, connected, reached, refusal
 
 _PIECE = 1 << 20
 _IN_MEMORY = 8 << 20

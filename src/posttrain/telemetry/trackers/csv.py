@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.telemetry.tracking import AppendedTracker, Cursor, Row, TrackedRun
+from posttrain.telemetry.tracker import AppendedTracker, Cursor, Row, TrackedRun
 
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _HEADER = (",".join(COLUMNS) + "\n").encode()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Tracker, refuse_another
+from posttrain.telemetry.tracker import ChannelState, Cursor, Ending, Row, TrackedRun, Tracker, refuse_another
 
 
 @dataclass

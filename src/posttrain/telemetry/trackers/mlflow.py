@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import make_folder
-from posttrain.telemetry.tracking import (
+from posttrain.telemetry.tracker import (
     ChannelState,
     Cursor,
     Ending,

@@ -13,7 +13,7 @@ from typing import IO, Any, ClassVar
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import write_stream
-from posttrain.telemetry.tracking import Cursor, Ending, FileTracker, Row, TrackedRun
+from posttrain.telemetry.tracker import Cursor, Ending, FileTracker, Row, TrackedRun
 
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _PLACE = ["stage", "metric", "step"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.telemetry.tracking import AppendedTracker, Cursor, Ending, Row, TrackedRun
+from posttrain.telemetry.tracker import AppendedTracker, Cursor, Ending, Row, TrackedRun
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -23,7 +23,7 @@ from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.ports import crashpoint
 from posttrain.foreign.wandb_export import records
 from posttrain.store.atomic import make_folder, write_atomic
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, Tracker, hold, refuse_another
+from posttrain.telemetry.tracker import Cursor, Ending, Row, TrackedRun, Tracker, hold, refuse_another
 
 STEP = "step"
 _MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one

@@ -34,7 +34,7 @@ from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix, fuse_weights, why_not_fusable
 from posttrain.engine.rollout.port import Completion, Generation, InFlight, KVShape, KVStore, Prompt, prompt_segments
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
-from posttrain.engine.rollout.scheduling import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
+from posttrain.engine.rollout.schedule import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
 from posttrain.engine.samples import Floats
 
 _PREFILL_TOKENS = 8192  # of prompts computed between two decoding steps

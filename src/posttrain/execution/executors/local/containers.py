@@ -39,9 +39,9 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.domain.requests import WORKSPACE, JobRequest
+from posttrain.domain.jobspec import WORKSPACE, JobSpec
 from posttrain.store.atomic import open_plain, write_json
-from posttrain.store.reaching import INSIDE, PRIVATE_CACHE, SOCKETS
+from posttrain.store.retries import INSIDE, PRIVATE_CACHE, SOCKETS
 
 FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # read by the driver: how long one attempt waits for its image
 FETCH_SECONDS = 1800.0  # enough for tens of GB and an outage of the registry
@@ -273,7 +273,7 @@ def _trouble(*_: str) -> str:
     return ""
 
 
-def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
+def contained(request: JobSpec, folder: Path) -> dict[str, Any]:
     """Return the container entry of spec.json for a job that names an image.
 
     Raises:

@@ -32,7 +32,7 @@ from posttrain.domain.jobs import (
     Signal,
     Submission,
 )
-from posttrain.domain.requests import JobRef, JobRequest, Listed
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.execution import processes
 from posttrain.execution.environment import read_log
 from posttrain.execution.executors.local import containers
@@ -79,7 +79,7 @@ class LocalExecutor:
         self._forks = ForkServer(preload) if preload else None
         self._machine = functools.cache(devices)
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobSpec) -> Submission:
         """See `Executor.submit`; the handle is the supervisor's pid. It never returns `Unknown`."""
         if not os.path.exists("/proc/self/stat"):
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
@@ -126,7 +126,7 @@ class LocalExecutor:
         """See `Executor.signal`."""
         folder = _folder(job)
         if folder.is_dir():
-            attempt = AttemptFolder(folder, job.channel)
+            attempt = AttemptFolder(folder, job.mailbox)
             attempt.request_stop() if word is Signal.STOP else attempt.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:
@@ -164,12 +164,12 @@ class LocalExecutor:
         """See `Executor.logs`."""
         return read_log(_folder(job) / "log.txt", cursor)
 
-    def _own(self, request: JobRequest) -> dict[str, str]:
+    def _own(self, request: JobSpec) -> dict[str, str]:
         """Return the variables that a job gets from this process: those of all jobs, and the secrets that it names."""
         named = {name: os.environ[name] for name in request.secrets if name in os.environ}
         return self._keep(os.environ) | processes.without_trackers(named)
 
-    def _start(self, folder: Path, request: JobRequest) -> int:
+    def _start(self, folder: Path, request: JobSpec) -> int:
         machine = self._machine() if request.devices else Devices()
         reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
         boxed = {containers.SPEC: containers.contained(request, folder)} if request.image else {}
@@ -185,7 +185,7 @@ class LocalExecutor:
         return code if code in _ANSWERS else _start_supervisor(folder, request, own)
 
 
-def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
+def refuse_elsewhere(request: JobSpec, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
     """Refuse requests that one machine without a scheduler cannot meet.
 
     Args:
@@ -273,7 +273,7 @@ def _folder(job: JobRef) -> Path:
     return Path(job.attempt_dir).absolute()
 
 
-def _start_supervisor(folder: Path, request: JobRequest, own: dict[str, str]) -> int:
+def _start_supervisor(folder: Path, request: JobSpec, own: dict[str, str]) -> int:
     """Start a supervisor, wait until it or another one has claimed the attempt, and return its exit code.
 
     Raises:

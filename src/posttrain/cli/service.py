@@ -1,0 +1,266 @@
+"""`serve`, `login`, `logout`, and permissions on a server: `whoami`, `project`, `member`, `token`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, answer_json, aside, moment, open_control, say
+from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
+
+if TYPE_CHECKING:
+    from posttrain.api.assets import Issued
+    from posttrain.domain.records import Token
+
+project_app = typer.Typer(
+    help="Manage the projects of a server and their images.", no_args_is_help=True, rich_markup_mode=None
+)
+member_app = typer.Typer(
+    help="Manage the roles of people and services in a project.", no_args_is_help=True, rich_markup_mode=None
+)
+token_app = typer.Typer(
+    help="Manage the tokens that identify callers to a server.", no_args_is_help=True, rich_markup_mode=None
+)
+ServerArgument = Annotated[str, typer.Argument(metavar="URL", help="Server, as http://127.0.0.1:8460 or https://HOST.")]
+PrincipalArgument = Annotated[str, typer.Argument(metavar="PRINCIPAL", help="user:NAME or service:NAME.")]
+DaysOption = Annotated[float, typer.Option(help="Days until the token expires; at most 366.")]
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8460,
+    tls_certificate: Annotated[Path | None, typer.Option(help="TLS certificate: PEM file.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate: PEM file.")] = None,
+    behind_proxy: Annotated[
+        bool, typer.Option("--behind-proxy", help="A proxy in front of the server terminates TLS.")
+    ] = False,
+    advertise: Annotated[
+        str, typer.Option(metavar="URL", help="Address at which servers of other hosts reach it.")
+    ] = "",
+    log_format: Annotated[str, typer.Option(help="json or text; default: text on a terminal, else json.")] = "",
+    log_level: Annotated[str, typer.Option(help="Lowest level: debug, info, warning or error.")] = "info",
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Do not print the first token, for output that is stored.")
+    ] = False,
+) -> None:
+    """Serve the workspace to a team over HTTP. The server answers the same verbs and drives every run."""
+    from posttrain.app.workspace import open_workspace
+
+    try:
+        from posttrain.server.logs import Logging
+        from posttrain.server.service import Bind, Telling, serve
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve needs the extra `server` ({error.name} is missing): pip install -e '.[server]' -c constraints.txt"
+        ) from error
+    with closing(open_workspace()) as workspace:
+        bind = Bind(host, port, tls_certificate, tls_key, behind_proxy, advertise)
+        serve(workspace, bind, _say_now, Telling(Logging(log_format, log_level), token=not no_token))
+
+
+def login(
+    url: ServerArgument,
+    project: Annotated[
+        str | None, typer.Option(help="Project of later commands; default: the token's.", show_default=False)
+    ] = None,
+) -> None:
+    """Store a token for a project of a server.
+
+    The command prompts for the token, or reads it from stdin if that is not a terminal.
+    """
+    from posttrain.client.logins import log_in, login_of, project_of
+    from posttrain.client.remote import remote_control
+    from posttrain.client.transport import Transport
+
+    Transport(url, "").look("/v1/version")  # without a server, fail before the prompt
+    token = str(typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()).strip()
+    project = project_of(Transport(url, token), project or os.environ.get(PROJECT_VARIABLE, ""))
+    found = remote_control(url, token, project).whoami()
+    log_in(url, token, project)
+    say(f"logged in to {url} as {found.principal}, {found.role or 'no role'} of {project}")
+    others = [name for name in login_of(url).tokens if name != project]
+    if others:
+        say(f"also logged in there to {', '.join(others)}; commands without --project ask {project}")
+    if os.environ.get(SERVER_VARIABLE, "").rstrip("/") != url.rstrip("/"):
+        say(f"next: export {SERVER_VARIABLE}={url}")
+
+
+def logout(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Server; default: POSTTRAIN_SERVER.", show_default=False)
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(help="Project; default: that of commands without --project.", show_default=False)
+    ] = None,
+) -> None:
+    """Delete the stored token for a project of a server. `token revoke` makes it invalid."""
+    from posttrain.client.logins import TOKEN_VARIABLE, log_out, login_of, servers
+
+    url = url or os.environ.get(SERVER_VARIABLE)
+    known = servers()
+    if not url:
+        which = f"you are logged in to {', '.join(known)}" if known else "you are logged in nowhere"
+        raise InputError(f"logout: URL must be that of a server, got none, and {SERVER_VARIABLE} is not set; {which}")
+    project = project or os.environ.get(PROJECT_VARIABLE, "")
+    found, left = log_out(url, project), login_of(url).tokens
+    if found:
+        say(f"the token of {found} for {url} is forgotten")
+    elif left:
+        say(f"there was no token of {project} for {url}{nearest(project, left)}")
+    else:
+        say(f"there was no token for {url}{nearest(url, known)}")
+    if found and left:
+        say(f"you are still logged in there to {', '.join(left)}: --project NAME selects the one to leave")
+    if os.environ.get(TOKEN_VARIABLE):
+        aside(f"warning: {TOKEN_VARIABLE} is set, and commands still use that token; unset it")
+
+
+def whoami(output: OutputOption = Output.TEXT) -> None:
+    """Show who you are, and what you may do."""
+    found = open_control().whoami()
+    answer_json(output, lambda: asdict(found))
+    say(f"{found.principal}, {found.role or 'no role'} of {found.project} (known by {found.auth})")
+    others = [f"{role} of {name}" for name, role in found.projects.items() if name != found.project]
+    if others:
+        say(f"also {', '.join(others)}")
+
+
+@project_app.command("add")
+def project_add(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Create a project and become its admin. The caller must be an admin of the project `default`."""
+    open_control().add_project(name)
+    say(f"project {name} created; commands with --project {name}, or POSTTRAIN_PROJECT={name}, use it")
+
+
+@project_app.command("ls")
+def project_ls(output: OutputOption = Output.TEXT) -> None:
+    """List the projects in which you have a role."""
+    found = open_control().whoami()
+    known = {found.project: found.role or "none", **found.projects}
+    answer_json(output, lambda: known)
+    say(*(f"{name}  {role}" for name, role in sorted(known.items())))
+
+
+_IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:…, or REGISTRY/NAME@* for every digest.")
+
+
+@project_app.command("images")
+def project_images(output: OutputOption = Output.TEXT) -> None:
+    """List the images that run files of the project may name."""
+    found = open_control().images()
+    answer_json(output, lambda: found)
+    if found is None:
+        say("no list is set: over a server, runs may name no image; in the folder of the workspace, any image")
+    else:
+        say(*(found or ["none"]))
+
+
+@project_app.command("allow-image")
+def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
+    """Allow runs of the project to name an image. Over a server, they may also bring a recipe that runs in it."""
+    open_control().allow_image(image)
+    say(f"runs may name {image}")
+
+
+@project_app.command("remove-image")
+def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
+    """Stop allowing new runs of the project to name an image.
+
+    Submitted runs keep their image; `posttrain stop` ends them.
+    """
+    open_control().remove_image(image)
+    say(f"no new run may name {image}")
+
+
+@member_app.command("ls")
+def member_ls(output: OutputOption = Output.TEXT) -> None:
+    """List everyone with a role in the project."""
+    found = open_control().members()
+    answer_json(output, lambda: found)
+    say(*(f"{name}  {role}" for name, role in found.items()))
+    if not found:
+        say("no one has a role; every user who can open the workspace is its admin")
+
+
+@member_app.command("set")
+def member_set(
+    principal: PrincipalArgument,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin.")],
+) -> None:
+    """Give a person or service a role in the project. It replaces an earlier role."""
+    open_control().set_member(principal, role)
+    say(f"{principal} is {role}; a token keeps the role it was issued with: posttrain token issue {principal}")
+
+
+@member_app.command("remove")
+def member_remove(principal: PrincipalArgument) -> None:
+    """Remove the role of a person or service. Their tokens become invalid in this project immediately."""
+    open_control().set_member(principal, None)
+    say(f"{principal} no longer has a role")
+
+
+@token_app.command("issue")
+def token_issue(
+    principal: PrincipalArgument,
+    role: Annotated[str | None, typer.Option(help="Highest role of the token; default: the member's.")] = None,
+    days: DaysOption = 30.0,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Issue a token for a person or service. The command shows it once, and it is not stored."""
+    control = open_control()
+    issued = control.issue_token(principal, role, days)
+    if principal not in control.members():
+        aside(f"warning: {principal} has no role here; the token opens nothing before posttrain member set {principal}")
+    _show(issued, output)
+
+
+@token_app.command("rotate")
+def token_rotate(
+    token: Annotated[str, typer.Argument(metavar="ID")], days: DaysOption = 30.0, output: OutputOption = Output.TEXT
+) -> None:
+    """Replace a token with a new one. The old token becomes invalid immediately."""
+    _show(open_control().rotate_token(token, days), output)
+
+
+@token_app.command("revoke")
+def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
+    """Revoke a token. It becomes invalid immediately."""
+    open_control().revoke_token(token)
+    say(f"token {token} is revoked")
+
+
+@token_app.command("ls")
+def token_ls(output: OutputOption = Output.TEXT) -> None:
+    """List the tokens of the project. Their secrets are not stored and not shown."""
+    found = open_control().tokens()
+    answer_json(output, lambda: [asdict(one) for one in found])
+    say(*(_line(one) for one in found))
+
+
+def _show(issued: Issued, output: Output) -> None:
+    token = issued.token
+    answer_json(output, lambda: {"secret": issued.secret, **asdict(token)})
+    most = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
+    until = moment(token.expires_at)
+    say(f"token {token.id} of {token.actor}, at most {most}, valid until {until}, shown once:", issued.secret)
+
+
+def _line(token: Token) -> str:
+    what = (
+        "revoked" if token.revoked_at else f"ends {moment(token.expires_at)}"
+    )  # whether it has ended depends on the server's clock
+    scopes = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
+    return f"{token.id}  {token.actor}  {scopes}  {what}"
+
+
+def _say_now(line: str) -> None:
+    """Print a line and flush it, so that a reader of a pipe gets it immediately."""
+    say(line)
+    sys.stdout.flush()

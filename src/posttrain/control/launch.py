@@ -1,0 +1,539 @@
+"""Launch of a ready stage's job: the stage cache, the checkpoint to resume from, the intent and the submission.
+
+A launch commits the intent, writes the job's order, and submits the job exactly once.
+
+An attempt resumes from the furthest committed checkpoint of the same work in any run. Work is the same if the stage's
+cache key is: a run with a larger budget or another placement resumes where its predecessor stopped.
+
+The stage cache stores results by code, parameters, seed and input digests, so that equal stages are computed once.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.control import budgets, jobs as environments
+from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
+from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, request_of, secrets_of_rewards
+from posttrain.control.stores import Stores
+from posttrain.data.catalog import external_versions, local_copy
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import (
+    CapacityError,
+    ConflictError,
+    FailureClass,
+    InfrastructureError,
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    WorkspaceError,
+)
+from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown, count
+from posttrain.domain.jobspec import secret_fault
+from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
+from posttrain.domain.manifest import Manifest, StageManifest, job_identity
+from posttrain.domain.ports import BlobStore, crashpoint
+from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.events.ports import SECRETS, secrets_of
+from posttrain.execution.ports import Trainer
+from posttrain.store.atomic import ANSWER, make_folder
+from posttrain.store.attempts import AttemptFolder, unclaimed
+from posttrain.store.hosts import Ledger
+from posttrain.store.retries import PRIVATE_CACHE
+from posttrain.store.sealer import head_name
+from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing, verify_tree
+
+_COMMIT, _STATE = "COMMIT", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint in the store."""
+
+    digest: str  # of its tree
+    step: int
+    origin: str  # run/stage that wrote it
+    tokens: int  # spent by its lineage
+
+
+def find_checkpoint(
+    stores: Stores,
+    folders: AttemptFolders,
+    stage: StageRecord,
+    own: Sequence[AttemptRecord],
+    same: Sequence[StageRecord],
+) -> Found | None:
+    """Publish and return the furthest checkpoint of this stage's attempts and of the stages `same` (equal cache keys).
+
+    Incomplete or damaged checkpoints do not count, and neither do those that a job drops while they are read.
+    """
+    candidates = _candidates(stores.ledger, folders, stage, own, same)
+    for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
+        checkpoint = folders.of(attempt).checkpoint(step)
+        try:
+            if checkpoint is None:
+                continue
+            digest = put_tree(stores.blobs, checkpoint.path)
+            if _whole(stores.blobs, digest) and tokens_in(stores.blobs, digest) == checkpoint.tokens:
+                return Found(digest, step, f"{attempt.run_id}/{attempt.stage}", checkpoint.tokens)
+        except (InputError, IntegrityError):  # dropped or replaced while it was read
+            continue
+    return None
+
+
+def tokens_in(blobs: BlobStore, checkpoint: str | None) -> int:
+    """Return the tokens that a checkpoint's lineage had spent when it was written; 0 without a checkpoint."""
+    return _number(_state(blobs, checkpoint), "tokens") if checkpoint is not None else 0
+
+
+def tokens_inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
+    """Return the tokens spent before the checkpoint that an attempt resumes from, as recorded in the ledger.
+
+    For attempts of older versions the checkpoint is read, never the order, which the job may have rewritten.
+
+    Raises:
+        IntegrityError: that checkpoint is damaged or was deleted.
+    """
+    return tokens_in(blobs, attempt.resume) if attempt.resumed_tokens is None else attempt.resumed_tokens
+
+
+def origin_of(stores: Stores, folders: AttemptFolders, stage: StageRecord, attempt: AttemptRecord) -> tuple[str, int]:
+    """Return (run/stage, step) of the checkpoint that an attempt resumes from; ("", 0) without a checkpoint."""
+    if attempt.resume is None:
+        return "", 0
+    if attempt.resumed_from is not None:
+        return attempt.resumed_from, attempt.resumed_step or 0
+    step = _number(_state(stores.blobs, attempt.resume), "step")
+    own = [a for a in stores.ledger.attempts(stage.run_id, stage.name) if a.number < attempt.number]
+    same = stores.ledger.stages_by_key(stage.cache_key or "")
+    found = (a for s, a in _candidates(stores.ledger, folders, stage, own, same) if s == step)
+    return next((f"{a.run_id}/{a.stage}" for a in found), "an earlier run"), step
+
+
+def trained_elsewhere(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> str:
+    """Return `steps 1-40 were trained in RUN/STAGE` if a stage resumed another stage's checkpoint; else empty.
+
+    Args:
+        attempts: of one stage, oldest first.
+    """
+    found = [taken for attempt in attempts if (taken := _foreign(stores, folders, attempt))]
+    return f"steps 1-{found[-1][1]} were trained in {found[-1][0]}" if found else ""
+
+
+def _state(blobs: BlobStore, checkpoint: str) -> Mapping[str, Any]:
+    listing = tree_listing(blobs, checkpoint)
+    value = _small(blobs, listing[_STATE]) if _STATE in listing else {}
+    if not isinstance(value, Mapping):
+        raise IntegrityError(f"{_STATE} of checkpoint {checkpoint} must be an object; remove the checkpoint")
+    return value
+
+
+def _number(state: Mapping[str, Any], name: str) -> int:
+    try:
+        return count(state.get(name, 0))
+    except TypeError as error:
+        raise IntegrityError(f"{_STATE} of a checkpoint: {name} {error}; remove the checkpoint") from error
+
+
+def _small(blobs: BlobStore, file: TreeFile) -> Any:
+    """Return the JSON of a checkpoint file; its size is limited, because a job wrote it."""
+    if file.size > ANSWER:
+        raise IntegrityError(f"a checkpoint's {_STATE} and {_COMMIT} must have at most {ANSWER} bytes, got {file.size}")
+    return read_json(blobs, file.digest)
+
+
+def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> int:
+    """Return the tokens of the checkpoints that a run's stages took from other runs, as `budgets.taken_over`.
+
+    Args:
+        attempts: of a run.
+    """
+    known = list(attempts)
+    for place, attempt in enumerate(known):
+        if attempt.resume is not None and (attempt.resumed_from is None or attempt.resumed_tokens is None):
+            origin, _ = _foreign(stores, folders, attempt) or (f"{attempt.run_id}/{attempt.stage}", 0)
+            known[place] = replace(attempt, resumed_from=origin, resumed_tokens=tokens_inherited(stores.blobs, attempt))
+    return budgets.taken_over(known)
+
+
+def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) -> tuple[str, int] | None:
+    """Return (run/stage, step) of the checkpoint that an attempt took from another stage; None: it took no such one."""
+    if attempt.resume is None:
+        return None
+    origin, step = attempt.resumed_from or "", attempt.resumed_step or 0
+    if not origin:  # recorded by an older version
+        with suppress(InputError, IntegrityError):  # not launched yet, or damaged
+            order = folders.of(attempt).read_order()
+            origin, step = order.resumed_from, order.resumed_step
+    if not origin:
+        stage = next(s for s in stores.ledger.stages(attempt.run_id) if s.name == attempt.stage)
+        origin, step = origin_of(stores, folders, stage, attempt)
+    return None if origin == f"{attempt.run_id}/{attempt.stage}" else (origin, step)
+
+
+def _candidates(
+    ledger: Ledger,
+    folders: AttemptFolders,
+    stage: StageRecord,
+    own: Sequence[AttemptRecord],
+    same: Sequence[StageRecord],
+) -> Iterator[tuple[int, AttemptRecord]]:
+    """Yield (step, attempt) of every possible checkpoint: the stage's own first, the newest attempt first."""
+    others = [s for s in same if (s.run_id, s.name) != (stage.run_id, stage.name)]
+    attempts = [a for other in others for a in ledger.attempts(other.run_id, other.name)]
+    for attempt in (*reversed(own), *attempts):
+        yield from ((step, attempt) for step in folders.of(attempt).checkpoint_steps())
+
+
+def _whole(blobs: BlobStore, digest: str) -> bool:
+    """Return whether the stored tree matches its COMMIT: the job may have dropped files during the read."""
+    listing = tree_listing(blobs, digest)
+    if _COMMIT not in listing:
+        return False
+    commit = CheckpointCommit.from_json(_small(blobs, listing[_COMMIT]))
+    unlisted = {name for name in listing if name.endswith(".safetensors")} - commit.shards.keys()
+    return not unlisted and all(
+        name in listing and listing[name].digest == shard for name, shard in commit.shards.items()
+    )
+
+
+def plan_attempt(
+    stores: Stores,
+    jobs: Jobs,
+    view: View,
+    stage: StageRecord,
+    key: str,
+    same: Sequence[StageRecord],
+    *,
+    unwatched: int | None,
+    rivals: int = 0,
+) -> tuple[Reason, str] | None:
+    """Commit the intent: an attempt with a deterministic external name. The next pass launches it.
+
+    Args:
+        same: stages with its cache key.
+        unwatched: slots taken by jobs of runs without a driver; None: the executor is asked only if there are any.
+        rivals: other stages of the run that could start now.
+
+    Returns:
+        Why it waits; None: it is planned.
+
+    Raises:
+        ConflictError: another driver ended the run since the rows were read.
+    """
+    earlier = view.tries(stage.name)
+    found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
+    attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
+    anew = " begins anew: no checkpoint was left" if attempt.number > 1 else ""
+    message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else anew)
+    if found:  # hashing it took time, and slots may have been taken
+        _, unwatched = taken_slots(stores, jobs)
+    plan = functools.partial(_plan, stores, jobs, view.manifest, stage, attempt, key, message, rivals)
+    try:
+        return plan(unwatched)
+    except _UnwatchedError:
+        return plan(taken_slots(stores, jobs)[1])
+
+
+class _UnwatchedError(Exception):
+    """Jobs of runs without a driver may take slots, and the executor was not asked whether they are alive."""
+
+
+def _plan(
+    stores: Stores,
+    jobs: Jobs,
+    manifest: Manifest,
+    stage: StageRecord,
+    attempt: AttemptRecord,
+    key: str,
+    message: str,
+    rivals: int,
+    unwatched: int | None,
+) -> tuple[Reason, str] | None:
+    """Do `plan_attempt` in one transaction, one per host at a time: no two take the same slot or share of a budget."""
+    limited = budgets.limited(manifest)  # else no rows are read to count the spending
+    with stores.ledger.transaction(stores.actor) as transaction:
+        state = transaction.lock_run(stage.run_id, slots_of=jobs.host or "")
+        if state != RunState.RUNNING:
+            raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: the run is {state}")
+        attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
+        stages = transaction.snapshot.stages(stage.run_id) if limited else []
+        taken_over = tokens_taken_over(stores, jobs.folders, [*attempts, attempt] if limited else [])
+        spent = budgets.spending(stages, attempts, taken_over=taken_over)
+        driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
+        if left and unwatched is None:
+            raise _UnwatchedError
+        held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0), rivals=rivals)
+        if isinstance(held, tuple):
+            return held
+        transaction.insert_attempt(replace(attempt, reserved_tokens=held.tokens, reserved_seconds=held.seconds))
+        transaction.update_stage(
+            stage,
+            state=StageState.RUNNING,
+            reason=Reason.RUNNING,
+            message=message,
+            next_action="",
+            cache_key=key,
+            started_at=stage.started_at or attempt.created_at,
+        )
+    return None
+
+
+def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | None, now: float) -> AttemptRecord:
+    """Return the planned attempt of this number, which resumes from the checkpoint `found`."""
+    directory = jobs.folders.path(stage.run_id, stage.name, number)
+    return AttemptRecord(
+        run_id=stage.run_id,
+        stage=stage.name,
+        number=number,
+        name=f"{stage.run_id}-{stage.name}-{number}",
+        folder=directory.relative_to(jobs.folders.root).as_posix(),
+        state=AttemptState.PLANNED,
+        executor=jobs.executor.name,
+        resume=found.digest if found else None,
+        channel=jobs.folders.mailbox_of(stage.run_id, stage.name, number),
+        resumed_from=found.origin if found else None,
+        resumed_step=found.step if found else None,
+        resumed_tokens=found.tokens if found else None,
+        reason=Reason.PLANNED,
+        created_at=now,
+        host=jobs.host,
+    )
+
+
+def launch_attempt(
+    stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
+) -> Failure | None:
+    """Submit an attempt's job, which the executor does not have yet, and record its handle.
+
+    Returns:
+        Why it could not be started; None: it was started, or waits.
+    """
+    manifest, folder = view.manifest, jobs.folders.of(attempt)
+    if waits_for_devices(stores, jobs, manifest, stage, trainer):
+        return None
+    cache = _cache(jobs, manifest, stage, attempt)
+    if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, stage, cache):
+        return refused
+    # an earlier order may be from a driver that died when the workspace had another place or trusted its rewards
+    attempt = _settled(stores, jobs, attempt)
+    order = _order(stores, jobs, view, stage, attempt)
+    if not jobs.folders.root.is_dir():  # create nothing at a former place of a workspace
+        raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
+    _lay_down(folder, order)
+    if jobs.access is not None:
+        jobs.access.give(attempt, folder.path, boxed=bool(order.image))
+    request = request_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
+    crashpoint("attempt.after_intent")
+    try:
+        answer = jobs.executor.submit(request)
+    except CapacityError as error:  # another job took the devices first
+        say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
+        return None
+    except InfrastructureError as error:
+        return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # not the job's fault, so no signature
+    if isinstance(answer, Unknown):
+        say(stores, stage, Reason.SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
+        return None
+    crashpoint("attempt.after_launch")
+    record_launch(stores, attempt, answer.handle, stage)
+    return None
+
+
+def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
+    """Return one observation of an attempt's job.
+
+    Raises:
+        InfrastructureError: the executor does not answer, or the job was submitted to another executor.
+    """
+    if attempt.executor != jobs.executor.name:
+        raise InfrastructureError(
+            f"{attempt.name} was submitted to executor {attempt.executor}, this process has {jobs.executor.name}; "
+            f"drive its run with {attempt.executor}"
+        )
+    return jobs.executor.observe([job_of(jobs.folders, attempt)])[0]
+
+
+def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
+    """Return the slots of this host that jobs of runs with a driver have, and those of runs without one.
+
+    The latter count while their jobs are alive, because no driver records their end.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    with stores.ledger.snapshot() as now:
+        driven, left = now.occupying(jobs.host, stores.clock.now())
+    found = jobs.executor.observe([job_of(jobs.folders, attempt) for attempt in left]) if left else []
+    return driven, sum(seen.live for seen in found)
+
+
+def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
+    """Return whether devices that a job of the stage needs are taken; if so, record their holders in its row.
+
+    Raises:
+        InputError: the machine has fewer devices than it needs.
+        InfrastructureError: the executor cannot read the devices.
+    """
+    plan = manifest.stage(stage.name)
+    wanted = trainer.devices(plan.kind, plan.params)
+    lack = jobs.executor.capacity().lack(wanted) if wanted else ""
+    if lack:
+        say(stores, stage, Reason.WAITING_FOR_DEVICES, lack)
+    return bool(lack)
+
+
+def say(
+    stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed", **columns: Any
+) -> None:
+    """Record why a stage waits, unless its row already contains it."""
+    if (stage.reason, stage.message) != (reason, message):
+        stores.update_stage(stage, reason=reason, message=message, next_action=action, **columns)
+
+
+def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: StageRecord) -> None:
+    """Record that the executor has the job."""
+    with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.update_attempt(
+            attempt,
+            state=AttemptState.LAUNCHED,
+            reason=Reason.LAUNCHED,
+            handle=handle,
+            launched_at=stores.clock.now(),
+        )
+        if stage.reason in (Reason.WAITING_FOR_DEVICES, Reason.SUBMISSION_UNKNOWN):
+            transaction.update_stage(stage, reason=Reason.RUNNING, message=f"attempt {attempt.number}", next_action="")
+    crashpoint("attempt.after_handle")
+
+
+def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
+    manifest = view.manifest
+    limited = budgets.limited(manifest)
+    attempts = stores.ledger.attempts(stage.run_id) if limited else []
+    inherited = tokens_inherited(stores.blobs, attempt)
+    origin, step = origin_of(stores, jobs.folders, stage, attempt)
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts)
+    spent = budgets.spending(stores.ledger.stages(stage.run_id) if limited else [], attempts, taken_over=taken_over)
+    share = budgets.share_of(manifest, attempt, spent)
+    plan = manifest.stage(stage.name)
+    image = manifest.image_of(plan)
+    return JobOrder(
+        name=attempt.name,
+        kind=plan.kind,
+        seed=manifest.seed,
+        params=plan.params,
+        inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
+        store_url="" if jobs.access else stores.blobs.url,
+        cache_dir=str(_cache(jobs, manifest, stage, attempt)),
+        resume=attempt.resume,
+        resumed_from=origin,
+        resumed_step=step,
+        tokens_inherited=inherited,
+        token_allowance=None if share.tokens is None else share.tokens + inherited,
+        seconds_allowance=share.seconds,
+        tokens_declared=manifest.budget.tokens,
+        seconds_declared=manifest.budget.wall_clock,
+        environment="" if image else environments.ordered(jobs, stage.run_id),
+        trust_rewards=jobs.trust_rewards,
+        epoch=attempt.number,
+        channel=jobs.folders.mailbox(attempt),
+        phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
+        served=jobs.access is not None,
+        image=image or "",
+        log_head=head_name(*view.head),
+    )
+
+
+def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecord:
+    """Set the attempt's mailbox to this workspace's place for it: a copy of a workspace has its own place, and older
+    versions recorded none.
+    """
+    url = jobs.folders.mailbox_of(attempt.run_id, attempt.stage, attempt.number)
+    return attempt if url == attempt.channel else stores.update_attempt(attempt, channel=url)
+
+
+def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
+    make_folder(folder.path)
+    # a running container could write into a replaced job.json
+    with unclaimed(folder.path) if order.image else nullcontext(True) as free:
+        if free:
+            folder.write_order(order)
+
+
+def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> Path:
+    """Return the cache folder of a job; an image's job has a private one, since no other job may read its writes."""
+    boxed = manifest.image_of(manifest.stage(stage.name))
+    return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
+
+
+def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
+    """Return the failure if secrets that a run's rewards still need are missing, before anything computes; else None.
+
+    They are looked up with the driver's present configuration, which may have changed since submission.
+    """
+    left = [one.name for one in view.stages if not is_final("stage", one.state)]
+    named = sorted({name for one in left for name in secrets_of_rewards(view.manifest.stage(one))})
+    if not named:
+        return None
+    project = stores.ledger.project
+    other = set(named) - secrets_of(project) if jobs.access is not None else set()
+    faults = [
+        f"secrets: {name}: must stand in {SECRETS} of the server as {project}/{name}; ask its operator"
+        if name in other
+        else secret_fault(name)
+        for name in named
+    ]
+    fault = next(filter(None, faults), "")
+    return Failure(FailureClass.BAD_INPUT, f"{fault}, then posttrain retry", "launch") if fault else None
+
+
+def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:
+    """Copy a job's external inputs into its cache, because jobs get no credentials of external stores.
+
+    Returns:
+        Why that failed; None: all inputs are there.
+
+    Raises:
+        InfrastructureError: the workspace's own store does not answer.
+    """
+    for blob in stage.inputs.values():
+        if stores.blobs.has(blob["digest"]):  # an error of the store raises, and does not use up an attempt
+            continue
+        versions = external_versions(
+            stores.ledger.assets_by_digest(blob["digest"]), blob["digest"], blob.get("name", "")
+        )
+        try:
+            if versions:
+                local_copy(versions, cache)
+        except (InfrastructureError, InputError, IntegrityError) as error:
+            passes = isinstance(error, InfrastructureError)
+            return Failure(FailureClass.INFRASTRUCTURE if passes else FailureClass.BAD_INPUT, str(error), "launch")
+    return None
+
+
+def _resumes(stage: StageRecord, found: Found) -> str:
+    own = found.origin == f"{stage.run_id}/{stage.name}"
+    return f" resumes from the checkpoint at step {found.step}" + ("" if own else f" of {found.origin}")
+
+
+def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
+    """Return the digest of exactly the values that decide a stage's outputs (`domain.manifest`)."""
+    code = deciding_code(manifest, stage)
+    decides = job_identity(stage.kind, stage.params, manifest.seed, inputs, manifest.image_of(stage))
+    return digest_json({"code": code, **decides})
+
+
+def usable(stage: StageRecord, blobs: BlobStore) -> bool:
+    """Return whether all bytes of a cached stage's outputs are still intact. A missing or corrupt blob is a miss."""
+    try:
+        for output in stage.outputs.values():
+            if output["form"] == "tree":
+                verify_tree(blobs, output["digest"])
+            else:
+                blobs.check(output["digest"])
+    except (NotFoundError, IntegrityError):
+        return False
+    return bool(stage.outputs)

@@ -1,0 +1,293 @@
+"""Plan run.yaml into a manifest: names become digests, and mistakes become errors before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Protocol
+
+from posttrain.control.channels import check_suites
+from posttrain.control.jobs import code_of
+from posttrain.control.release_plan import Decision
+from posttrain.decision.releases import under_policy
+from posttrain.domain.errors import InputError, PosttrainError, nearest
+from posttrain.domain.kinds import CONTROL, GATE, MODEL, Driver, StageContract, kind_of
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
+from posttrain.domain.placement import NAMED_MODELS
+from posttrain.domain.policies import PinnedPolicy
+from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
+from posttrain.domain.runspec import Passes, RunSpec, StageSpec, passes_of
+from posttrain.domain.trackers import Trackers
+from posttrain.domain.waits import wait_contract
+from posttrain.execution.ports import Trainer
+
+
+class Resolve(Protocol):
+    """Resolves a written ref to a pinned input."""
+
+    def __call__(self, kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
+        """Raises InputError or NotFoundError.
+
+        Args:
+            called: for a reward, the run file's settings of its function.
+        """
+
+
+class Count(Protocol):
+    """Counts documents of a data set."""
+
+    def __call__(self, ref: InputRef, word: str, turns: bool) -> int:
+        """Raises InputError, NotFoundError or IntegrityError.
+
+        Args:
+            word: the data set in the run file's `data`.
+            turns: count every assistant turn of a conversation instead of the row.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A manifest and the contracts of its stages."""
+
+    manifest: Manifest
+    contracts: Mapping[str, StageContract]
+    warnings: tuple[str, ...] = ()  # conditions that could not be checked before the run, and probable failures
+    changes: tuple[str, ...] = ()  # suggested changes before the run is started
+    passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, if it has them
+    trackers: Trackers | None = None  # of the run file; they decide no result, so the manifest does not contain them
+    policy: PinnedPolicy | None = None  # of the channel that it releases to
+
+
+def plan_run(
+    spec: RunSpec,
+    source: str,
+    resolve: Resolve,
+    trainers: Mapping[str, Trainer],
+    channels: Collection[str] = (),
+    count: Count | None = None,
+    policy: PinnedPolicy | None = None,
+) -> Planned:
+    """Resolve a run file.
+
+    Args:
+        source: the file's name, for errors.
+        channels: the existing ones; a new channel gets a warning.
+        count: counts the documents of a data set; needed for `epochs`.
+        policy: of the channel that the file releases to; its gates are judged together with the file's own.
+
+    Raises:
+        InputError: the run file is invalid; the message names file, field, constraint and value.
+    """
+    spec = _gated(spec, source, policy)
+    contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
+    resolver = Resolver(spec, source, contracts, resolve)
+    passes = _resolve_epochs(spec, source, contracts, trainers, resolver, count)
+    stages = {name: resolver.stage(name) for name in spec.stages}
+    try:
+        order = _after_each_other(spec, stages.values())
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    code = code_of(((s.kind, s.trainer) for s in order if s.trainer != CONTROL), trainers)
+    decision = Decision(resolver, spec, source, stages, contracts)
+    added = decision.stages(lambda evaluators: check_suites(evaluators, code, policy) if policy else None)
+    try:
+        ordered = _after_each_other(spec, [*order, *added])
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    manifest = Manifest(
+        name=spec.name,
+        owner=spec.owner,
+        seed=spec.seed,
+        stages=tuple(ordered),
+        gates=spec.gates,
+        budget=spec.budget,
+        release=spec.release,
+        code=code,
+        policy=policy.digest if policy else None,
+        runtime=spec.runtime,
+        image=spec.image,
+    )
+    return Planned(
+        manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)), passes=passes, policy=policy
+    )
+
+
+def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[StageManifest]:
+    """Return the stages in an order in which each follows its upstream stages.
+
+    Raises:
+        InputError: a cycle, or an `after` that names an unknown stage.
+    """
+    gate = {GATE.name} if spec.release else set()
+    places = {f"stages.{name}": stage.after for name, stage in spec.stages.items()}
+    places |= {"release": spec.release.after} if spec.release else {}
+    for place, names in places.items():
+        for name in names:
+            if name not in spec.stages.keys() | gate:
+                raise InputError(f"{place}.after: no stage {name!r}{nearest(name, spec.stages.keys() | gate)}")
+    known = {stage.name: stage for stage in stages}
+    return [known[name] for name in topological({name: s.upstream() & known.keys() for name, s in known.items()})]
+
+
+def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
+    """Return the run file with the gates of its channel's policy.
+
+    Raises:
+        InputError: a gate is weaker than the policy's of that name, or a release has no gate.
+    """
+    if policy is not None:
+        try:
+            spec = spec.model_copy(update={"gates": under_policy(spec.gates, policy)})
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from error
+    if spec.release and not spec.gates:
+        raise InputError(f"{source}: release needs at least one gate: without one nothing may ship; add gates")
+    return spec
+
+
+def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
+    """Yield a warning if the channel is new: it may be a typo, which would mean a release without a baseline."""
+    channel = spec.release.channel if spec.release else None
+    if channel and channels and channel not in channels:
+        known = ", ".join(sorted(channels))
+        yield f"release.channel: {channel} is new, so there is no baseline yet (channels with releases: {known})"
+
+
+def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, Trainer]) -> StageContract:
+    if kind_of(stage.kind).driver is Driver.WAIT:
+        if stage.trainer != StageSpec.model_fields["trainer"].default:
+            raise InputError(f"{source}: stages.{name}.trainer: a stage that waits has none, got {stage.trainer!r}")
+        return wait_contract(stage.params, f"{source}: stages.{name}")
+    if stage.trainer not in trainers:
+        known = nearest(stage.trainer, trainers)
+        raise InputError(f"{source}: stages.{name}.trainer: unknown trainer {stage.trainer!r}{known}")
+    try:
+        return trainers[stage.trainer].check(stage.kind, stage.params)
+    except InputError as error:
+        raise InputError(f"{source}: stages.{name}: {error}") from error
+
+
+def _resolve_epochs(
+    spec: RunSpec,
+    source: str,
+    contracts: dict[str, StageContract],
+    trainers: Mapping[str, Trainer],
+    resolver: Resolver,
+    count: Count | None,
+) -> dict[str, Passes]:
+    """Replace `epochs` by steps in `contracts`; return the passes by stage."""
+    found: dict[str, Passes] = {}
+    for name, contract in contracts.items():
+        length = contract.length
+        if length is None or length.epochs is None:
+            continue
+        if count is None:
+            raise InputError(f"{source}: stages.{name}.epochs: needs rows that can be counted, got none; write steps")
+        ref = resolver.input(name, length.slot)
+        try:
+            documents = count(ref, contract.inputs[length.slot][1], length.turns)
+        except PosttrainError as error:
+            raise type(error)(f"{source}: stages.{name}.{length.slot}: {error}") from error
+        found[name] = passes_of(length.epochs, documents, length.per_step)
+        stage = spec.stages[name]
+        params = {key: value for key, value in stage.params.items() if key != "epochs"} | {"steps": found[name].steps}
+        contracts[name] = _contract(source, name, stage.model_copy(update={"params": params}), trainers)
+    return found
+
+
+class Resolver:
+    """Resolves the names in one run file to input refs."""
+
+    def __init__(self, spec: RunSpec, source: str, contracts: Mapping[str, StageContract], resolve: Resolve) -> None:
+        self._spec, self._source, self._contracts, self._resolve = spec, source, contracts, resolve
+
+    def stage(self, name: str) -> StageManifest:
+        contract, written = self._contracts[name], self._spec.stages[name]
+        inputs = {slot: self.input(name, slot) for slot in contract.inputs}
+        for slot, (kind, word) in contract.inputs.items():
+            if kind == "reward":
+                inputs |= self._reward_files(slot, word)
+        return StageManifest(
+            name=name,
+            kind=written.kind,
+            trainer=CONTROL if kind_of(written.kind).driver is Driver.WAIT else written.trainer,
+            after=tuple(sorted(set(written.after))),
+            inputs=inputs,
+            params=dict(contract.params),
+            outputs=dict(contract.outputs),
+        )
+
+    def input(self, name: str, slot: str) -> InputRef:
+        """Return a pinned input of a stage. A judge or a teacher may also be the ref of a registered model."""
+        field, (kind, word) = f"stages.{name}.{_place(slot)}", self._contracts[name].inputs[slot]
+        named = slot in NAMED_MODELS and ":" in word
+        return self._asset(field, kind, word) if named else self._input(field, kind, word)
+
+    def _input(self, field: str, kind: str, word: str) -> InputRef:
+        if kind == "model":
+            return self.model(field, word)
+        if kind == "recipe":  # a file next to the run file: it has no section
+            return self._asset(field, kind, word)
+        if kind == "reward":
+            return self._reward(field, word)
+        if word not in self._spec.data:
+            raise InputError(f"{self._source}: {field}: {word!r} is not in `data`{nearest(word, self._spec.data)}")
+        return self._asset(f"data.{word}", kind, self._spec.data[word])
+
+    def _reward(self, field: str, word: str) -> InputRef:
+        rewards = self._spec.rewards
+        if word not in rewards:
+            raise InputError(f"{self._source}: {field}: {word!r} is not in `rewards`{nearest(word, rewards)}")
+        found = self._asset(f"rewards.{word}", "reward", rewards[word].ref, rewards[word].called)
+        given = {"network": list(rewards[word].network), "secrets": sorted(set(rewards[word].secrets))}
+        told = {name: words for name, words in given.items() if words}
+        return found.model_copy(update={"meta": {**found.meta, **told}}) if told else found
+
+    def _reward_files(self, slot: str, word: str) -> dict[str, InputRef]:
+        """Return `reward/words.txt`: a slot for every file that a reward's code gets in addition to its source."""
+        return {
+            f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f)
+            for f in self._spec.rewards[word].files
+        }
+
+    def model(self, field: str, word: str) -> InputRef:
+        """Resolve `base`, a stage that makes a model, or `STAGE/best`.
+
+        Raises:
+            InputError: there is no such stage or no base, or the stage keeps no best model.
+        """
+        if word == "base":
+            if self._spec.model is None:
+                raise InputError(
+                    f"{self._source}: {field}: `base` needs the top-level key `model`; add model: model:NAME"
+                )
+            return self._asset("model", "model", self._spec.model)
+        try:
+            name, output = model_output(word)
+        except InputError as error:
+            raise InputError(f"{self._source}: {field}: {error}") from error
+        producers = {name for name, contract in self._contracts.items() if MODEL in contract.outputs}
+        if name not in producers:
+            raise InputError(
+                f"{self._source}: {field}: no stage {name!r} makes a model{nearest(name, producers | {'base'})}"
+            )
+        if output not in self._contracts[name].outputs:
+            raise InputError(
+                f"{self._source}: {field}: stage {name!r} keeps no best model, got {word!r}; add keep_best: true to it"
+            )
+        return InputRef(source="stage", name=name, output=output)
+
+    def _asset(self, field: str, kind: str, ref: str, called: Called = AS_FOUND) -> InputRef:
+        try:
+            return self._resolve(kind, ref, called) if called else self._resolve(kind, ref)
+        except InputError as error:
+            raise type(error)(f"{self._source}: {field}: {error}") from error
+
+
+def _place(slot: str) -> str:
+    """Return the field of a slot in a stage: `rewards.heldout:right` is `suites.heldout.reward.right`."""
+    head, _, part = slot.partition(":")
+    if head.startswith(JUDGES):
+        head = f"suites.{head.removeprefix(JUDGES)}.reward"
+    return f"{head}.{part}" if part else head

@@ -1,0 +1,213 @@
+"""Requests to an executor, and references of container images.
+
+A request is a job with its pods, its limits and its owner.
+
+A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so the planned image runs. A
+project lists the images that its runs may name: such a reference, or `registry.example.org/team/train@*` for every
+digest of that repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from posttrain.domain.errors import InputError
+
+SPEC_SCHEMA = 1
+WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
+SHORTEST_SECRET = 8  # characters, whitespace collapsed
+SECRET_NAME = re.compile(  # of a variable whose value is never written; TOKENIZERS_PARALLELISM does not match
+    r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
+    re.IGNORECASE,
+)
+ANY = "*"
+_HOST = r"(?:localhost|[a-z0-9-]+(?:\.[a-z0-9-]+)+)(?::[0-9]{1,5})?"
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(rf"{_HOST}(?:/{_PART})+")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_LONGEST = 400  # characters of a reference
+_SHOWN = 120
+_WHERE = "REGISTRY/NAME@sha256:…"
+
+
+class JobRef(Protocol):
+    """The reference of a job: its name, and the folder of its attempt."""
+
+    @property
+    def name(self) -> str:
+        """Deterministic external name, `RUN-STAGE-ATTEMPT`."""
+
+    @property
+    def attempt_dir(self) -> str:
+        """The attempt's folder, absolute."""
+
+    @property
+    def mailbox(self) -> str | None:
+        """URL of the mailbox; empty: its folder; None: read it from the order, of an older release."""
+
+
+def secret_fault(name: str) -> str:
+    """Return why a variable of this process's environment holds no usable secret of a reward; empty: it holds one.
+
+    A shorter value could not be distinguished from ordinary text in a reward's output.
+    """
+    got = len(" ".join(os.environ.get(name, "").split()))
+    found = f"{SHORTEST_SECRET} characters or more, {f'got {got}' if got else 'it is not set'}; export it"
+    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: the driver's environment must hold {found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job to look up, without its request."""
+
+    name: str
+    attempt_dir: str
+    mailbox: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PodGroup:
+    """Equal pods: `PodGroup("main", gpus=2)`. An executor refuses a group that it cannot provide."""
+
+    name: str = "main"
+    min: int = 1  # pods that must start together
+    max: int = 1
+    cpus: int = 0  # of each pod; 0: unspecified
+    memory: int = 0  # bytes of each pod; 0: unspecified
+    gpus: int = 0  # exclusive to each pod
+    kind: str = ""  # of GPU, in the cluster's terms; empty: any
+    topology: str = ""  # the topology level that its pods must share, in the cluster's terms (a rack); empty: none
+    reclaimable: bool = False  # pods beyond `min` may be taken away while the job runs
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.max or self.max < 1:
+            raise InputError(
+                f"gang: group {self.name!r} must have 0 <= min <= max, max >= 1, got {self.min}, {self.max}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job as submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
+
+    It is stored with its attempt before the submission, and every process submits the stored request: it contains no
+    value of a secret, and of the submitter's environment only the variables in `environment`.
+
+    Raises:
+        InputError: two groups of one name, or a variable with the name of a secret.
+    """
+
+    name: str
+    module: str
+    attempt_dir: str  # not stored: the workspace may be moved
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables, in addition to the executor's own
+    gang: tuple[PodGroup, ...] = (PodGroup(),)
+    image: str = ""  # NAME@sha256:…; empty: an environment like this one, which the order names by digest
+    secrets: tuple[str, ...] = ()  # names of variables whose values the executor provides
+    max_seconds: float | None = None  # from its start; then the executor ends it
+    grace_seconds: float = 10.0  # between SIGTERM and SIGKILL
+    labels: Mapping[str, str] = field(default_factory=dict)  # its owner: workspace, run, stage
+    epoch: int = 0  # of the attempt; grows with each attempt of a stage
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.gang]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"gang: must have groups, each with a name of its own, got {', '.join(names) or 'none'}")
+        for name in self.environment:
+            if SECRET_NAME.search(name):
+                raise InputError(f"environment: {name} must not be written down; name it in secrets")
+
+    @property
+    def mailbox(self) -> str | None:
+        """None: a submitter sends no orders, so the job's order decides."""
+        return None
+
+    @property
+    def pods(self) -> list[str]:
+        """The names of all its possible pods: `main-0`, `rollout-0`, `rollout-1`."""
+        return [f"{group.name}-{number}" for group in self.gang for number in range(group.max)]
+
+    @property
+    def devices(self) -> int:
+        """The accelerators allocated to it alone."""
+        return sum(group.gpus * group.max for group in self.gang)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields except the folder."""
+        return {"schema": SPEC_SCHEMA} | {key: item for key, item in asdict(self).items() if key != "attempt_dir"}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], attempt_dir: str) -> JobSpec:
+        """The inverse of `to_json`.
+
+        Raises:
+            InputError: another version of Posttrain wrote it.
+            KeyError, TypeError: it is damaged.
+        """
+        if value["schema"] != SPEC_SCHEMA:
+            raise InputError(
+                f"job request must be of schema {SPEC_SCHEMA}, got {value['schema']!r}; "
+                "drive the run with the version of Posttrain that wrote it"
+            )
+        known = {key: item for key, item in value.items() if key != "schema"}
+        gang = tuple(PodGroup(**group) for group in known.pop("gang"))
+        return cls(**{**known, "attempt_dir": attempt_dir, "gang": gang, "secrets": tuple(known["secrets"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A job that an executor has: its name, and the labels and epoch of its request."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    epoch: int = 0
+
+
+def image_reference(text: str) -> str:
+    """Return a reference to one image, pinned by digest.
+
+    Raises:
+        ValueError: another text; the message is one line.
+    """
+    name, _, digest = text.partition("@")
+    if _DIGEST.fullmatch(digest) and _named(name):
+        return text
+    if _named(name) or _named(name.rpartition(":")[0]):
+        raise ValueError(
+            f"must be pinned by digest, {_WHERE}, since a tag may mean another image tomorrow, got {text[:_SHOWN]!a}; "
+            "podman image inspect --format '{{.Digest}}' shows it"
+        )
+    raise ValueError(f"must be a whole reference, {_WHERE} with its registry's host, got {text[:_SHOWN]!a}")
+
+
+def image_digest(reference: str) -> str:
+    """Return the digest of a reference, which identifies the image."""
+    return reference.rpartition("@")[2]
+
+
+def image_rule(text: str) -> str:
+    """Return a rule of a project: one image by its digest, or `NAME@*`.
+
+    Raises:
+        InputError: the text is neither.
+    """
+    name, _, digest = text.partition("@")
+    if digest == ANY and _named(name):
+        return text
+    try:
+        return image_reference(text)
+    except ValueError as error:
+        raise InputError(f"image {error}; or allow every digest of a repository: REGISTRY/NAME@{ANY}") from error
+
+
+def allows(rules: Collection[str], reference: str) -> bool:
+    """Whether a project's rules allow this image."""
+    return reference in rules or f"{reference.partition('@')[0]}@{ANY}" in rules
+
+
+def _named(name: str) -> bool:
+    return len(name) <= _LONGEST and bool(_NAME.fullmatch(name))

@@ -1,0 +1,739 @@
+"""The sampling pipeline: sampling ahead of training, the rollout call, scores, and columns that an algorithm requires.
+
+Prompts that the admission policy lets start are sampled, scored, and kept or replaced:
+
+::
+
+    admit ──▶ rollout (other processes work on while this one trains) ──▶ scores ──▶ keep ──▶ buffer
+      ▲                                                                        │ drop: its place is free again
+      └────────────────────────────────────────────────────────────────────────┘
+
+One call of the rollout runs at a time. Its groups are kept or dropped in the order of the data stream, and the
+replacement of a dropped group joins the call immediately; so the result is a function of the seed and the policies, and
+never of how long a call takes.
+
+The groups of a running call arrive as they end, and are scored while others are sampled:
+
+::
+
+    rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group arrives ─▶ groups, in order
+
+The data stream decides which groups are scored together and the order in which they are handed on, never the clock. The
+stretch that ends first is scored first: one long response delays its own stretch and no other.
+
+Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch holds as many
+kept groups, in the order of the data stream, as fill a micro-batch on every rank of the role that predicts. So the
+samples decide which documents are computed together, never the speed of a process, and one process computes them as
+several do. Roles that share the rollout's pool compute when it has ended.
+
+A role computes the wide columns of a batch and keeps them, and the batch gets handles to their rows.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import final
+
+import torch
+
+from posttrain.domain.canonical import derive_seed
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import Note, Span
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.groups.port import StoredShard
+from posttrain.engine.groups.worker_group import Feed, Future
+from posttrain.engine.loop.publication import Roles
+from posttrain.engine.loop.recipe import Held, Journal, read_held, write_held
+from posttrain.engine.recipes.algorithm import Algorithm, Column, RolloutAlgorithm, ScoredGroup
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
+from posttrain.engine.rollout.port import PromptBatch, Rollouts, SamplingParams
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Group, Prompt, Trajectory
+from posttrain.engine.scores import Environment, Failed, Scorer, Stretch
+from posttrain.engine.trace import Trace
+from posttrain.engine.wide import RowsHandle, WideColumn, WideRows, joined
+from posttrain.pacing.admission import Buffer, Pace
+from posttrain.sandbox.port import Score
+
+_PATIENCE = 60.0  # seconds between two reads of the feed, which has its own deadline
+_LOOK = 0.02  # where scores or gradients may arrive in between
+Ask = Callable[[int, int, bool], bool]  # tokens spent here, and further ones; raise where the budget lacks them
+Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
+
+
+@final
+@dataclass(slots=True)
+class Incoming:
+    """The groups of one call of the rollout, on their way to the buffer.
+
+    Args:
+        batch: the step that trains on them.
+        keys: of its prompts, in the order of the data stream.
+        prompts: parallel to them.
+        feed: the call.
+        samples: per prompt.
+        scorer: None: no scores.
+        together: groups that are scored in one call.
+        early: whether they are scored while the rollout works; else when it has ended.
+        grows: whether prompts may be added during the call: groups are kept or dropped while others are sampled.
+        went_on: runs the further turns of all groups before scoring, where samples have several turns.
+    """
+
+    batch: int
+    keys: list[int]
+    prompts: list[Prompt]
+    feed: Feed[PromptBatch, Rollouts]
+    samples: int
+    scorer: Scorer | None
+    together: int
+    early: bool
+    grows: bool = False
+    went_on: Callable[[list[Group], Trace], list[Group]] | None = None
+    counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine, see `RolloutEngine`
+    _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
+    _came: dict[int, Group] = field(default_factory=dict)
+    _sampled: bool = False
+    _stretches: list[range] = field(init=False)  # of places among the keys
+    _stretch: dict[int, int] = field(init=False)  # of keys
+    _lacking: Counter[int] = field(init=False)  # groups that have not arrived yet, by stretch
+    _told: int = 0  # keys whose sampling a span covers
+    _next: int = 0  # the next stretch to hand on
+    _whole: list[int] = field(default_factory=list)  # stretches ready for the scorer
+    _scoring: dict[int, tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=dict)
+    _taken: int = 0
+    _first: int = field(init=False)  # number of keys at the start
+    _waits: tuple[float, float] | None = None  # since when it waits for scores alone
+
+    def __post_init__(self) -> None:
+        self._first = count = len(self.keys)
+        size = self.together
+        self._stretches = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        self._stretch = {key: place // size for place, key in enumerate(self.keys)}
+        self._lacking = Counter(self._stretch.values())
+
+    def add(self, key: int, prompt: Prompt) -> None:
+        """Sample one more prompt, in the place of a dropped group; it forms a separate stretch."""
+        if self._sampled:
+            self._sampled, self._begun, self._waits = False, (time.time(), time.perf_counter()), None
+        self._stretch[key], self._lacking[len(self._stretches)] = len(self._stretches), 1
+        self._stretches.append(range(len(self.keys), len(self.keys) + 1))
+        self.keys.append(key)
+        self.prompts.append(prompt)
+        self.feed.add(PromptBatch((tuple(prompt.tokens),), (key,)))
+
+    @property
+    def over(self) -> bool:
+        """Whether every group was taken, and the rollout has ended."""
+        return self._sampled and self._taken == len(self.keys)
+
+    def take(self, trace: Trace, *, busy: bool = False) -> list[ScoredGroup]:
+        """Return the groups scored since the last call, in the order of the data stream.
+
+        Waits for the rollout; where it has ended, for scores.
+
+        Args:
+            busy: other work is in progress that needs a check soon.
+
+        Raises:
+            Exception: raised by the rollout, an environment or the reward.
+        """
+        ended = self._sampled
+        if not ended:
+            self._receive(trace, _LOOK if busy or self._next in self._scoring else _PATIENCE)
+        self._give()
+        return self._scored(trace, wait=ended)
+
+    def look(self, trace: Trace, seconds: float) -> tuple[list[ScoredGroup], bool]:
+        """Like `take`, without waiting for a score; also return whether the rollout continues."""
+        if not self._sampled:
+            self._receive(trace, seconds)
+        if self.early:  # otherwise the scorer shares memory with the running work and waits for its end
+            self._give()
+        return self._scored(trace, wait=False), not self._sampled
+
+    def _receive(self, trace: Trace, seconds: float) -> None:
+        try:
+            came = self.feed.take(seconds)
+        except Exception:
+            self._tell_failures(trace)
+            raise
+        for found in came:
+            self.counts.update(found.counts)
+            self._came |= {group.key: group for group in found.groups}
+            for group in found.groups:
+                stretch = self._stretch[group.key]
+                self._lacking[stretch] -= 1
+                if not self._lacking[stretch]:
+                    self._whole.append(stretch)
+        if not self.feed.ended:
+            return
+        self._sampled = True
+        groups = [self._came[key] for key in self.keys[self._told :]]
+        self._told = len(self.keys)
+        rows = [sample for group in groups for sample in group.samples]
+        told = {"trajectories": len(rows), "tokens": sum(row.generated for row in rows), "batch": self.batch}
+        started, begin = self._begun
+        trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, told))
+        self._waits = time.time(), time.perf_counter()
+        if self.went_on:
+            self._came = {group.key: group for group in self.went_on(groups, trace)}
+
+    def _tell_failures(self, trace: Trace) -> None:
+        """Report failed scores of stretches that will not be handed on."""
+        for _, (_, answer) in sorted(self._scoring.items()):
+            if answer.done():
+                try:
+                    answer.result()
+                except Exception as error:  # whatever it is, another error ends the call
+                    line = str(error).partition("\n")[0]
+                    trace.sink(Note(f"before the rollout ended, scoring had failed: {line}", time.time(), "warning"))
+                    return
+
+    def _give(self) -> None:
+        """Hand complete stretches to the scorer."""
+        if not (self._sampled or self.early):
+            return
+        for stretch in sorted(self._whole):
+            chosen = self._stretches[stretch]
+            none = (Score(None),) * self.samples
+            groups = [ScoredGroup(self.prompts[at], self._came[self.keys[at]], none, self.batch) for at in chosen]
+            self._scoring[stretch] = groups, self._begin(groups, chosen)
+        self._whole.clear()
+
+    def _begin(self, groups: Sequence[ScoredGroup], places: range) -> Future[Sequence[Score]]:
+        scores = [score for group in groups for score in group.scores]
+        if self.scorer is None:
+            return Future(lambda: scores, lambda: True)
+        prompts = [group.prompt for group in groups for _ in group.scores]
+        answers = [answer for group in groups for answer in group.answers]
+        total = max(self._first, places.stop)  # each added group counts when it is scored
+        stretch = Stretch(places.start * self.samples, total * self.samples)
+        return self.scorer.begin(prompts, answers, stretch)
+
+    def _scored(self, trace: Trace, *, wait: bool) -> list[ScoredGroup]:
+        found: list[ScoredGroup] = []
+        while self._next in self._scoring:
+            groups, answer = self._scoring[self._next]
+            if not (wait or answer.done()):
+                break
+            del self._scoring[self._next]
+            scores = iter(answer.result())
+            found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
+            self._taken += len(groups)
+            self._next += 1
+        if found and self._taken == len(self.keys) and self.scorer:  # the time of scoring after the rollout's end
+            started, begin = self._waits or (time.time(), time.perf_counter())
+            trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _BufferState:
+    buffer: Buffer[ScoredGroup]
+    dropped: dict[int, list[tuple[ScoredGroup, str]]]
+
+
+@final
+@dataclass(slots=True)
+class Collector:
+    """Keeps a stage's buffer as full as its policy allows.
+
+    Args:
+        algorithm: decides how much is sampled, and which groups are kept.
+        roles: include the rollout.
+        prompts: every row of the data set.
+        scorer: None: no scores.
+        seed: the stage's.
+        journal: the position in the data.
+        buffer: the groups that wait to be trained.
+        environment: returns the observations between two responses; None: one response per sample.
+        kept: called with every kept group, in the order of the data stream.
+        watch: advances the begun computations of a step's kept groups; returns whether some are in progress.
+    """
+
+    algorithm: RolloutAlgorithm
+    roles: Roles
+    prompts: Sequence[Prompt]
+    scorer: Scorer | None
+    seed: int
+    journal: Journal
+    buffer: Buffer[ScoredGroup]
+    environment: Environment | None = None
+    kept: Callable[[ScoredGroup], None] = lambda group: None
+    watch: Callable[[int], bool] = lambda step: False
+    version: int = 0  # of the sampling policy, in steps trained
+    spent: int = 0  # tokens, since the last `mark`
+    counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
+    dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
+    _running: Incoming | None = None
+    _marked: _BufferState | None = None
+    _taken: list[ScoredGroup] = field(default_factory=list)  # by the current step
+    _told: bool = False  # whether a failed environment was reported
+    _asked: tuple[int, Ask] = (0, lambda spent, more, refuse: True)  # the step begun last, and its budget
+
+    def collected(self, step: int, trace: Trace, reserve: Ask) -> list[ScoredGroup]:
+        """Return a step's groups, in the order of the data stream, after starting to sample the next ones.
+
+        Raises:
+            BudgetExceededError: dropped groups cannot be replaced.
+            InputError: the weights to sample with were not published.
+        """
+        self._enter(step)
+        while (keys := self.buffer.policy.select(self._pace(step))) is None:
+            self._begin(step, trace, reserve)
+            if self._running is not None:
+                self._settle(trace, self._running)
+            elif self.buffer.policy.select(self._pace(step)) is None:
+                raise InputError(f"policy version {self.version} may not sample batch {step}; publish newer weights")
+        self._taken = groups = self.buffer.take(keys, step)
+        self.buffer.trained(step)
+        self._begin(step + 1, trace, reserve)
+        return groups
+
+    def finish(self, step: int, trace: Trace, reserve: Ask) -> None:
+        """Wait until everything is sampled that this version of the policy may sample after `step`."""
+        self._begin(step + 1, trace, reserve)  # the running call may have ended since
+        while self._running is not None:
+            self._settle(trace, self._running)
+            self._begin(step + 1, trace, reserve)
+        self._taken = []
+
+    def missing(self, step: int) -> int:
+        """Return the number of prompts to sample from now to the end of a step, without replacements."""
+        self._enter(step)
+        pace = self._pace(step)
+        ahead = range(step, min(pace.version + self.buffer.policy.lag + 1, pace.steps))
+        return sum(pace.prompts - pace.filled(batch) for batch in ahead)
+
+    def waiting(self, step: int) -> list[ScoredGroup]:
+        """Return the groups of a step that are ready or already taken."""
+        return [*self._taken, *(group for entry, group in self.buffer.ready() if entry.batch == step)]
+
+    def mark(self) -> None:
+        """Mark the beginning of a step."""
+        self.spent, self.counts = 0, Counter()
+        dropped = {batch: list(found) for batch, found in self.dropped.items()}
+        self._marked = _BufferState(self.buffer.copied(), dropped)
+
+    def rewind(self) -> None:
+        """Drop everything sampled since `mark`; nothing runs."""
+        assert self._marked is not None
+        self._taken = []
+        self.buffer, self.dropped = self._marked.buffer, self._marked.dropped
+
+    def lacking(self, step: int) -> int:
+        """Return how many more prompts a step may train on."""
+        if self._taken:
+            return 0
+        pace = self._pace(step)
+        given_up = pace.given_up.count(step)
+        return pace.prompts - given_up - sum(entry.batch == step and entry.ready for entry in pace.held)
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write the waiting groups; file name → digest. Nothing runs then, and with lag 0 nothing waits."""
+        if not self.buffer.policy.lag:
+            return {}
+        held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
+        held += [Held(g.group.key, batch, 0, g, why) for batch, found in self.dropped.items() for g, why in found]
+        return write_held(path, held, self.buffer.pace(0, 0).given_up, self.buffer.lost)
+
+    def restore(self, path: Path) -> None:
+        """Restore the groups of a checkpoint.
+
+        Raises:
+            IntegrityError: it is of a stage that sampled ahead, but does not hold the waiting groups.
+        """
+        if not self.buffer.policy.lag:
+            return
+        held, given_up, lost = read_held(path, lambda key: self.prompts[self.journal.row(key)])
+        waiting = [(one.entry, one.group) for one in held if not one.dropped]
+        self.buffer.restore(waiting, given_up, self.journal.consumed - 1, lost)
+        for one in held:
+            if one.dropped:
+                self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
+
+    def _enter(self, step: int) -> None:
+        """With lag 0 the sampler has the weights of the last update, read in place or published."""
+        if not self.buffer.policy.lag:
+            self.version = step
+
+    def _pace(self, step: int) -> Pace:
+        return self.buffer.pace(step, self.version)
+
+    def _begin(self, step: int, trace: Trace, reserve: Ask) -> None:
+        """Start admitted prompts, unless a call is running."""
+        source, self._asked = self.algorithm.source, (step, reserve)
+        if self._running is None and (admitted := self.buffer.admit(step, self.version)):
+            if admitted.again:
+                rows = self.journal.peek(self.missing(step))  # this call's prompts, and later ones
+                more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
+                if not reserve(self.spent, more, True):
+                    return  # the next step, whose groups these are, is refused before it begins
+            self._running = self._sampling(admitted.batch, admitted.count)
+
+    def _sampling(self, batch: int, count: int) -> Incoming:
+        source, taken, scorer = self.algorithm.source, self.journal.take(count), self.scorer
+        keys = tuple(position for position, _ in taken)
+        chosen = tuple(self.prompts[row] for _, row in taken)
+        self.buffer.start(keys, batch, self.version)
+        asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
+        drawn = self._drawn(derive_seed(self.seed, "rollout"))  # a position in the stream never repeats
+        longest = max(source.document(len(prompt)) for prompt in asked.tokens)
+        early = source.turns == 1 and (scorer is None or scorer.early)
+        return Incoming(
+            batch,
+            list(keys),
+            list(chosen),
+            self.roles.sampler.feed(_covers, RolloutWorker.feed, asked, drawn, source.samples),
+            source.samples,
+            scorer,
+            together=scorer.groups(count, longest * source.samples) if scorer else 1,
+            early=early,
+            grows=early and source.refills > 0,
+            went_on=partial(self._all_turns, chosen) if source.turns > 1 else None,
+        )
+
+    def _drawn(self, seed: int) -> SamplingParams:
+        source = self.algorithm.source
+        most, warmth = source.max_tokens, source.temperature
+        return SamplingParams(max_new_tokens=most, temperature=warmth, seed=seed, stop=source.stop)
+
+    def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
+        """Sample one more response where the environment continues a sample; return other samples unchanged."""
+        assert self.environment is not None
+        open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
+        with trace.span("environment") as span:
+            seen = self.environment([prompts[at] for at, _ in open_], [sample.last for _, sample in open_])
+            told = [(at, s, o) for (at, s), o in zip(open_, seen, strict=True) if o is not None]
+            failed = [(at, s, o.line) for at, s, o in told if isinstance(o, Failed)]
+            going = [(at, s, o) for at, s, o in told if not isinstance(o, Failed)]
+            span |= {"turn": turn, "samples": len(open_), "going on": len(going), "failed": len(failed)}
+        if failed:
+            self._tell_failed(failed[0][2], len(failed), len(open_), trace)
+            groups = _replaced(groups, {(at, s.index): s.last.ended("error", line) for at, s, line in failed})
+        if not going:
+            return list(groups)
+        asked = PromptBatch(
+            tuple((*s.last.prompt.tolist(), *s.last.response.tolist(), *o) for _, s, o in going),
+            tuple(groups[at].key for at, _, _ in going),
+            tuple(s.index for _, s, _ in going),
+        )
+        with trace.span("rollout") as span:
+            drawn = self._drawn(derive_seed(self.seed, "rollout", turn))
+            found = self.roles.sampler.map(RolloutWorker.generate, asked, drawn, 1)
+            span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "turn": turn}
+        self.counts.update(found.counts)
+        answers = zip(going, found.trajectories, strict=True)
+        return _replaced(groups, {(at, s.index): s.last.went_on(o, answer) for (at, s, o), answer in answers})
+
+    def _tell_failed(self, line: str, failed: int, asked: int, trace: Trace) -> None:
+        """Report the failure once, where no scorer reports it.
+
+        Raises:
+            InputError: all of them failed, and no scorer counts failures.
+        """
+        many = f"{line}; {failed} of {asked} samples end there"
+        if self.scorer is None and failed == asked:
+            raise InputError(many)
+        if self.scorer is None and not self._told:
+            self._told = True
+            line = f"{many}, untrained; later ones are counted as turns/errors"
+            trace.sink(Note(line, time.time(), "warning"))
+
+    def _all_turns(self, prompts: Sequence[Prompt], groups: list[Group], trace: Trace) -> list[Group]:
+        for turn in range(1, self.algorithm.source.turns):
+            groups = self._went_on(groups, prompts, turn, trace)
+        return groups
+
+    def _settle(self, trace: Trace, running: Incoming) -> None:
+        """Wait for the running call, and keep or drop its groups."""
+        busy = False
+        while not running.over:
+            self._keep(running, running.take(trace, busy=busy))
+            busy = self.watch(running.batch)
+        self._ended(running)
+        if self.scorer and not self.scorer.early:
+            self.roles.rest()
+
+    def look(self, trace: Trace, seconds: float) -> bool:
+        """Take arrived groups, in at most `seconds`; return whether more will arrive."""
+        running = self._running
+        if running is None:
+            return False
+        found, more = running.look(trace, seconds)
+        self._keep(running, found)
+        if running.over:
+            self._ended(running)
+        return more
+
+    def _keep(self, running: Incoming, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            self.spent += group.tokens
+            verdict = self.algorithm.keep(group)
+            if verdict is None:
+                self.buffer.complete(group.group.key, group)
+                self.kept(group)
+            else:
+                self.buffer.drop(group.group.key)
+                self.dropped.setdefault(running.batch, []).append((group, verdict.reason))
+                self._replace(running)
+
+    def _replace(self, running: Incoming) -> None:
+        """Sample the replacement of a dropped group while others are in progress. A replacement that the budget may not
+        cover waits until their cost is known.
+        """
+        (step, reserve), source = self._asked, self.algorithm.source
+        admitted = self.buffer.admit(step, self.version) if running.grows else None
+        if admitted is None or admitted.batch != running.batch:
+            return
+        going = [self.journal.row(entry.key) for entry in self._pace(step).held if not entry.ready]
+        rows = [*going, *self.journal.peek(self.missing(step))]
+        if not reserve(self.spent, sum(source.sampling(len(self.prompts[row].tokens)) for row in rows), False):
+            return
+        for key, row in self.journal.take(admitted.count):
+            self.buffer.start((key,), running.batch, self.version)
+            running.add(key, self.prompts[row])
+
+    def _ended(self, running: Incoming) -> None:
+        self.counts.update(running.counts)
+        self._running = None
+
+
+def _covers(found: Rollouts) -> tuple[int, list[int]]:
+    return found.provenance.rank, [group.key for group in found.groups]
+
+
+def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:
+    """Return the groups with new last sequences of some samples, by group and index."""
+    return [
+        replace(
+            group,
+            samples=tuple(
+                replace(s, sequences=(*s.sequences[:-1], last.get((at, s.index), s.last))) for s in group.samples
+            ),
+        )
+        for at, group in enumerate(groups)
+    ]
+
+
+def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
+    """Raise for a wide column that no role can fill.
+
+    Args:
+        algorithm: whose columns they are, for the error.
+
+    Raises:
+        InputError: a top-k column without a width, another column with one, or a wide column of a role that learns.
+    """
+    for column in columns:
+        if (column.need == "topk") != (column.wide > 0):
+            raise InputError(
+                f"{algorithm} needs the column {column.name} of {column.need}, got wide={column.wide}; topk is wide, "
+                "by one number or more, and nothing else is"
+            )
+        if column.wide and column.role in roles.learners:
+            raise InputError(
+                f"{algorithm} needs the wide column {column.name} of a frozen role, got {column.role}, which learns; "
+                "ask a role that never does"
+            )
+
+
+def hold(roles: Roles, batch: TokenBatch, column: Column) -> Future[TokenBatch]:
+    """Request a wide column. The answer is the batch with handles to its rows, which stay with the role."""
+    kept = roles.frozen[column.role].nonblocking.map_stored(FrozenWorker.hold, batch, column.wide)
+    return Future(lambda: _placed(batch, column, kept.result()), kept.done)
+
+
+def _placed(batch: TokenBatch, column: Column, shards: Sequence[StoredShard[WideRows]]) -> TokenBatch:
+    counts, places = batch.response_lengths.tolist(), dict[int, RowsHandle]()
+    for shard in shards:
+        for at, document in enumerate(batch.documents_of(shard.items)):
+            places[document] = RowsHandle(shard.part, at, counts[document])
+    held = tuple(places[document] for document in range(batch.documents))
+    return batch.with_wide(column.name, WideColumn(column.wide, held))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Columns of some documents that are being computed."""
+
+    batch: TokenBatch
+    answers: Mapping[Column, Future[TokenBatch]]
+
+    def filled(self) -> TokenBatch:
+        """Return the documents with their columns, after waiting for all of them."""
+        batch = self.batch
+        for column, answer in self.answers.items():
+            batch = _with(batch, column, [answer.result()])
+        return batch
+
+    def ready(self, columns: Sequence[Column]) -> bool:
+        """Whether all of these columns are available."""
+        return all(column in self.answers and self.answers[column].done() for column in columns)
+
+
+def ask(roles: Roles, batch: TokenBatch, columns: Sequence[Column]) -> Asked:
+    """Request every column from its role, concurrently where roles have separate devices."""
+    answers: dict[Column, Future[TokenBatch]] = {}
+    for column in columns:
+        words = (batch, column.name, column.need)
+        if column.wide:
+            answers[column] = hold(roles, batch, column)
+        elif column.role in roles.frozen:
+            answers[column] = roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)
+        else:
+            answers[column] = roles.learners[column.role].nonblocking.map(TrainWorker.fill, *words)
+    return Asked(batch, answers)
+
+
+@final
+@dataclass(slots=True)
+class _Stretch:
+    """Groups whose documents are computed together."""
+
+    groups: list[ScoredGroup] = field(default_factory=list)
+    tokens: int = 0
+    asked: Asked | None = None
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return tuple(group.group.key for group in self.groups)
+
+
+@final
+class Columns:
+    """The columns that the steps of one stage require.
+
+    Args:
+        algorithm: requires the columns.
+        roles: fill them.
+        lag: steps that sampling may be ahead; with a lag, only frozen roles can predict early.
+        always: form stretches even where no column is required.
+    """
+
+    def __init__(self, algorithm: Algorithm, roles: Roles, lag: int = 0, *, always: bool = False) -> None:
+        self._algorithm, self._roles, self._lag, self._always = algorithm, roles, lag, always
+        self._coming: dict[int, list[_Stretch]] = {}  # by step
+
+    def offer(self, group: ScoredGroup, form: Form) -> None:
+        """Add a kept group, in the order of the data stream; request the columns of the stretch that it completes from
+        roles that can answer while others are sampled.
+
+        Args:
+            form: makes the documents of some groups, of each separately.
+        """
+        early, size = self._early(group.step), self._size(group.step)
+        if not ((early or self._always) and size):
+            return
+        stretch = _put(self._coming.setdefault(group.step, []), group, size)
+        if stretch.tokens < size:
+            return
+        batch = form(stretch.groups)
+        if batch is not None:
+            stretch.asked = ask(self._roles, batch, early)
+
+    def forget(self, step: int | None = None) -> None:
+        """Drop the requests of a step, or of all steps, which are not trained on."""
+        if step is None:
+            self._coming.clear()
+        else:
+            self._coming.pop(step, None)
+
+    def whole(self, step: int) -> list[Asked]:
+        """Return the complete stretches of a step, in order, with their requested columns."""
+        return [stretch.asked for stretch in self._coming.get(step, []) if stretch.asked]
+
+    def fill(
+        self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup] = (), form: Form | None = None
+    ) -> TokenBatch:
+        """Return the documents of a step with its columns; see `parts`."""
+        parts = [part.filled() for part in self.parts(batch, step, groups, form)]
+        return attached(batch, parts, self._algorithm.requires(step), type(self._algorithm).__name__)
+
+    def parts(self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup], form: Form | None) -> list[Asked]:
+        """Return the stretches of a step, with all their columns requested.
+
+        Args:
+            batch: its documents.
+            groups: that they were formed from, in the order of the data stream.
+            form: makes the documents of some of them, of each separately; None: not possible.
+        """
+        columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
+        stretches: list[_Stretch] = []
+        for group in groups if form and size else ():
+            _put(stretches, group, size)
+        asked = {stretch.keys: stretch.asked for stretch in known}
+        if form is None or (not asked.keys() & {stretch.keys for stretch in stretches} and len(stretches) < 2):
+            return [ask(self._roles, batch, columns)]
+        parts = [self._part(stretch, asked.get(stretch.keys), columns, form) for stretch in stretches]
+        return [part for part in parts if part]
+
+    def _part(self, stretch: _Stretch, asked: Asked | None, columns: Sequence[Column], form: Form) -> Asked | None:
+        """Request the remaining columns of a stretch."""
+        batch = asked.batch if asked else form(stretch.groups)
+        if batch is None:
+            return None
+        there = asked.answers if asked else {}
+        rest = ask(self._roles, batch, [column for column in columns if column not in there])
+        return Asked(batch, {**there, **rest.answers})
+
+    def _early(self, step: int) -> list[Column]:
+        """Return the columns that can be filled while the rollout works."""
+        return [
+            column
+            for column in self._algorithm.requires(step)
+            if self._roles.early(column.role) and (not self._lag or column.role in self._roles.frozen)
+        ]
+
+    def _size(self, step: int) -> int:
+        """Return the tokens that fill a micro-batch on every rank of the roles that fill columns; 0: no role does."""
+        ranks = [self._roles.group(column.role).ranks for column in self._algorithm.requires(step)]
+        ranks += [self._roles.made.ranks] if self._always else []
+        return self._roles.micro_batch_tokens * max(ranks, default=0)
+
+
+def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
+    """Add a group to the last stretch, or to a new one where that is full."""
+    if not stretches or stretches[-1].tokens >= size:
+        stretches.append(_Stretch())
+    stretches[-1].groups.append(group)
+    stretches[-1].tokens += sum(map(len, group.answers))
+    return stretches[-1]
+
+
+def credited(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
+    """Return the batch with credit; token columns computed in float64 are stored in float32."""
+    found = algorithm.credit(batch)
+    wide = {name: column.float() for name, column in found.token_columns.items() if column.dtype == torch.float64}
+    return found.with_columns(**wide) if wide else found
+
+
+def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[Column], name: str) -> TokenBatch:
+    """Return the whole batch with the columns of its parts.
+
+    Raises:
+        InputError: the parts hold other documents.
+    """
+    ids, lengths = [i for part in parts for i in part.sample_ids], [n for part in parts for n in part.lengths]
+    if ids != list(batch.sample_ids) or lengths != list(batch.lengths):
+        raise InputError(
+            f"{name} declares that it forms documents by group, so those of a step must be those of its groups in "
+            f"order, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
+        )
+    for column in columns:
+        batch = _with(batch, column, parts)
+    return batch
+
+
+def _with(batch: TokenBatch, column: Column, parts: Sequence[TokenBatch]) -> TokenBatch:
+    """Add a column from the parts, which are the batch's documents in order."""
+    if column.wide:
+        return batch.with_wide(column.name, joined([part.wide_columns for part in parts])[column.name])
+    found = torch.cat([part.column(column.name) for part in parts])
+    put = batch.with_document_columns if column.need == "scores" else batch.with_columns
+    return put(**{column.name: found})

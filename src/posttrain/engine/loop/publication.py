@@ -1,0 +1,249 @@
+"""Publication of the policy's weights to the rollout with a proof of arrival, and the roles of a stage together.
+
+::
+
+    policy ranks                          controller                     rollout ranks
+    attest: hash of own shards  ────────▶ sum: the expected hash
+    bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
+                                          compare ◀──────────────────── attest: hash of the views decoded with
+
+One version is published at a time, while no rank samples. Weights that differ are refused: the rollout then has weights
+of no version, so the job ends and continues from its last checkpoint.
+
+A rank that is replaced during a transfer lacks the earlier buckets, so the transfer starts again for all ranks. A rank
+that is replaced later gets the weights from a rank that samples with them, else from the policy if it has not learned
+since, and attests them in the same way.
+
+`Roles` holds the roles of a stage, each a worker group, and the operations on all of them. The code that opens them
+decides in which processes they live; nothing here depends on it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.engine.groups.port import WorkerLostError, nothing
+from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.models.sharding import Layout
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.weights.stream import Attestation, AttestedWeights, Bucket, PolicyVersion
+
+# a group that has the weights to sample with, and its methods to attest them and to return them in buckets
+_Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """The rollout reads the policy's memory: nothing is transferred."""
+
+    rollout: WorkerGroup[RolloutWorker]
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Let the rollout sample with the current policy from now on.
+
+        Raises:
+            IntegrityError: a rollout rank decodes with other weights.
+        """
+        self.rollout.each(RolloutWorker.samples_with, version)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Shards in buckets: from rank to rank of one process group, or through the object store."""
+
+    policy: WorkerGroup[TrainWorker]
+    rollout: WorkerGroup[RolloutWorker]
+    neighbours: bool  # the rollout's ranks run in the policy's processes
+
+    def publish(self, version: PolicyVersion) -> None:
+        """See `Alias.publish`."""
+        published, ranks = None, range(self.rollout.ranks)
+        while published is None:
+            try:
+                published = self._carry(version, self._learned, ranks)
+            except WorkerLostError as lost:
+                self.rollout.replacing.replace(lost)
+        self.rollout.replacing.restore = partial(self._restore, version, published)
+
+    @property
+    def _learned(self) -> _Giver:
+        return (self.policy, TrainWorker.attest, TrainWorker.bucket)
+
+    def _restore(self, version: PolicyVersion, published: Attestation, ranks: Collection[int]) -> None:
+        """Transfer the published weights to replaced ranks.
+
+        Raises:
+            WorkerLostError: no process has these weights any more.
+        """
+        others = [rank for rank in range(self.rollout.ranks) if rank not in ranks]
+        sampler = (self.rollout.at(others[:1]), RolloutWorker.offer, RolloutWorker.bucket)
+        self._carry(version, sampler if others else self._learned, ranks, published)
+
+    def _carry(
+        self, version: PolicyVersion, giver: _Giver, ranks: Collection[int], published: Attestation | None = None
+    ) -> Attestation:
+        """Transfer weights from the giver to these ranks of the rollout; return their attestation.
+
+        Args:
+            published: the required attestation; None: that of the giver.
+        """
+        readers = self.rollout.at(ranks)
+        layout, (group, attest, bucket) = readers.one(RolloutWorker.layout), giver
+        offers = group.each(attest, layout)
+        expected, count = Attestation(), max(count for _, count in offers)
+        for attested, _ in offers:
+            expected = expected + attested
+        if expected != (published or expected):
+            raise WorkerLostError(
+                f"no process has the weights of policy version {version} any more, with which the lost ranks "
+                f"{sorted(ranks)} of the rollout sampled; start again from the last checkpoint"
+            )
+        self._complete(expected, layout)
+        if self.neighbours:
+            readers.each(RolloutWorker.exchange, count)
+        else:
+            for _ in range(count):
+                readers.each(RolloutWorker.take, group.each_stored(bucket))
+        for rank, loaded in zip(ranks, readers.each(RolloutWorker.attest), strict=True):
+            self._compare(version, rank, expected, loaded)
+        readers.each(RolloutWorker.accept, version, expected)
+        return expected
+
+    def _complete(self, expected: Attestation, layout: Layout) -> None:
+        missing = {entry.name for entry in layout} ^ expected.parts.keys()
+        if missing:
+            raise IntegrityError(
+                f"{self.policy.role} must publish the {len(layout)} tensors that the rollout decodes with, got a "
+                f"mismatch at {min(missing)}; give both roles the same model"
+            )
+
+    def _compare(self, version: PolicyVersion, rank: int, expected: Attestation, loaded: AttestedWeights) -> None:
+        odd = loaded.found.differing(expected)
+        if not odd:
+            return
+        skipped = f"nothing changed since it served {loaded.before}, an update was skipped"
+        why = "the weights were altered on the way" if loaded.changed else skipped
+        raise IntegrityError(
+            f"rollout rank {rank} must decode with policy version {version} ({expected}, {len(expected.parts)} "
+            f"tensors), got {loaded.found}: {len(odd)} tensors differ, first {odd[0]}; {why}; resume from the last "
+            "checkpoint"
+        )
+
+
+# How weights get from a policy to a rollout: each takes at most one bucket of extra memory at each rank, and
+# leaves the rollout with the loaded weights of the policy, or raises
+WeightTransport = Alias | Buckets
+
+
+def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker]) -> WeightTransport:
+    """Return the transport between two roles, by their placement. A rank that is replaced from now on gets its weights
+    with the next published version.
+    """
+    rollout.replacing.restore = nothing
+    view = rollout.one(RolloutWorker.view)
+    return Alias(rollout) if view == "alias" else Buckets(policy, rollout, view == "neighbour")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The roles of an algorithm: `roles.learners["policy"].map(TrainWorker.update, batch, objective, step=3)`.
+
+    Groups of ranks with separate or shared devices.
+    """
+
+    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the first is the model that the stage outputs
+    frozen: Mapping[str, WorkerGroup[FrozenWorker]] = field(default_factory=dict)
+    rollout: WorkerGroup[RolloutWorker] | None = None
+    sleeps: bool = False  # frozen roles free their memory when their phase is over
+    micro_batch_tokens: int = 0  # of a rank; 0: unknown, so everything is requested in one call
+
+    @property
+    def made(self) -> WorkerGroup[TrainWorker]:
+        """The role whose model the stage outputs."""
+        return next(iter(self.learners.values()))
+
+    @property
+    def sampler(self) -> WorkerGroup[RolloutWorker]:
+        """The rollout.
+
+        Raises:
+            InputError: the stage has no rollout.
+        """
+        if self.rollout is None:
+            raise InputError("an algorithm that samples needs a rollout, got roles without one; open them with it")
+        return self.rollout
+
+    def group(self, role: str) -> WorkerGroup[TrainWorker] | WorkerGroup[FrozenWorker]:
+        """Return the worker group of a role that predicts."""
+        return self.frozen[role] if role in self.frozen else self.learners[role]
+
+    def alone(self, role: str) -> bool:
+        """Whether a role shares its pool with no other role."""
+        mine = self.group(role).backend
+        others = [self.group(name).backend for name in (*self.learners, *self.frozen) if name != role]
+        others += [self.rollout.backend] if self.rollout else []
+        return not any(other is mine for other in others)
+
+    def early(self, role: str) -> bool:
+        """Whether a role may predict while the rollout works: not in its pool; and where roles sleep to free memory,
+        only in a pool that it does not share.
+        """
+        return self.group(role).backend is not self.sampler.backend and (not self.sleeps or self.alone(role))
+
+    def rest(self) -> None:
+        """End the predictions of the frozen roles for this step: where roles sleep, those that share a pool sleep until
+        the next.
+        """
+        for role, group in self.frozen.items():
+            if self.sleeps and not self.alone(role):
+                group.each(FrozenWorker.sleep)
+
+    def fallbacks(self) -> dict[str, str]:
+        """Return the slower paths that the stage's models use, each with the reason.
+
+        Paths of another model than the stage's own have its role as a prefix: `reward_model/padding`. The reference is
+        the policy's model.
+        """
+        found = self.made.one(TrainWorker.fallbacks)
+        if self.rollout is not None:
+            found |= self.rollout.one(RolloutWorker.fallbacks)
+        for role, group in list(self.learners.items())[1:]:
+            found |= _of_role(role, group.one(TrainWorker.fallbacks))
+        for role, frozen in self.frozen.items():
+            if role != "reference":
+                found |= _of_role(role, frozen.one(FrozenWorker.fallbacks))
+        return found
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Let the rollout sample with the current policy from now on, and attest its weights.
+
+        Raises:
+            IntegrityError: a rollout rank decodes with other weights than were published.
+        """
+        if self.rollout is not None:
+            transport(self.made, self.rollout).publish(version)
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write every learner's part of a checkpoint; file name → digest."""
+        written = [shards for group in self.learners.values() for shards in group.each(TrainWorker.save, path)]
+        return {name: digest for shards in written for name, digest in shards.items()}
+
+    def restore(self, path: Path) -> None:
+        """Continue from a verified checkpoint.
+
+        Raises:
+            IntegrityError: it does not fit the models.
+        """
+        for group in self.learners.values():
+            group.each(TrainWorker.restore, path)
+
+
+def _of_role(role: str, found: Mapping[str, str]) -> dict[str, str]:
+    return {f"{role}/{name}": f"{role}: {reason}" for name, reason in found.items()}

@@ -1,0 +1,440 @@
+"""From the documents of a step to its optimiser steps.
+
+A step computes columns and credit, and the mini-batches of every role that learns. An algorithm's needs that the
+stage's roles cannot meet are refused before anything is sampled.
+
+Streamed gradients are summed while other groups of the step are still sampled, and divided when all have arrived. The
+divisor of an update's loss is known when the last group has arrived. Where it is one number for every term, and credit
+is given to each group separately, the sum can begin earlier; else `Learning` waits for the whole batch. Weights change
+once a step, after the last group, as without streaming: sampling stays on the policy that is trained.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+
+from posttrain.domain.canonical import derive_seed
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import Note
+from posttrain.engine.algorithms.objectives import Totals, kl_estimate, log_ratio
+from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
+from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.loop.pipeline import Columns, Form, ask, attached, credited, refuse_odd
+from posttrain.engine.loop.publication import Roles
+from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
+from posttrain.engine.roles.port import Division, Update as Done
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
+from posttrain.engine.trace import SampleTracer, Trace
+
+_ONE = Totals(1, 1, 1, 1)  # divided by these, a loss is a sum
+# k3 is about half the squared root mean square difference of two log-probabilities. Rounding explains 8 times
+# the epsilon of the type that layers compute in (0.06 in bfloat16, 0.008 in float16), and 1e-3 in any type.
+_ROUNDING, _EPSILONS = 5e-7, 8
+_LOOK = 0.02  # seconds for other work, between two polls of an update
+Meanwhile = Callable[[Trace, float], bool]
+
+
+def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
+    """Check the columns and objectives of a step against the stage's roles and the predictions of their models.
+
+    Raises:
+        InputError: a role that does not exist, or has to learn and does not; a column or an objective that a model does
+            not predict; a wide column that no role can fill.
+    """
+    columns, updates, name = algorithm.requires(step), algorithm.updates(step), type(algorithm).__name__
+    there = roles.learners.keys() | roles.frozen.keys()
+    for column in columns:
+        if column.role not in there:
+            raise InputError(
+                f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
+                "open the roles with it"
+            )
+    refuse_odd(columns, roles, name)
+    for update in updates:
+        if update.role not in roles.learners:
+            trained = ", ".join(roles.learners)
+            raise InputError(f"{name} trains the role {update.role}, got {trained} that learn; open the roles with it")
+    asked = [(column.role, column.need, f"{name} needs {column.need} for {column.name}") for column in columns]
+    for update in updates:
+        needs = sorted(update.objective(Totals(1, 1, 1, 1)).needs)
+        asked += [(update.role, need, f"the objective of {name} needs {need}") for need in needs]
+    can = {role: _predicted(roles, role) for role, _, _ in asked}
+    for role, need, who in asked:
+        if need not in can[role]:
+            told = " and ".join(sorted(can[role]))
+            raise InputError(f"{who}, got the role {role}, whose model predicts {told}; ask another role")
+
+
+def _predicted(roles: Roles, role: str) -> frozenset[Need]:
+    learns = roles.learners.get(role)
+    return learns.one(TrainWorker.predicts) if learns else roles.frozen[role].one(FrozenWorker.predicts)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A stretch whose gradient was requested."""
+
+    batch: TokenBatch  # with its credit
+    totals: Totals
+    tokens: int  # that are computed
+    answer: Future[Done] | None  # None: none of its documents has a gradient
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """The result of a step."""
+
+    metrics: dict[str, float]
+    tokens: int
+    batch: TokenBatch  # the whole, with its columns
+
+
+@final
+class Gradients:
+    """The one update of an algorithm, in stretches.
+
+    Args:
+        algorithm, roles, steps: of the stage.
+        columns: lists complete stretches, and fills them.
+        followed: number of traced samples at the beginning of a step.
+
+    Raises:
+        InputError: the algorithm has another number of updates, one that is not streamable, or documents that are not
+            formed by group.
+    """
+
+    def __init__(self, algorithm: Algorithm, roles: Roles, columns: Columns, steps: int, followed: int) -> None:
+        self._algorithm, self._roles, self._columns, self._followed = algorithm, roles, columns, followed
+        self._coming: dict[int, list[_Summed]] = {}  # by step
+        for step in {0, steps - 1}:
+            self._update(step)
+
+    def offer(self, step: int) -> bool:
+        """Begin every complete stretch that has its columns, in order; return whether one waits for columns."""
+        summed = self._coming.setdefault(step, [])
+        for asked in self._columns.whole(step)[len(summed) :]:
+            if not asked.ready(self._algorithm.requires(step)):
+                return True
+            summed.append(self._sum(asked.filled(), step, summed))
+        return False
+
+    def forget(self, step: int | None = None) -> None:
+        """Drop the begun work of a step, or of all steps; the learner drops it with the next update."""
+        if step is None:
+            self._coming.clear()
+        else:
+            self._coming.pop(step, None)
+
+    def finish(
+        self,
+        batch: TokenBatch,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        form: Form,
+        trace: Trace,
+        tracer: SampleTracer | None,
+    ) -> Streamed:
+        """Complete the step's update, after every group has arrived.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or infinite.
+            InputError: credit of all groups together differs from that of each.
+        """
+        columns = self._algorithm.requires(step)
+        told: AbstractContextManager[dict[str, Any]] = trace.span("columns") if columns else nullcontext({})
+        with told as span:
+            span |= {"columns": [column.name for column in columns]}
+            parts = [part.filled() for part in self._columns.parts(batch, step, groups, form)]
+            self._roles.rest()
+        whole = attached(batch, parts, columns, self._name)
+        with trace.span("update"):
+            summed = self._coming.pop(step, [])
+            for part in parts[len(summed) :]:
+                summed.append(self._sum(part, step, summed))
+            self._refuse_shared_credit(credited(self._algorithm, whole), [one.batch for one in summed])
+            for number, one in enumerate(summed):
+                done = one.answer.result() if one.answer else None
+                if tracer and done:
+                    tracer.consumed(done.batch, number)
+            tokens = sum(one.tokens for one in summed)
+            return Streamed(self._divide(summed, step) if tokens else {}, tokens, whole)
+
+    def _sum(self, part: TokenBatch, step: int, summed: Sequence[_Summed]) -> _Summed:
+        number, before = len(summed), sum(len(one.batch) for one in summed)
+        update, batch = self._update(step), credited(self._algorithm, part)
+        chosen = list(update.computes(batch))
+        computed = batch if len(chosen) == len(batch.item_lengths) else batch.select_items(chosen)
+        answer = None
+        if chosen:
+            learner = self._roles.learners[update.role].nonblocking
+            minimised = update.objective(_ONE)
+            record = before < self._followed
+            answer = learner.map(
+                TrainWorker.update, computed, minimised, step=step, part=number, record=record, more=True
+            )
+        return _Summed(batch, Totals.of(batch, computed), sum(computed.lengths) if chosen else 0, answer)
+
+    def _divide(self, summed: Sequence[_Summed], step: int) -> dict[str, float]:
+        update, totals = self._update(step), [one.totals for one in summed]
+        shared = sum(getattr(one, str(update.streamable)) for one in totals)
+        division = Division(max(shared, 1), max(sum(one.computed for one in totals), 1))
+        nothing, learner = summed[0].batch.select_items([]), self._roles.learners[update.role]
+        done = learner.map(TrainWorker.update, nothing, update.objective(_ONE), step=step, divide=division)
+        return dict(done.metrics)
+
+    def _update(self, step: int) -> Update:
+        updates = self._algorithm.updates(step)
+        one = updates[0] if len(updates) == 1 else None
+        if one is None or not one.streamable or one.epochs != 1 or one.mini_batches != 1:
+            raise InputError(
+                f"stream_gradients needs one update whose terms share a denominator, in one mini-batch, got "
+                f"{self._name}, whose updates do not; set it to false"
+            )
+        if not getattr(self._algorithm, "groupwise", False):
+            raise InputError(
+                f"stream_gradients needs documents that are formed by group, got {self._name}, which forms others; set "
+                "it to false"
+            )
+        late = [column.role for column in self._algorithm.requires(step) if not self._roles.early(column.role)]
+        if late:
+            raise InputError(
+                f"stream_gradients needs roles that answer while the rollout works, got {late[0]} in a pool that it "
+                f"shares with others and sleeps in; write placement: {{{late[0]}: {{…}}}} or sleep: false"
+            )
+        return one
+
+    def _refuse_shared_credit(self, whole: TokenBatch, parts: Sequence[TokenBatch]) -> None:
+        given, alone = whole.column("advantages"), torch.cat([part.column("advantages") for part in parts])
+        if not torch.allclose(given, alone, rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise InputError(
+                f"stream_gradients needs credit that is given to each group by itself, got {self._name}, whose "
+                f"advantages of all groups differ by {float((given - alone).abs().max()):.3g}; set it to false"
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self._algorithm).__name__
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The result of a step's updates."""
+
+    metrics: Mapping[str, float]  # means over mini-batches; those of other roles have their names as prefix
+    tokens: int = 0  # trained on, once for each role and pass
+    updates: int = 0  # optimiser steps of the stage's own role
+    first: Mapping[str, float] = field(default_factory=dict)  # metrics of its first update, before any weight changed
+
+
+@final
+class Learning:
+    """Trains the roles of a stage on the documents that its algorithm forms.
+
+    Args:
+        algorithm: the objectives, and the columns that they read.
+        roles: the roles that learn and fill columns.
+        steps: of the stage.
+        seed: the stage's.
+        lag: steps that sampling is ahead; without a lag the learner has the weights that sampled, so both must agree.
+        streams: sum gradients as groups arrive.
+        followed: number of traced samples at the beginning of a step.
+        meanwhile: called while an update is in progress: it takes at most so many seconds, and returns whether there is
+            more to do.
+
+    Raises:
+        InputError: see `refuse_missing`.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        roles: Roles,
+        steps: int,
+        seed: int,
+        *,
+        lag: int = 0,
+        streams: bool = False,
+        followed: int = 0,
+        meanwhile: Meanwhile = lambda trace, seconds: False,
+    ) -> None:
+        self._algorithm, self._roles, self._seed, self._compares = algorithm, roles, seed, not lag
+        self.columns = Columns(algorithm, roles, lag, always=streams)
+        self.gradients = Gradients(algorithm, roles, self.columns, steps, followed) if streams else None
+        self._meanwhile = meanwhile
+        for step in {0, steps - 1}:
+            refuse_missing(algorithm, roles, step)
+
+    def max_tokens(self, step: int, tokens: int) -> int:
+        """Return the maximum tokens that are trained on, where the documents have `tokens`."""
+        return tokens * sum(update.epochs for update in self._algorithm.updates(step))
+
+    def learn(
+        self,
+        batch: TokenBatch | None,
+        step: int,
+        trace: Trace,
+        tracer: SampleTracer | None = None,
+        groups: Sequence[ScoredGroup] = (),
+        form: Form | None = None,
+    ) -> Learned:
+        """Fill columns, give credit, update.
+
+        Args:
+            groups, form: see `Columns.fill`.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or infinite.
+        """
+        if batch is None:
+            self.forget(step)
+            return Learned({})
+        batch = replace(batch, provenance=Provenance(step=step))
+        if self.gradients and form:
+            done = self.gradients.finish(batch, step, groups, form, trace, tracer)
+            self._compare(done.metrics.get("mismatch_kl", 0.0), trace)
+            told = {**_distance(done.batch), **done.metrics}
+            return Learned(told, done.tokens, 1 if done.tokens else 0, done.metrics)
+        columns = self._algorithm.requires(step)
+        if columns:
+            with trace.span("columns") as span:
+                batch = self.columns.fill(batch, step, groups, form)
+                span |= {"columns": [column.name for column in columns]}
+            self._roles.rest()
+        with trace.span("advantage"):
+            batch = credited(self._algorithm, batch)
+        with trace.span("update"):
+            learned = self._updated(batch, step, trace, tracer)
+        stale = _staleness(batch)
+        self._compare(stale.get("lag/kl", learned.first.get("mismatch_kl", 0.0)), trace)
+        return replace(learned, metrics={**_distance(batch), **stale, **learned.metrics})
+
+    def forget(self, step: int | None = None) -> None:
+        """Drop the computations of groups that are not trained on: of a step, or of all steps."""
+        self.columns.forget(step)
+        if self.gradients:
+            self.gradients.forget(step)
+
+    def measure(self, batch: TokenBatch) -> dict[str, float]:
+        """Return `probe/loss` of the stage's own model on a batch, and the objective's other metrics; train nothing."""
+        role = next(iter(self._roles.learners))
+        batch = replace(batch, provenance=Provenance(role=role))
+        batch = credited(self._algorithm, ask(self._roles, batch, self._algorithm.requires(0)).filled())
+        [update] = (update for update in self._algorithm.updates(0) if update.role == role)
+        objective = update.objective(Totals.of(batch))
+        named = [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)]
+        asked = ask(self._roles, batch, named).filled()
+        parts = objective(batch, Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs}))
+        return {f"probe/{name}": float(value) for name, value in {"loss": parts.loss, **parts.sums}.items()}
+
+    def _updated(self, batch: TokenBatch, step: int, trace: Trace, tracer: SampleTracer | None) -> Learned:
+        """Train every role's mini-batches, those of the same number concurrently."""
+        updates, main = self._algorithm.updates(step), next(iter(self._roles.learners))
+        plans = [list(self._mini_batches(batch, update, step)) for update in updates]
+        reports: dict[str, list[Mapping[str, float]]] = {update.role: [] for update in updates}
+        trained = 0
+        for part in range(max(map(len, plans), default=0)):
+            begun = []
+            for update, plan in zip(updates, plans, strict=True):
+                found = plan[part] if part < len(plan) else None
+                if found is not None:
+                    follows = tracer if update.role == main else None
+                    begun.append((update, self._begin(update, *found, step=step, part=part, tracer=follows)))
+                    trained += sum(found[0].lengths)
+            for update, answer in begun:
+                while not answer.done() and self._meanwhile(trace, _LOOK):
+                    pass
+                done = answer.result()
+                reports[update.role].append(done.metrics)
+                if tracer and update.role == main:
+                    tracer.consumed(done.batch, part)
+        own = reports.get(main, [])
+        return Learned(_means(reports, main), trained, len(own), own[0] if own else {})
+
+    def _compare(self, found: float, trace: Trace) -> None:
+        """Warn, once, if the learner and the rollout compute different log-probabilities with the same weights.
+
+        Args:
+            found: KL between the two, before any weight changed.
+        """
+        if not self._compares or found <= _ROUNDING:
+            return
+        learner = next(iter(self._roles.learners.values()))
+        rounding = max(_ROUNDING, (_EPSILONS * learner.one(TrainWorker.epsilon)) ** 2 / 2)
+        if found <= rounding:
+            return
+        line = (
+            "the policy's log-probabilities must be those of the rollout that sampled, up to rounding (mismatch_kl <= "
+            f"{rounding:g}), got {found:.2g} in step {trace.step} with the same weights; the ratio of the loss is off "
+            "by as much: try runtime.dtype: float32, or report the model"
+        )
+        trace.sink(Note(line, time.time(), "warning"))
+        self._compares = False
+
+    def _begin(
+        self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None
+    ) -> Future[Done]:
+        objective, learner = update.objective(totals), self._roles.learners[update.role].nonblocking
+        record = tracer is not None and tracer.wants(mini)
+        return learner.map(TrainWorker.update, mini, objective, step=step, part=part, record=record)
+
+    def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:
+        """Yield the computed documents of each mini-batch, and its divisors; None where nothing is computed."""
+        computed, count = set(update.computes(batch)), len(batch.item_lengths)
+        for epoch in range(update.epochs):
+            seed = derive_seed(self._seed, "mini_batches", step, epoch)
+            for items in mini_batches(count, update.mini_batches, seed):
+                mini = batch if len(items) == count else batch.select_items(items)
+                chosen = [place for place, item in enumerate(items) if item in computed]
+                part = mini if len(chosen) == len(items) else mini.select_items(chosen)
+                yield (part, Totals.of(mini, part)) if chosen else None
+
+
+def mini_batches(items: int, count: int, seed: int) -> list[list[int]]:
+    """Return a seeded shuffle of item numbers cut into `count` parts (fewer when there are fewer items)."""
+    count = min(count, items)
+    if count <= 1:
+        return [list(range(items))]
+    order = torch.randperm(items, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[part::count] for part in range(count)]
+
+
+def _distance(batch: TokenBatch) -> dict[str, float]:
+    """Return `kl`: the KL of the sampling policy to the reference (k3, mean over tokens), if both are available."""
+    columns = batch.token_columns
+    if "reference_logprobs" not in columns or "behaviour_logprobs" not in columns:
+        return {}
+    mask = batch.response_mask
+    found = kl_estimate(columns["behaviour_logprobs"], columns["reference_logprobs"], mask, "k3")
+    return {"kl": float(found.sum()) / max(int(mask.sum()), 1)}
+
+
+def _staleness(batch: TokenBatch) -> dict[str, float]:
+    """Return how far the policy at the step's beginning is from the one that sampled, if both are available.
+
+    `lag/kl`: KL(μ ‖ π) (k3, mean over tokens). `lag/ess`: (Σ w)² / (n · Σ w²) of the weights w = π/μ: the effective
+    sample size of their weighted mean, as a share of the tokens.
+    """
+    columns, mask = batch.token_columns, batch.response_mask
+    if not {"proximal_logprobs", "behaviour_logprobs"} <= columns.keys() or not bool(mask.any()):
+        return {}
+    old, behaviour = columns["proximal_logprobs"], columns["behaviour_logprobs"]
+    weights = log_ratio(old, behaviour, mask)[mask].double().exp()
+    kl = kl_estimate(behaviour, old, mask, "k3").double().sum() / len(weights)
+    ess = weights.sum().square() / (len(weights) * weights.square().sum())
+    return {"lag/kl": float(kl), "lag/ess": float(ess)}
+
+
+def _means(reports: Mapping[str, Sequence[Mapping[str, float]]], main: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for role, told in reports.items():
+        prefix = "" if role == main else f"{role}/"
+        for name in told[0] if told else ():
+            found[f"{prefix}{name}"] = sum(report[name] for report in told) / len(told)
+    return found

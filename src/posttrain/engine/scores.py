@@ -1,0 +1,352 @@
+"""Scores of trajectories, by a reward function on text or a reward model on tokens, and environments.
+
+Responses that are sampled together are scored in stretches of the data stream, each as soon as its last response is
+complete. The stage alone determines the length of a stretch, so the contents of a call do not depend on which response
+was fast.
+
+An environment returns what a policy observes between two of its responses: a tool's answer, another speaker, a game's
+next state.
+"""
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.groups.worker_group import Future, WorkerGroup
+from posttrain.engine.models.files import decode_response, decode_turn
+from posttrain.engine.roles.learner import DivergedError
+from posttrain.engine.roles.training import FrozenWorker
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.sandbox.port import (
+    RewardCall,
+    RewardError,
+    RewardFunction,
+    Score,
+    probe_call,
+    refuse_failures,
+    try_out,
+)
+from posttrain.sandbox.protocol import AnswerError, refuse_places
+
+_STRETCHES = 8  # maximum number of stretches of responses that are sampled together
+Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
+
+
+def _held_against(trajectory: Trajectory, score: Score) -> Score:
+    """Return the score, or a failure where the environment failed or the score was earned at tokens that were not
+    sampled; its parts and components stay.
+    """
+    fault = trajectory.fault if trajectory.status == "error" else ""
+    if score.at and not fault:
+        try:
+            refuse_places(score.at, trajectory.sampled.tolist())
+        except AnswerError as error:
+            fault = f"the reward must return {error}; its worker did not check"
+    return replace(score, score=None, status="error", message=fault, at={}) if fault else score
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A range of the responses that are sampled together: `Stretch(first=64, total=256)`."""
+
+    first: int
+    total: int
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
+    """Return the text of a response."""
+    return decode_response(tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
+
+
+class Scorer(Protocol):
+    """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
+
+    def groups(self, prompts: int, tokens: int) -> int:
+        """Return how many groups to score together, for `prompts` groups of at most `tokens` tokens each."""
+
+    @property
+    def early(self) -> bool:
+        """Whether it can score while the rollout works, without using its memory."""
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """Begin to score; the result has one score per trajectory; `prompts` is parallel to `trajectories`.
+
+        Stretches arrive in any order, each once; their results are read in order.
+        """
+
+    def text(self, trajectory: Trajectory) -> str:
+        """Return a response as text."""
+
+
+class RewardScorer:
+    """A reward function as a `Scorer`.
+
+    Args:
+        reward: the function.
+        tokenizer: decodes tokens.
+        errors_max: share of a step's completions that may fail to be scored.
+        processes: number of processes that score concurrently.
+        placed: whether the algorithm reads at which tokens a score was earned.
+        turns: maximum number of turns of a response.
+        name: the reward's name in errors.
+        tell: called with one line when completions failed but the step continues, and when the algorithm ignores at
+            which tokens a score was earned; once each.
+    """
+
+    early = True  # it has separate processes
+
+    def __init__(
+        self,
+        reward: RewardFunction,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        errors_max: float = 0.0,
+        processes: int = 1,
+        placed: bool = True,
+        turns: int = 1,
+        name: str = "the reward",
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
+        self._errors_max, self._tell, self._told = errors_max, tell, False
+        self._placed, self._told_placed, self._most = placed, False, turns
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
+        self._scored: list[Score] = []  # of responses that are sampled together, so far
+        self._name, self._step = name, 0  # responses of a step
+
+    def groups(self, prompts: int, tokens: int) -> int:
+        """See `Scorer`; at least one for each process."""
+        return max(-(-prompts // _STRETCHES), self._processes)
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """See `Scorer`; failed completions are left out of their groups.
+
+        `result` raises RewardError if more failed than allowed, or all that were sampled together; see
+        `RewardFunction.score`.
+        """
+        call = RewardCall(
+            prompts=[prompt.text for prompt in prompts],
+            completions=[self.text(t) for t in trajectories],
+            rows=[prompt.row for prompt in prompts],
+            prompt_ids=[t.prompt.tolist() for t in trajectories],
+            completion_ids=[t.response.tolist() for t in trajectories],
+            **self._turns(trajectories),
+        )
+        places = range(stretch.first, stretch.first + len(call))
+        whole, allowed = len(call) == stretch.total, int(self._errors_max * stretch.total + 1e-9)
+        answer = self._thread.submit(self._reward.score, call, allowed, None if whole else places)
+
+        def wait() -> Sequence[Score]:
+            scores = [_held_against(t, score) for t, score in zip(trajectories, answer.result(), strict=True)]
+            self._accept(scores, stretch, allowed)
+            return scores
+
+        return Future(wait, answer.done)
+
+    def _turns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        """Return the texts of the policy's turns, and where each turn ends; nothing if every response has one turn."""
+        if all(len(t.segments) <= 2 for t in trajectories):
+            return {}
+        said = [[decode_turn(self._tokenizer, s.tokens.tolist()) for s in t.turns] for t in trajectories]
+        return {"turns": said, "turn_spans": [t.turn_spans for t in trajectories]}
+
+    def _accept(self, scores: Sequence[Score], stretch: Stretch, allowed: int) -> None:
+        """Check the failures of a step over all of its stretches so far.
+
+        Raises:
+            RewardError: too many failures, or all; or the reward declined every response.
+        """
+        self._scored = [*(self._scored if stretch.first else ()), *scores]
+        last = len(self._scored) == stretch.total
+        if not (self._placed or self._told_placed) and any(score.at for score in scores):
+            self._told_placed = True
+            self._tell(
+                "the reward returned scores of single tokens, but this algorithm gives each response one advantage, so "
+                "their sum counts; ppo and reinforce_plus_plus credit each token with the scores that follow it"
+            )
+        refuse_failures(self._scored, stretch.total if last else None, allowed)
+        self._step = max(self._step, stretch.total)  # replacements of single groups are fewer than a step
+        if last and stretch.total == self._step and all(score.score is None for score in self._scored):
+            raise RewardError(
+                f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing is "
+                "learnt from it; a reward that returns None declines a response: return a number for some of them"
+            )
+        failed = [score for score in self._scored if score.failed]
+        if last and failed and not self._told:
+            self._told = True
+            self._tell(
+                f"{failed[0].message}; {len(failed)} of {stretch.total} completions of this step are left out of their "
+                "groups, later ones are counted as reward/errors and reward/timeouts"
+            )
+
+    def text(self, trajectory: Trajectory) -> str:
+        """Return a response as the reward reads it."""
+        return response_text(self._tokenizer, trajectory)
+
+    def smoke_test(self, prompts: Sequence[Prompt]) -> None:
+        """Call the reward once on the first rows, with their answers as completions: a reward that fails on all of them
+        is broken, and raises before anything is generated.
+
+        Raises:
+            RewardError: see `RewardFunction.score`.
+        """
+        end = self._tokenizer.eos_token_id
+        call = probe_call(
+            [prompt.text for prompt in prompts],
+            [prompt.row for prompt in prompts],
+            [prompt.tokens for prompt in prompts],
+            lambda text: [*self._tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])],
+            turns=self._most,
+        )
+        try_out(self._reward, call)
+
+
+@final
+class ModelScorer:
+    """A reward model as a `Scorer`.
+
+    Args:
+        judge: its ranks.
+        tokenizer: decodes tokens.
+        tokens: that fill a micro-batch on each rank.
+        early: whether it may work while the rollout does (`Roles.early`).
+    """
+
+    def __init__(
+        self,
+        judge: WorkerGroup[FrozenWorker],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tokens: int = 16384,
+        early: bool = False,
+    ) -> None:
+        self._judge, self._tokenizer, self._tokens, self.early = judge, tokenizer, tokens * judge.ranks, early
+
+    def groups(self, prompts: int, tokens: int) -> int:
+        """See `Scorer`; enough to fill a micro-batch on every rank."""
+        return max(-(-prompts // _STRETCHES), -(-self._tokens // tokens))
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """See `Scorer`; the score is read after the last token.
+
+        `result` raises DivergedError if a score is not finite: such a model is unusable, and no response is left out
+        for it.
+        """
+        batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
+        judged = self._judge.nonblocking.map(FrozenWorker.fill, batch, "scores", "scores")
+
+        def wait() -> Sequence[Score]:
+            scores: list[float] = judged.result().column("scores").tolist()
+            odd = next((place for place, value in enumerate(scores) if not math.isfinite(value)), None)
+            if odd is not None:
+                raise DivergedError(
+                    f"the reward model must score with finite numbers, got {scores[odd]} for response "
+                    f"{stretch.first + odd}"
+                )
+            return [_held_against(t, Score(value)) for t, value in zip(trajectories, scores, strict=True)]
+
+        return Future(wait, judged.done)
+
+    def text(self, trajectory: Trajectory) -> str:
+        """Return a response as text."""
+        return response_text(self._tokenizer, trajectory)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failed observation: the sample ends with the status `error`, and has no score."""
+
+    line: str  # what happened
+
+
+Observed = Sequence[int] | Failed | None
+
+
+class Environment(Protocol):
+    """Answers sampled responses. Its answers are functions of its inputs, so a step can be repeated."""
+
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
+        """Return the tokens that each sample observes next; None: it has ended. `prompts` is parallel to `samples`."""
+
+
+@final
+class TextEnvironment:
+    """An environment made of a function over texts: `observe(row, responses)` → the next observation, or None.
+
+    An observation is tokenised unchanged, including marks of a chat template; nothing is added.
+
+    Args:
+        observe: takes the row, and the texts of the policy's responses so far, in turn.
+        tokenizer: the policy's.
+        most: maximum tokens of an observation.
+    """
+
+    def __init__(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+        self._observe, self._tokenizer, self._most = observe, tokenizer, most
+
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Observed]:
+        """See `Environment`; where `observe` raises, returns no text or too many tokens, the other samples continue."""
+        return [self._next(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+
+    def _next(self, prompt: Prompt, sample: Trajectory) -> Observed:
+        said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
+        try:
+            seen = self._observe(prompt.row, said)
+            if seen is None:
+                return None
+            if not isinstance(seen, str):
+                return Failed(f"{self._where} must give text or None, got {type(seen).__name__}; fix it")
+            tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
+        except (Exception, SystemExit) as error:  # any error: the step's other samples continue
+            return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix it, or the row")
+        if not tokens:
+            return Failed(f"{self._where} must give some text or None, got {seen[:60]!r}; give None to end the sample")
+        if len(tokens) > self._most:
+            return Failed(
+                f"{self._where} must give at most {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
+                "observation_tokens of the stage, or shorten it"
+            )
+        return tokens
+
+    @property
+    def _where(self) -> str:
+        """The place in messages: `observe (guess.py:7)`."""
+        return f"observe ({self._defined})"
+
+    @property
+    def _defined(self) -> str:
+        """The line of its definition: `guess.py:7`."""
+        code = getattr(inspect.unwrap(self._observe), "__code__", None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "of no file"
+
+    def _place(self, error: BaseException) -> str:
+        """Return the innermost frame in the folder of `observe`, or its definition: `guess.py:12`."""
+        code = getattr(inspect.unwrap(self._observe), "__code__", None)
+        folder = Path(code.co_filename).parent if code else None
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
+        return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
+
+
+def _line(error: BaseException) -> str:
+    """Return `ValueError: text` without line breaks, even if the exception's text cannot be read."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "its text cannot be read"
+    return " ".join(f"{type(error).__name__}: {said}".encode("utf-8", "replace").decode().split())[:300].rstrip(": ")

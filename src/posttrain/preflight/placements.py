@@ -1,0 +1,419 @@
+"""Checks of placements, images, teachers and judges before a run.
+
+Each check answers a question: Is the placement of every stage possible, and what will be resident where? Is the run's
+image allowed, and can its jobs run in it? Does a teacher have the student's tokens? Does the model that judges
+responses score them?
+"""
+
+import importlib.util
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from posttrain.control.plan import Planned
+from posttrain.data.refs import is_confined
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobspec import allows
+from posttrain.domain.kinds import OWN, Load, kind_of
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.placement import NAMED_MODELS
+from posttrain.domain.rendering import CONFIG, is_classifier
+from posttrain.domain.runspec import RunSpec
+from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.machine import Machine, room_of, this_machine
+from posttrain.execution.trainers.native import gpu_visible
+from posttrain.planner.residency import Residency, Shape, gib, infeasible, resident, too_large, unfit
+from posttrain.planner.sizes import Room, Settled, Size, expected, settle, too_much_to_load, unknown_kinds
+from posttrain.preflight.confinement import bytes_of
+from posttrain.preflight.data import Dataset, Lengths, model_files, origin, word_of
+from posttrain.preflight.outlook import workload
+from posttrain.workspace.served import is_served
+from posttrain.workspace.settings import OpenWorkspace
+
+_LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
+_SPECIAL_TOKENS = 7  # of a model that `init_model` makes, in addition to its characters
+_JUDGE = "reward_model"
+_SLOT, _TOKENIZER = "teacher", "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The plan's estimates of the memory of one stage."""
+
+    residency: Residency
+    sizes: tuple[Size, ...]
+    warnings: tuple[str, ...]
+
+
+def refuse_infeasible(
+    manifest: Manifest, loads: Mapping[str, Load], workspace: OpenWorkspace, source: Path, model: str | None = None
+) -> None:
+    """Refuse a run whose stages could not be started, or could not hold their models.
+
+    For a stage that names a cluster, only constraints independent of the cluster are checked; the job checks the
+    cluster itself, before it starts any process. Whether Ray is installed is checked for jobs in this environment; for
+    an image, and for the jobs of an installed executor, `plan` warns.
+
+    Args:
+        loads: by stage.
+        source: the run file or lock, for errors.
+        model: the base model's name in the run file; None: it is in the store.
+
+    Raises:
+        InputError: with file, stage, role, the requested and available resources, and the next action.
+        NotFoundError, IntegrityError: the base model's listing is missing or corrupt.
+    """
+    for stage in manifest.stages:
+        if _asks_for_a_gpu(stage) and not gpu_visible():
+            raise InputError(
+                f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, no job here would find one; write "
+                "auto or cpu, or run it where there is one"
+            )
+    machine = this_machine() if loads else Machine(1)
+    for name, load in loads.items():
+        shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
+        found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
+        found += _missing_ray(load) if manifest.image is None and workspace.own_jobs else []
+        if load.ray_address is None:
+            found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
+            settled = settle(load, shapes, room_of(machine))
+            peaks = resident(settled.load, shapes, gpu_there=bool(machine.gpus)).peaks
+            found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
+            found += too_much_to_load(load, shapes, machine.memory, gpu_there=bool(machine.gpus))
+            found += [settled.short] if settled.short else []
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
+
+
+def _asks_for_a_gpu(stage: StageManifest) -> bool:
+    runtime = stage.params.get("runtime")
+    if stage.kind not in OWN or not isinstance(runtime, Mapping):
+        return False
+    return runtime.get("device") == "cuda" and not runtime.get("ray_address")
+
+
+def refuse_oversized(manifest: Manifest, source: Path) -> None:
+    """Refuse a new model that does not fit into this machine's memory.
+
+    Raises:
+        InputError: with its parameters, its bytes and this machine's memory.
+    """
+    for stage in manifest.stages:
+        shape = _made(stage)
+        memory = this_machine().memory if shape else None
+        if shape and memory is not None and 4 * shape.parameters > memory:
+            raise InputError(
+                f"{source}: stages.{stage.name}: a model of hidden_size {shape.hidden}, layers {shape.layers} and "
+                f"intermediate_size {shape.intermediate} has {shape.parameters:.3g} parameters, "
+                f"{gib(4 * shape.parameters)} in float32, this machine has {gib(memory)}; make it smaller"
+            )
+
+
+def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
+    """Return warnings where the estimate exceeds the memory; certain excess was refused before. Of a cluster only the
+    kinds of GPUs are known, so nothing is refused.
+    """
+    missing = _missing_ray(settled.load)
+    if settled.load.ray_address is not None:
+        return [*missing, *unknown_kinds(settled.load), *([settled.short] if settled.short else [])]
+    room, memory = machine.gpu_memory, machine.memory
+    found = missing + [
+        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"
+        for peak in residency.peaks
+        if room is not None and peak.device == "cuda" and peak.bytes > room
+    ]
+    total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
+    if memory is not None and total > memory:
+        found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; {_LOWER}")
+    return found
+
+
+def ray_is_installed() -> bool:
+    """Whether the package ray is installed in this environment, without importing it."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def _missing_ray(load: Load) -> list[str]:
+    if (load.placement.is_inline and load.ray_address is None) or ray_is_installed():
+        return []
+    needed = "pools of several processes" if load.ray_address is None else f"jobs at {load.ray_address}"
+    return [f"{needed} need the package ray, which is not installed here; pip install 'posttrain[ray]'"]
+
+
+def residencies(
+    planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path, datasets: Mapping[str, Dataset]
+) -> Iterator[tuple[str, Seen]]:
+    """Yield, for each stage with a model, the chosen sizes, the residency by phase, and warnings."""
+    loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
+    machine = this_machine() if loads else None
+    lengths = Lengths(planned, spec, workspace, path)
+    for name, load in loads.items():
+        stage = planned.manifest.stage(name)
+        shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
+        if shapes and machine:
+            rows = workload(stage, planned.contracts[name].work, datasets, lengths)
+            room = Room() if load.ray_address is not None else room_of(machine)
+            prompts = {"prompt_tokens": round(rows.length or 0), "longest_prompt": round(rows.longest or 0)}
+            settled = settle(load, shapes, room, **prompts)
+            residency = resident(settled.load, shapes, **prompts, gpu_there=bool(machine.gpus))
+            yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
+
+
+def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:
+    """Yield one warning for every fall-back of a stage's model."""
+    for stage in planned.manifest.stages:
+        if contract := planned.contracts.get(stage.name):
+            roles = contract.load.roles if contract.load else ("rollout",)
+            for warning in fallback_warnings(planned.manifest, stage, roles, workspace, path, spec.model):
+                yield f"{stage.name}: {warning}"
+
+
+def role_shapes(
+    manifest: Manifest, stage: StageManifest, load: Load, workspace: OpenWorkspace, source: Path, model: str | None
+) -> dict[str, Shape]:
+    """Return the shape of each role's model; roles without a model or with one of unknown shape are left out."""
+    slots = {role: role if role in NAMED_MODELS and role in stage.inputs else "model" for role in load.roles}
+    slots.pop("reward", None)
+    found = {role: _shape(manifest, stage, slot, workspace, source, model) for role, slot in slots.items()}
+    return {role: shape for role, shape in found.items() if shape is not None}
+
+
+def _shape(
+    manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
+) -> Shape | None:
+    found = origin(manifest, stage, slot)
+    if isinstance(found, StageManifest):
+        return _made(found)
+    return Shape.of_files(*stored_config(found, workspace, source, model))
+
+
+def stored_config(
+    ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None
+) -> tuple[dict[str, Any], int]:
+    """Return a model's `config.json` and the bytes of its weights; empty where its files are not available."""
+    word = word_of(ref, model)
+    if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
+        return {}, 0
+    with bytes_of(ref):
+        files = model_files(workspace, ref, word, source.parent)
+        config = _map(files.read(CONFIG))
+    return config, sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
+
+
+def fallback_warnings(
+    manifest: Manifest,
+    stage: StageManifest,
+    roles: Collection[str],
+    workspace: OpenWorkspace,
+    source: Path,
+    model: str | None,
+) -> list[str]:
+    """Return warnings about the engine's slower fall-backs for the stage's models, as far as their config shows.
+
+    Args:
+        roles: of the stage; includes `rollout` where it generates responses.
+        source, model: as in `refuse_infeasible`.
+    """
+    named = [slot for slot in NAMED_MODELS if slot in stage.inputs]
+    found = []
+    for slot, readers in (("model", set(roles) - set(named)), *((slot, {slot}) for slot in named)):
+        began = origin(manifest, stage, slot)
+        if slot not in stage.inputs or isinstance(began, StageManifest):  # models of `init_model` need no fall-back
+            continue
+        config, _ = stored_config(began, workspace, source, model)
+        whose, text = "" if slot == "model" else f"{slot}: ", config.get("text_config")
+        known = {**config, **text} if isinstance(text, dict) else config  # the text part of a multimodal model
+        found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]
+    return found
+
+
+def _made(stage: StageManifest) -> Shape | None:
+    """Return the shape of the model that a stage initialises; None: it initialises none."""
+    if not kind_of(stage.kind).from_nothing:
+        return None
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+    config = {names.get(name, name): value for name, value in stage.params.items()}
+    words = len(str(stage.params.get("characters", ""))) + _SPECIAL_TOKENS
+    return Shape.of_config({**config, "vocab_size": words, "tie_word_embeddings": True})
+
+
+def _map(data: bytes | None) -> dict[str, Any]:
+    try:
+        value = json.loads(data or b"{}")
+    except ValueError:  # the job, which loads the model, reports the error
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> None:
+    """Refuse an image that the project does not allow, or that no executor here can run.
+
+    A request of a remote client may name only images that an admin allowed. A local user may name any image until the
+    project has a list.
+
+    Raises:
+        InputError: with the field, the constraint, the value and the next action.
+    """
+    if image is None:
+        return
+    allowed = workspace.ledger.images()
+    if is_confined() if allowed is None else not allows(allowed, image):
+        known = f"it allows {', '.join(allowed)}" if allowed else "it allows none"
+        raise InputError(
+            f"{source}: image: must be one that project {workspace.ledger.project} allows, got {image} ({known}); an "
+            f"admin of it may allow it: posttrain project allow-image {image}"
+        )
+    executor = workspace.jobs.executor
+    if not executor.images:
+        raise InputError(
+            f"{source}: image: needs an executor that runs jobs in images, and this workspace has {executor.name}, got "
+            f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
+        )
+    if isinstance(executor, LocalExecutor) and (why := executor.trouble()):
+        raise InputError(f"{source}: image: {image} cannot be run here: {why}")
+    away = urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address
+    if away and not is_served(workspace.root):
+        raise InputError(
+            f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} only "
+            f"through a server, got {image} without one; run posttrain serve"
+        )
+
+
+def refuse_judges_without_scores(
+    manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
+) -> None:
+    """Refuse a stage whose `reward_model` generates text: every response would get the same reward.
+
+    A channel's model is known once the stage is bound; then its job checks it.
+
+    Args:
+        source: the run file or lock, for errors.
+        model: the base model's name in the run file; None: it is in the store.
+
+    Raises:
+        InputError: with file, stage and judge.
+    """
+    for stage in manifest.stages:
+        if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
+            raise InputError(
+                f"{source}: stages.{stage.name}.{_JUDGE}: must score responses, got {stage.inputs[_JUDGE].name}, which "
+                "is no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
+            )
+
+
+def scores(
+    manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
+) -> bool | None:
+    """Whether the model in a slot scores responses; None: unknown yet."""
+    ref = stage.inputs[slot]
+    if ref.source == "stage":
+        made = manifest.stage(ref.name).kind
+        return kind_of(made).scores if made in OWN else None
+    config, _ = stored_config(ref, workspace, source, model)
+    return is_classifier(config) if config else None
+
+
+def check_teachers(
+    manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
+) -> Iterator[str]:
+    """Refuse a stage whose `teacher` generates no text, has other tokens than the student, or fewer than `top_k`;
+    yield a warning where both are one model.
+
+    The stage's job checks models unknown to the plan: a channel's, one without `tokenizer.json`, one of two models of
+    which the other is made in this run.
+
+    Args:
+        source: the run file or lock, for errors.
+        model: the base model's name in the run file; None: it is in the store.
+
+    Raises:
+        InputError: with file, stage and teacher.
+    """
+    for stage in manifest.stages:
+        if _SLOT in stage.inputs:
+            asked = _Asked(manifest, stage, workspace, source, model)
+            if fault := asked.scores() or asked.speaks_otherwise() or asked.has_fewer():
+                raise InputError(f"{source}: stages.{stage.name}.{fault}")
+            yield from asked.is_the_student()
+
+
+class _Asked:
+    """The teacher and the student of one stage."""
+
+    def __init__(
+        self, manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
+    ) -> None:
+        self._manifest, self._stage, self._workspace = manifest, stage, workspace
+        self._source, self._model, self._name = source, model, stage.inputs[_SLOT].name
+
+    def scores(self) -> str:
+        """Return why the teacher generates no text; empty: it does."""
+        if not scores(self._manifest, self._stage, _SLOT, self._workspace, self._source, self._model):
+            return ""
+        return f"{_SLOT}: must make text, got {self._name}, which scores responses; name a model that a policy can be"
+
+    def speaks_otherwise(self) -> str:
+        """Return why its tokens differ from the student's; empty: no difference found."""
+        began = [origin(self._manifest, self._stage, slot) for slot in ("model", _SLOT)]
+        if len({type(one) for one in began}) > 1:  # one is made in this run, the other exists: the job compares them
+            return ""
+        found = [self._tokens(one) for one in began]
+        if None in found or found[0] == found[1]:
+            return ""
+        sizes = " and ".join(str(len(tokens or ())) for tokens in found)
+        return (
+            f"{_SLOT}: must have the student's tokenizer, got {self._name}, which has another (vocabularies of {sizes} "
+            "tokens); name a model of the student's family"
+        )
+
+    def has_fewer(self) -> str:
+        """Return why a vocabulary has fewer than `top_k` tokens; empty: it has enough."""
+        asked = self._stage.params.get("top_k")
+        sizes = [size for slot in ("model", _SLOT) if (size := self._size(slot))]
+        if not isinstance(asked, int) or not sizes or asked <= min(sizes):
+            return ""
+        return f"top_k: must be at most {min(sizes)}, the tokens of the vocabulary, got {asked}; lower it"
+
+    def is_the_student(self) -> Iterator[str]:
+        """Yield a warning where both are one model: the student then learns nothing."""
+        student, teacher = self._stage.inputs.get("model"), self._stage.inputs[_SLOT]
+        if student is None or student.source != teacher.source:
+            return
+        told = (student.word, teacher.word) if student.source == "stage" else (student.digest, teacher.digest)
+        if told[0] and told[0] == told[1]:
+            yield f"{self._stage.name}: teacher {teacher.word} is the model that is trained, so nothing will be learnt"
+
+    def _size(self, slot: str) -> int | None:
+        began = origin(self._manifest, self._stage, slot)
+        if isinstance(began, StageManifest):
+            made = _made(began)
+            return made.vocabulary if made else None
+        config, _ = stored_config(began, self._workspace, self._source, self._model)
+        size = {**config, **(config.get("text_config") or {})}.get("vocab_size")
+        return size if isinstance(size, int) else None
+
+    def _tokens(self, began: InputRef | StageManifest) -> Mapping[str, Any] | None:
+        """Return token → id where available; for a newly initialised model its characters."""
+        if isinstance(began, StageManifest):
+            characters = began.params.get("characters")
+            return dict.fromkeys(str(characters)) if characters else None
+        word = word_of(began, self._model)
+        if began.digest is None or (word is None and not self._workspace.blobs.has(began.digest)):
+            return None
+        with bytes_of(began):
+            read = model_files(self._workspace, began, word, self._source.parent).read
+            return _vocabulary(read(_TOKENIZER))
+
+
+def _vocabulary(data: bytes | None) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(data or b"null")
+        known, added = found["model"]["vocab"], found.get("added_tokens") or []
+        tokens = known if isinstance(known, dict) else {token: at for at, (token, _) in enumerate(known)}
+        return {**tokens, **{each["content"]: each["id"] for each in added}}
+    except (ValueError, TypeError, KeyError):  # the job, which loads it, reports the error
+        return None

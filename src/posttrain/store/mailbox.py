@@ -1,0 +1,396 @@
+"""The mailbox: messages between one attempt's job and the control side, as named objects.
+
+::
+
+    start.json              the job's first write, or a tombstone: created once, so exactly one process begins
+    events/000001.jsonl     facts up: write-once segments, numbered without gaps; samples/ likewise
+    events/packs/000001     64 segments in one object, written before their removal: readers see each exactly once
+    summary.json            the job's progress: replaced with every segment, so that readers need not read those
+    controls/000001.json    orders down: numbered, typed, write-once
+    controls/acks/000001.json   the job's acknowledgement of an order
+    result.json             how the job ended: written last, and once
+
+The port `MailboxObjects` hides where the objects are; `store.mailboxes` has its back-ends. This module does not list
+what it can count, and replaces no object except `summary.json`. A lost answer (a PUT that succeeded without a response)
+is resolved by reading the object afterwards: a retry never duplicates a fact, an order or a start. Jobs import this
+module, so it uses only the standard library.
+"""
+
+from __future__ import annotations  # `shaped` reads the annotations of its forms as text
+
+import itertools
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
+from posttrain.domain.jobs import count, real, shaped
+from posttrain.store.atomic import SEGMENT, SMALL
+
+PACK = 64  # segments
+EVENTS, SAMPLES = "events", "samples"
+_START, _SUMMARY, _RESULT = "start.json", "summary.json", "result.json"
+_WAITS = (0.1, 0.5, 2.0)  # seconds before an unanswered request is tried again
+T = TypeVar("T")
+
+
+def refuse(error: IntegrityError) -> None:
+    """Raise the error of an unreadable segment: the default for callers that do not handle it."""
+    raise error
+
+
+class MailboxObjects(Protocol):
+    """Small objects of one attempt by key (`events/000001.jsonl`). Every implementation:
+
+    - reads every acknowledged write, from any process;
+    - shows an object complete or not at all;
+    - raises `InfrastructureError` for a request without an answer, which may have succeeded or not.
+    """
+
+    @property
+    def place(self) -> str:
+        """The name of the place in errors."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object durably if none exists; False: one exists, and stays. Of several writers one wins.
+
+        Raises:
+            WorkspaceError: the disk is full or read-only.
+            InfrastructureError: no answer.
+        """
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """Replace an object that only one process writes; it need not survive a power cut.
+
+        Raises:
+            WorkspaceError, InfrastructureError: as `create`.
+        """
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes of an object; None: it does not exist.
+
+        Raises:
+            InfrastructureError: no answer.
+        """
+
+    def remove(self, key: str) -> None:
+        """Remove an object; a missing one is no error."""
+
+    def numbers(self, folder: str) -> list[int]:
+        """The numbers of the objects `FOLDER/NUMBER.…` directly below a folder, in order."""
+
+
+class ControlKind(StrEnum):
+    """The kinds of orders to a job."""
+
+    STOP = "stop"  # write a checkpoint and end
+    CHECKPOINT = "checkpoint"  # write a checkpoint and continue
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One numbered order to the job."""
+
+    number: int
+    kind: ControlKind
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The process that begins an attempt, by the `start` object; with a reason in `cancelled`, no job may begin it."""
+
+    epoch: int  # the attempt's
+    host: str
+    pid: int
+    process: str  # its identity: a pid alone may be reused by another process
+    token: str  # random: identifies the successful create when its answer was lost
+    at: float
+    cancelled: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The progress of a job."""
+
+    step: int
+    total: int
+    phase: str
+    tokens: int
+    segment: int  # the newest segment of its facts
+    at: float
+    phases: int = 0  # ended spans, which show progress within a long step
+
+
+class Mailbox:
+    """One attempt's mailbox over `objects`. Making the object touches nothing.
+
+    Args:
+        pause: waits so many seconds between retries.
+    """
+
+    def __init__(self, objects: MailboxObjects, pause: Callable[[float], None] = time.sleep) -> None:
+        self._objects, self._pause = objects, pause
+
+    def start(self, epoch: int, process: str) -> Start | None:
+        """Begin the attempt, as a job's first act. None: this process has it; else its holder, and the job must end."""
+        mine = _start(epoch, process)
+        held = self._held(mine)
+        return None if held.token == mine.token else held
+
+    def bury(self, epoch: int, why: str) -> Start | None:
+        """Leave a tombstone, so that a late job computes nothing.
+
+        Returns:
+            None: no job of this attempt has begun, and none will; else the start of the job that began before.
+        """
+        held = self.started() or self._held(_start(epoch, cancelled=why))
+        return None if held.cancelled else held
+
+    def started(self) -> Start | None:
+        """The start of the process that has the attempt; None: no process has it.
+
+        Raises:
+            IntegrityError: the object cannot be read.
+        """
+        data = self._objects.get(_START)
+        return None if data is None else self._read(_START, data, Start)
+
+    def order(self, kind: ControlKind) -> int:
+        """Give the job an order and return its number. Concurrent callers get different numbers."""
+        number = 1
+        while True:
+            mine = _json({**asdict(Control(number, kind, time.time())), "token": secrets.token_hex(8)})
+            if self._objects.get(_control(number)) is None and self._create(_control(number), mine) == mine:
+                return number
+            number += 1
+
+    def controls(self, after: int = 0) -> list[Control]:
+        """The orders after number `after`.
+
+        Raises:
+            IntegrityError: an order cannot be read.
+        """
+        found: list[Control] = []
+        while (data := self._objects.get(_control(after := after + 1))) is not None:
+            raw = self._table(_control(after), data)
+            try:
+                found.append(Control(after, ControlKind(raw["kind"]), real(raw["at"])))
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._unreadable(_control(after), error) from error
+        return found
+
+    def acknowledge(self, number: int) -> None:
+        """Record that the job carried out an order; recording it again changes nothing."""
+        if not self.acknowledged(number):
+            self._create(_ack(number), _json({"at": time.time()}))
+
+    def acknowledged(self, number: int) -> bool:
+        """Whether the job carried out an order."""
+        return self._objects.get(_ack(number)) is not None
+
+    def append(self, stream: str, number: int, data: bytes) -> None:
+        """Write segment `number` of a stream, once; the same bytes again change nothing.
+
+        Raises:
+            ConflictError: it holds other facts: another process writes.
+        """
+        if self._create(_segment(stream, number), data) != data:
+            raise ConflictError(
+                f"segment {stream}/{number} of {self._objects.place} holds other facts; another job of it writes"
+            )
+
+    def last(self, stream: str) -> int:
+        """The number of the newest segment; 0 for none."""
+        single, packed = self._objects.numbers(stream), self._objects.numbers(f"{stream}/packs")
+        return max(single[-1] if single else 0, packed[-1] * PACK if packed else 0)
+
+    def numbers(self, stream: str) -> list[int]:
+        """The numbers of the segments that were not packed."""
+        return self._objects.numbers(stream)
+
+    def segment(self, stream: str, number: int) -> bytes:
+        """One segment that was not packed; empty: there is no such segment."""
+        return self._objects.get(_segment(stream, number)) or b""
+
+    def segments(
+        self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
+    ) -> Iterator[tuple[int, bytes]]:
+        """(number, bytes) of the segments after `after`, in order, each once, even if they are packed meanwhile.
+
+        Args:
+            unreadable: called for a pack that cannot be read, which is then left out, or for a segment that is not a
+                file, where reading ends; the default raises.
+
+        Raises:
+            IntegrityError: a pack cannot be read.
+        """
+        number = after + 1
+        while True:
+            group = _group(number)
+            try:
+                whole = self._objects.get(_pack(stream, group)) if number % PACK == 1 else None
+                data = None if whole is not None else self._objects.get(_segment(stream, number))
+            except IntegrityError as error:
+                unreadable(error)
+                return
+            if data is not None:
+                yield number, data
+                number += 1
+                continue
+            # a segment is removed after its pack was written, so a lookup in this order finds it
+            whole = whole if whole is not None else self._objects.get(_pack(stream, group))
+            if whole is None:
+                return
+            first = (group - 1) * PACK + 1
+            pieces = [b""] * PACK
+            try:
+                pieces = self._unpacked(stream, group, whole)
+            except IntegrityError as error:
+                unreadable(error)
+            yield from ((place, piece) for place, piece in enumerate(pieces, start=first) if place >= number)
+            number = first + PACK
+
+    def backwards(self, stream: str) -> Iterator[bytes]:
+        """Segments from the newest to the oldest; a segment that is packed meanwhile may come twice."""
+        for number in reversed(self._objects.numbers(stream)):
+            data = self._objects.get(_segment(stream, number))
+            if data is not None:
+                yield data
+        for group in reversed(self._objects.numbers(f"{stream}/packs")):
+            whole = self._objects.get(_pack(stream, group))
+            yield from reversed(self._unpacked(stream, group, whole) if whole is not None else [])
+
+    def pack(self, stream: str, number: int) -> None:
+        """Pack a complete group of segments, of which `number` is the last, into one object. For their writer only."""
+        if number % PACK:
+            return
+        group, members = _group(number), range(number - PACK + 1, number + 1)
+        if self._objects.get(_pack(stream, group)) is None:
+            found = [self._objects.get(_segment(stream, member)) for member in members]
+            pieces = [piece for piece in found if piece is not None]
+            if len(pieces) < PACK or sum(map(len, pieces)) > SEGMENT - SMALL:
+                return
+            self._create(_pack(stream, group), _json({"lengths": [len(piece) for piece in pieces]}) + b"".join(pieces))
+        for member in members:
+            self._objects.remove(_segment(stream, member))
+
+    def summarise(self, summary: Summary) -> None:
+        """Write the job's progress; the next call makes up for a write without an answer."""
+        with suppress(InfrastructureError):
+            self._objects.overwrite(_SUMMARY, _json(asdict(summary)))
+
+    def summary(self) -> Summary | None:
+        """The job's progress; None: it reported none yet, or a power cut lost the report."""
+        with suppress(IntegrityError):
+            data = self._objects.get(_SUMMARY)
+            return None if data is None else self._read(_SUMMARY, data, Summary)
+        return None
+
+    def answer(self, result: Mapping[str, Any]) -> None:
+        """Write the job's result, once.
+
+        Raises:
+            ConflictError: another result exists.
+        """
+        data = _json(result)
+        if self._create(_RESULT, data) != data:
+            raise ConflictError(f"{self._objects.place} has another result; another job of this attempt answered")
+
+    def answered(self) -> dict[str, Any] | None:
+        """The job's result, as it reported it; None: there is no result yet.
+
+        Raises:
+            IntegrityError: it is not JSON.
+        """
+        data = self._objects.get(_RESULT)
+        return None if data is None else self._table(_RESULT, data)
+
+    def _held(self, wanted: Start) -> Start:
+        return self._read(_START, self._create(_START, _json(asdict(wanted))), Start)
+
+    def _create(self, key: str, data: bytes) -> bytes:
+        """Write an object if none exists; return the bytes that exist afterwards. Retries while there is no answer.
+
+        Raises:
+            WorkspaceError: the disk is full or read-only.
+            InfrastructureError: there was no answer.
+        """
+        for wait in (*_WAITS, None):
+            try:
+                if self._objects.create(key, data):
+                    return data
+                found = self._objects.get(key)
+                if found is not None:
+                    return found
+            except InfrastructureError:
+                if wait is None:
+                    raise
+            self._pause(wait or 0.0)
+        raise InfrastructureError(f"{self._objects.place}/{key} is there and cannot be read; try again")
+
+    def _unpacked(self, stream: str, group: int, whole: bytes) -> list[bytes]:
+        head, _, body = whole.partition(b"\n")
+        key = _pack(stream, group)
+        lengths = self._table(key, head).get("lengths")
+        try:
+            ends = [0, *itertools.accumulate(map(count, lengths if isinstance(lengths, list) else ()))]
+        except TypeError as error:
+            raise self._unreadable(key, error) from error
+        if len(ends) != PACK + 1 or ends[-1] != len(body):
+            raise self._unreadable(key, ValueError(f"its {PACK} lengths must add up to {len(body)} bytes"))
+        return [body[begin:end] for begin, end in itertools.pairwise(ends)]
+
+    def _table(self, key: str, data: bytes) -> dict[str, Any]:
+        try:
+            raw = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self._unreadable(key, error) from error
+        if not isinstance(raw, dict):
+            raise self._unreadable(key, TypeError("it must be an object"))
+        return raw
+
+    def _read(self, key: str, data: bytes, form: Callable[..., T]) -> T:
+        try:
+            return shaped(form, self._table(key, data))
+        except (ValueError, TypeError) as error:
+            raise self._unreadable(key, error) from error
+
+    def _unreadable(self, key: str, error: Exception) -> IntegrityError:
+        where = f"{self._objects.place}/{key}"
+        return IntegrityError(f"{where} cannot be read: {error}; it is damaged or of another version")
+
+
+def _start(epoch: int, process: str = "", cancelled: str = "") -> Start:
+    return Start(epoch, socket.gethostname(), os.getpid(), process, secrets.token_hex(8), time.time(), cancelled)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def _group(number: int) -> int:
+    return (number - 1) // PACK + 1
+
+
+def _segment(stream: str, number: int) -> str:
+    return f"{stream}/{number:06d}.jsonl"
+
+
+def _pack(stream: str, group: int) -> str:
+    return f"{stream}/packs/{group:06d}"
+
+
+def _control(number: int) -> str:
+    return f"controls/{number:06d}.json"
+
+
+def _ack(number: int) -> str:
+    return f"controls/acks/{number:06d}.json"

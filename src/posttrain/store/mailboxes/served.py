@@ -1,0 +1,95 @@
+"""An attempt's objects through its server: a job of a server has no key to the store of the objects.
+
+Requests wait for an unreachable server, except that for the summary, which is written again with the next segment.
+"""
+
+import http.client
+import json
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from posttrain.domain.errors import InfrastructureError, InputError, UnavailableError
+from posttrain.store.retries import PATIENCE, REFUSED, JobAccess, KeptConnection, Reach, reached, refusal
+
+_PATH = "/v1/attempt/channel"
+_OK, _MISSING, _THERE = (200, 201, 204), 404, 409
+TOO_MUCH = 413  # the attempt has written its maximum
+
+
+class ServedObjects:
+    """`MailboxObjects` of the attempt in a folder.
+
+    Args:
+        patience: seconds that the server may be unreachable.
+    """
+
+    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
+        self._reach, self._kept = Reach(folder, patience), KeptConnection()
+
+    @property
+    def place(self) -> str:
+        """The channel, by its attempt's folder."""
+        return f"the channel of {self._reach.folder}"
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `MailboxObjects.create`."""
+        return self._ask("PUT", key, data, {"if-none-match": "*"})[0] != _THERE
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """See `MailboxObjects.overwrite`."""
+        self._ask("PUT", key, data, once=True)
+
+    def get(self, key: str) -> bytes | None:
+        """See `MailboxObjects.get`."""
+        status, found = self._ask("GET", key)
+        return None if status == _MISSING else found
+
+    def remove(self, key: str) -> None:
+        """See `MailboxObjects.remove`."""
+        self._ask("DELETE", key)
+
+    def numbers(self, folder: str) -> list[int]:
+        """See `MailboxObjects.numbers`."""
+        status, found = self._ask("GET", f"{folder}/")
+        return [] if status == _MISSING else [int(number) for number in json.loads(found)]
+
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        *,
+        once: bool = False,
+    ) -> tuple[int, bytes]:
+        def exchanged(access: JobAccess) -> tuple[int, bytes]:
+            path = f"{urlsplit(access.url).path.rstrip('/')}{_PATH}/{quote(key)}"
+            try:
+                connection = self._kept.to(access, reached)
+                connection.request(method, path, data, {"authorization": f"Bearer {access.token}", **(headers or {})})
+                response = connection.getresponse()
+                return response.status, response.read()
+            except (OSError, http.client.HTTPException):
+                self._kept.drop()
+                raise
+
+        def asked(access: JobAccess) -> tuple[int, bytes]:
+            idle = self._kept.made is not None
+            try:
+                status, body = exchanged(access)
+            except (OSError, http.client.HTTPException):
+                if not idle:
+                    raise
+                status, body = exchanged(access)  # a server closes idle connections
+            if status in REFUSED:
+                raise refusal()
+            if status == TOO_MUCH:
+                raise InputError(f"{key}: the attempt has written more to its channel than it may; let it write less")
+            if status not in (*_OK, _MISSING, _THERE):
+                raise UnavailableError(f"status {status}")
+            return status, body
+
+        try:
+            return self._reach.again(asked, once=once)
+        except UnavailableError as error:
+            raise InfrastructureError(f"mailbox: {error}") from error
