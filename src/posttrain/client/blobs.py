@@ -27,7 +27,7 @@ from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream, writing
 from posttrain.store.retries import patiently
-from posttrain.store.trees import beside_model, file_digest, left_behind, not_taken, put_tree
+from posttrain.store.trees import beside_model, file_digest, is_byproduct, not_taken, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request
 _LARGE = 8 << 20  # bytes from which a direct transfer is requested
@@ -245,7 +245,7 @@ class Bundle:
                 self.files[f"{place}/{name}"] = self._sender.send(one)
         else:
             self.files[f"{place}/{path.name}"] = self._sender.send(
-                path, beside_model if kind == "model" else left_behind
+                path, beside_model if kind == "model" else is_byproduct
             )
         return f"./{place}/{path.name}"
 
@@ -262,7 +262,7 @@ class Bundle:
         if not path.exists():
             return text
         place = f"files/{len(self.files)}/{path.name}"
-        self.files[place] = self._sender.send(path, left_behind)
+        self.files[place] = self._sender.send(path, is_byproduct)
         return f"./{place}"
 
     def _recipe(self, stage: Any, base: Path) -> None:

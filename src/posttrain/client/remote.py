@@ -31,7 +31,7 @@ from posttrain.domain.errors import ApiVersionError, DeadlineError, Infrastructu
 from posttrain.domain.ids import lock_path
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override, Setting
-from posttrain.store.trees import beside_model, left_behind, tree_digest
+from posttrain.store.trees import beside_model, is_byproduct, tree_digest
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
@@ -198,7 +198,7 @@ class Remote:
                 value = (
                     Bundle(self._sender).of(value, setting)
                     if run_file
-                    else self._sender.send(value, _OF_FOLDERS.get(operation.name, left_behind))
+                    else self._sender.send(value, _OF_FOLDERS.get(operation.name, is_byproduct))
                 )
             elif isinstance(value, tuple) and any(isinstance(one, Path) for one in value):
                 value = [self._sender.send(one) for one in value]

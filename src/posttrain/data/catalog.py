@@ -46,7 +46,7 @@ from posttrain.store.trees import (
     beside_model,
     file_digest,
     files_digest,
-    left_behind,
+    is_byproduct,
     materialise,
     not_taken,
     put_files,
@@ -244,7 +244,7 @@ class Catalog:
         files: Mapping[str, Path] | None = None,
         *,
         hub: bool = False,
-        skip: Callable[[str], bool] = left_behind,
+        skip: Callable[[str], bool] = is_byproduct,
         progress: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Store a file, a data set's files, or a folder."""
@@ -307,7 +307,7 @@ class Catalog:
         if not path.exists():
             raise NotFoundError(f"file {text}: no such file or folder ({path}); check the path")
         form: Form = "tree" if path.is_dir() else "file"
-        digest = tree_digest(path, skip=left_behind) if form == "tree" else file_digest(path)
+        digest = tree_digest(path, skip=is_byproduct) if form == "tree" else file_digest(path)
         return self._planned(f"path:{path.name}", digest, form, path, partial(self._put, path, form))
 
     def _planned(
@@ -442,7 +442,7 @@ def _form(files: Mapping[str, Path]) -> Form:
 
 def _beside(kind: str) -> Callable[[str], bool]:
     """Return the predicate of files, by path in an asset's folder, that are not part of the asset."""
-    return beside_model if kind == "model" else left_behind
+    return beside_model if kind == "model" else is_byproduct
 
 
 def place_of(asset: Asset) -> External:

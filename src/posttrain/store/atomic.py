@@ -88,7 +88,7 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
     return os.fdopen(opened, "rb")
 
 
-def read_left(path: Path, most: int, *, follow: bool = False) -> bytes:
+def read_untrusted(path: Path, most: int, *, follow: bool = False) -> bytes:
     """Return the bytes of a file.
 
     Args:
@@ -330,7 +330,7 @@ def read_json(path: Path) -> Any:
         IntegrityError: it is not JSON, or too large.
     """
     try:
-        return json.loads(read_left(path, MOST_AT_ONCE, follow=True))
+        return json.loads(read_untrusted(path, MOST_AT_ONCE, follow=True))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:

@@ -51,7 +51,17 @@ from posttrain.domain.jobs import (
     fact_from_json,
     fact_to_json,
 )
-from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
+from posttrain.store.atomic import (
+    ANSWER,
+    LINE,
+    SMALL,
+    look_over,
+    make_folder,
+    read_json,
+    read_untrusted,
+    taken,
+    write_json,
+)
 from posttrain.store.mailbox import EVENTS, SAMPLES, ControlKind, Mailbox, Summary, refuse
 from posttrain.store.mailboxes.folder import FolderObjects
 from posttrain.store.trees import file_digest
@@ -253,7 +263,7 @@ class AttemptFolder:
             IntegrityError: the meter is not a plain file.
         """
         try:
-            spent, reserved = (count(int(one)) for one in read_left(self.path / METER, _METER_BYTES).split())
+            spent, reserved = (count(int(one)) for one in read_untrusted(self.path / METER, _METER_BYTES).split())
         except (FileNotFoundError, ValueError, TypeError):  # not yet written, or cut short by a power cut
             return None
         return spent + reserved
@@ -323,7 +333,7 @@ def _json_of(path: Path, most: int) -> Any:
         IntegrityError: it cannot be read.
     """
     try:
-        return json.loads(read_left(path, most))
+        return json.loads(read_untrusted(path, most))
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} is not JSON: {error}; it is damaged") from error
 

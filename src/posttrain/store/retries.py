@@ -27,7 +27,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.domain.errors import InfrastructureError, IntegrityError, UnavailableError
-from posttrain.store.atomic import read_left, write_json
+from posttrain.store.atomic import read_untrusted, write_json
 
 FILE, ADDRESS = "access.json", "address.json"
 PRIVATE_CACHE = "cache"  # in an attempt's folder: blobs that only its job in an image fetches, verifies and reads
@@ -128,7 +128,7 @@ def read_access(folder: Path) -> JobAccess | None:
 
 def _read(path: Path, known: Set[str]) -> dict[str, str] | None:
     try:
-        said = json.loads(read_left(path, _MOST))
+        said = json.loads(read_untrusted(path, _MOST))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

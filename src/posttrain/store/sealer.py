@@ -42,7 +42,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ids import TYPES
 from posttrain.domain.ports import crashpoint
-from posttrain.store.atomic import ANSWER, read_left
+from posttrain.store.atomic import ANSWER, read_untrusted
 from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.hosts import Ledger
 from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
@@ -453,5 +453,5 @@ def _folders(root: Path, run_id: str) -> Iterator[tuple[str, str]]:
         said: object = ""
         # the job can write anything there
         with suppress(OSError, ValueError, IntegrityError, AttributeError, RecursionError):
-            said = json.loads(read_left(path, ANSWER)).get("log_head", "")
+            said = json.loads(read_untrusted(path, ANSWER)).get("log_head", "")
         yield f"{run}/{stage}/{int(number)}", said if isinstance(said, str) and _HEAD.fullmatch(said) else ""

@@ -155,7 +155,7 @@ def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str
     return digest_bytes(_listing(folder, file_digest, follow_links, skip))
 
 
-def left_behind(name: str) -> bool:
+def is_byproduct(name: str) -> bool:
     """Whether a file is a by-product of programs: compiled Python, hidden files of a version control, a downloader or
     a desktop. An asset is the same version with and without them.
     """
@@ -166,7 +166,7 @@ def beside_model(name: str) -> bool:
     """Whether a file in a model's folder is not part of the model: a by-product, or a file from which a trainer
     resumes. A model is the same version with and without it.
     """
-    return left_behind(name) or _BESIDE.search(name) is not None
+    return is_byproduct(name) or _BESIDE.search(name) is not None
 
 
 def not_taken(folder: Path) -> str:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from posttrain.domain.errors import IntegrityError, WorkspaceError
-from posttrain.store.atomic import create_file, its_doing, make_folder, most_of, private, read_left, unwritable
+from posttrain.store.atomic import create_file, its_doing, make_folder, most_of, private, read_untrusted, unwritable
 
 _NUMBERED = re.compile(r"([0-9]{1,15})(\.[a-z]+)?")
 
@@ -45,7 +45,7 @@ class FolderObjects:
     def get(self, key: str) -> bytes | None:
         """See `MailboxObjects.get`."""
         try:
-            return read_left(self._folder / key, most_of(key))
+            return read_untrusted(self._folder / key, most_of(key))
         except FileNotFoundError:
             return None
 
