@@ -163,7 +163,7 @@ PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQ\n-----END PRIVA
 class TestBounds:
     def test_hang_while_imported(self, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("posttrain.sandbox.process.LOAD_TIMEOUT", 1.0)
-        with pytest.raises(RewardError, match="time-out of 1 s to load"):
+        with pytest.raises(RewardError, match="timeout of 1 s to load"):
             opened("import time\ntime.sleep(600)\n", timeout=0.5)
 
     def test_memory_of_all_processes_together(self, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ class TestBounds:
         reward.close()
         seen = capfd.readouterr().err
         assert seen.count("x") <= 2**20
-        assert "more bytes that the reward printed are not kept" in seen
+        assert "more bytes of the reward's output were dropped" in seen
 
     def test_prints_do_not_disturb_the_answers(self, opened: Opener, capfd: pytest.CaptureFixture[str]) -> None:
         reward = opened("def score(completion):\n    print('seen', completion, flush=True)\n    return 1\n")

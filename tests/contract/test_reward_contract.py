@@ -253,7 +253,7 @@ class TestStatuses:
         reward._timeout = 5.0
         with pytest.raises(RewardError) as caught:
             reward.score(call(*"de"))
-        assert "to score completion 0 'd' and was killed; keep nothing of what it scored before" in str(caught.value)
+        assert "to score completion 0 'd' and was killed; keep no state between completions" in str(caught.value)
         assert "make it faster or raise reward_timeout" in str(caught.value)
 
     @pytest.mark.slow
@@ -336,18 +336,18 @@ class TestProtocol:
         [
             (
                 "send({'id': 1, 'answers': [{'at': 0, 'score': 1.0, 'components': {}}]})",
-                "request 1 while request 2 was asked",
+                "request 1 while request 2 was open",
             ),
             (
                 "send({'id': 3, 'answers': [{'at': 0, 'score': 1.0, 'components': {}}]})",
-                "request 3 while request 2 was asked",
+                "request 3 while request 2 was open",
             ),
             ("send({'id': True, 'answers': [{'at': 0, 'score': 1.0, 'components': {}}]})", "request True"),
             (
                 "send({'id': 2, 'answers': [{'at': 7, 'score': 1.0, 'components': {}}]})",
-                "a completion that was not asked for",
+                "a completion that was not requested",
             ),
-            ("send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': {}}]})", "or twice"),
+            ("send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': {}}]})", "or one completion twice"),
             ("send({'id': 2, 'answers': [{'at': -1, 'score': 1.0, 'components': {}}]})", "expected its number"),
             ("send({'id': 2, 'answers': [{'at': 0.0, 'score': 1.0, 'components': {}}]})", "expected its number"),
             (
@@ -361,25 +361,25 @@ class TestProtocol:
             ("send({'id': 2, 'answers': [{'at': 0, 'score': float('nan'), 'components': {}}]})", "finite number"),
             (
                 "send({'id': 2, 'answers': [{'at': 0, 'score': 10**400, 'components': {}}]})",
-                "a number that no float holds",
+                "a number outside the range of a float",
             ),
-            ("send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': []}]})", "components that are no map"),
+            ("send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': []}]})", "components that are not a map"),
             (
                 "send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': {str(i): 0 for i in range(99)}}]})",
                 "components",
             ),
             ("send({'id': 2, 'answers': [{'at': 0, 'score': 1.0}]})", "an object of unknown shape"),
-            ("send({'id': 2, 'end': True})", "an end before every completion was answered"),
-            ("send({'id': 2, 'notes': [], 'whole': True})", "something else than answers"),
+            ("send({'id': 2, 'end': True})", "with an end before every completion had an answer"),
+            ("send({'id': 2, 'notes': [], 'whole': True})", "with a message that is not an answer"),
             ("send({'id': 2, 'answers': [7]})", "an object of unknown shape"),
             ("send({'id': 2, 'answers': {}})", "an object of unknown shape"),
             ("send({'id': 2, 'fault': 'novel', 'message': ''})", "an object of unknown shape"),
-            ("send({'id': 2, 'answers': [{'at': 0, 'error': 7}]})", "a int where a text is expected"),
+            ("send({'id': 2, 'answers': [{'at': 0, 'error': 7}]})", "a int where text is expected"),
             ("send([1, 2])", "a list, expected a JSON object"),
             ("send(None)", "a NoneType, expected a JSON object"),
-            ("channel().sendall(frame(b'[' * 200_000))", "what is not JSON or too large"),
-            ("channel().sendall(frame(b'{'))", "what is not JSON or too large"),
-            ("channel().sendall(frame(b'\\xff\\xfe'))", "what is not JSON or too large"),
+            ("channel().sendall(frame(b'[' * 200_000))", "bytes that are not JSON or too large"),
+            ("channel().sendall(frame(b'{'))", "bytes that are not JSON or too large"),
+            ("channel().sendall(frame(b'\\xff\\xfe'))", "bytes that are not JSON or too large"),
             ("channel().sendall(struct.pack('>Q', 60_000_000))", "message of 60000000 bytes is longer than"),
             ("channel().sendall(struct.pack('>Q', 2**63))", "is longer than"),
         ],
@@ -396,7 +396,7 @@ class TestProtocol:
     def test_half_a_message_meets_the_deadline(self, opened: ProcessOpener) -> None:
         attack = "channel().sendall(b'\\0\\0'); import time; time.sleep(600)"
         reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)
-        with pytest.raises(RewardError, match="time-out of 1 s"):
+        with pytest.raises(RewardError, match="timeout of 1 s"):
             reward.score(call("12"))
 
     def test_a_closed_socket_is_an_end(self, opened: ProcessOpener) -> None:
@@ -528,10 +528,10 @@ class TestDialects:
             ("class R:\n    pass\n", "class R must have __call__ to be a reward"),
             (
                 "class R:\n    def __init__(self, w): ...\n    def __call__(self, completion): ...\n",
-                "needs w",
+                "requires w",
             ),
             ("R = 3\n", "must be a function, or a rubric or task of verifiers, got int"),
-            ("class A:\n    def __init__(self): 1 / 0\n    def __call__(self, completion): ...\nR = A\n", "was made"),
+            ("class A:\n    def __init__(self): 1 / 0\n    def __call__(self, completion): ...\nR = A\n", "while it was constructed"),
         ],
     )
     def test_objects_that_are_no_reward(self, opened: ProcessOpener, source: str, match: str) -> None:

@@ -156,7 +156,7 @@ def test_a_command_that_cannot_run(command: tuple[str, ...], naming: tuple[str, 
         pytest.param(RAISES, ("bad.py:4", "ZeroDivisionError"), id="raises"),
         pytest.param(NAN, ("bad.py:2", "finite", "nan"), id="NaN"),
         pytest.param(TOO_FEW, ("bad.py:2", "one score per completion (4)", "got 3"), id="wrong length"),
-        pytest.param(HANGS, ("bad.py", "time-out of 0.5 s", "reward_timeout"), id="hangs"),
+        pytest.param(HANGS, ("bad.py", "timeout of 0.5 s", "reward_timeout"), id="hangs"),
     ],
 )
 def test_a_reward_that_fails(source: str, naming: tuple[str, ...], empty: Workbench) -> None:

@@ -74,7 +74,7 @@ _DENIED = {
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
-# separated by an IPC namespace where there is one
+# separated by an IPC namespace, if the process has one
 _SHARED = {"mq_open": (240, 180), "msgget": (68, 186), "semget": (64, 190)}
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
@@ -116,7 +116,7 @@ def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
     """
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
-        return [f"system calls are not filtered: no table of numbers for {machine}"]
+        return [f"system calls are not filtered: no system call numbers for {machine}"]
     program = b"".join(_program(_AUDIT_ARCH[machine], 0 if machine == "x86_64" else 1, apart, sockets))
     held = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
@@ -227,9 +227,9 @@ def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], por
             return [f"the reward can read and write what its user can: Landlock {os.strerror(ctypes.get_errno())}"]
     finally:
         os.close(rules)
-    notes = [] if abi >= 6 else ["the reward can signal processes of its user: Landlock is older than its version 6"]
+    notes = [] if abi >= 6 else ["the reward can signal processes of its user: Landlock has a version before 6"]
     if ports:
-        where = "any host at the ports that it declares, and any by UDP" if abi >= 4 else "any host"
+        where = "any host at its declared ports, and any host by UDP" if abi >= 4 else "any host"
         notes.append(f"the reward can reach {where}, not only the hosts that it declares")
     return notes
 

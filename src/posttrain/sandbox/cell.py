@@ -133,7 +133,7 @@ def move_in(
     _done(libc.syscall(number, b".", b"."), "pivot_root")  # the old root is now mounted over the new one
     _done(libc.umount2(b".", _DETACH), "umount")
     os.chdir(HOME)
-    return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
+    return ["the reward has an empty /proc: the kernel does not allow a separate one"] if missing else []
 
 
 def _show(libc: Any, root: Path, path: str) -> None:
@@ -278,7 +278,7 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
             )
         except OSError as error:
             rooted = False
-            notes.append(f"the reward has no root of its own: {error}")
+            notes.append(f"the reward has no separate root: {error}")
         libc.prctl(_DUMPABLE, 0, 0, 0, 0)
         # pid 1 reaps processes and ends with the child; then the kernel kills the rest of the namespace
         _fork(libc, lambda child: os._exit(_wait(child, None)))
@@ -298,15 +298,15 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
         readable = (*SYSTEM, *SETTINGS, *_NAMES, *(_RESOLVER if ports else ()), *plan.readable, plan.source)
         notes = fence_files(libc, readable, [plan.scratch], ports)
         if plan.ports and apart:
-            notes.append("the reward cannot reach the hosts that it declares: they need a root of its own")
-        notes.append("the reward can fill the disk: its scratch has no bound without a root of its own")
+            notes.append("the reward cannot reach the hosts that it declares: they need a separate root")
+        notes.append("the reward can fill the disk: its scratch has no size limit without a separate root")
         notes.append("the reward can change modes, times and limits of what its user owns")
     notes += filter_calls(libc, apart=apart, sockets=apart or bool(plan.ports))
     return notes + _limit(limits)
 
 
 def _unshare(libc: Any) -> list[str]:
-    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return what could not be had."""
+    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return what is missing."""
     trial = os.fork()
     if not trial:  # a trial, since a partly entered namespace cannot be left
         os._exit(_unshare_as_user(libc))
@@ -316,8 +316,8 @@ def _unshare(libc: Any) -> list[str]:
     if not libc.unshare(_NAMESPACES):
         return []
     return [
-        f"the reward shares this machine's processes, network and files, but for what Landlock and a filter of system "
-        f"calls hold back: no namespaces ({os.strerror(why)})"
+        f"the reward shares this machine's processes, network and files, except what Landlock and the system call "
+        f"filter deny: no namespaces ({os.strerror(why)})"
     ]
 
 

@@ -262,8 +262,8 @@ def _instance(made: type) -> Callable[..., Any]:
     ]
     if needed:
         raise NoRewardError(
-            f"class {made.__name__} must be made without arguments, its __init__ needs {', '.join(needed)}; "
-            f"name an object of it: reward = {made.__name__}(…)"
+            f"class {made.__name__} must take no arguments, its __init__ requires {', '.join(needed)}; "
+            f"name an instance: reward = {made.__name__}(…)"
         )
     result: Callable[..., Any] = made()
     return result
@@ -275,8 +275,8 @@ def _instance(made: type) -> Callable[..., Any]:
 def _of_rubric(rubric: Any) -> Callable[..., Any]:
     if getattr(rubric, "has_group_rewards", False):
         raise NoRewardError(
-            "rubric has functions of whole groups (prompts, completions, states in the plural), which are not called "
-            "here; score one completion"
+            "rubric has functions that score whole groups (prompts, completions, states in the plural), which is not "
+            "supported; score one completion"
         )
     wanted = inspect.signature(rubric.score_rollout).parameters
 

@@ -183,8 +183,8 @@ def try_out(reward: RewardFunction, call: RewardCall) -> None:
     scores = reward.score(call, len(call), range(len(call)))
     if scores and all(score.failed for score in scores):
         raise RewardError(
-            f"{scores[0].message}; so it was with all {len(call)} tries before the stage begins, whose responses are "
-            "the rows' own answers"
+            f"{scores[0].message}; all {len(call)} trial calls before the stage failed, whose responses are the "
+            "answers of the rows"
         )
 
 

@@ -41,7 +41,7 @@ from posttrain.sandbox.session import (
     source_file,
 )
 
-TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
+TRUST = "allow user namespaces in the kernel, or trust the workspace's rewards: posttrain init --rewards trusted"
 LOAD_TIMEOUT = 30.0  # seconds for importing the reward's source, on a busy machine
 _KILLED_MOST = 3  # consecutive kills from outside that are tolerated
 _PAUSE = 0.2  # seconds before a restart
@@ -150,7 +150,7 @@ class ProcessReward:
                 return _Fault(fault.score, session.at, at[0])
             except LateError:
                 self._session = None
-                late = f"{self._name} took longer than its time-out of {self._timeout:g} s"
+                late = f"{self._name} took longer than its timeout of {self._timeout:g} s"
                 return _Fault(Score.failure("timeout", late), session.at, at[0])
             except EndedError as error:
                 self._session = None
@@ -164,13 +164,13 @@ class ProcessReward:
             except MalformedError as error:
                 raise self._ended(f"answered {error}; it must not write to its worker's socket") from None
             except (ValueError, TypeError) as error:
-                raise self._ended(f"was given what is not JSON: {error}; mend the data set") from None
+                raise self._ended(f"received values that are not JSON: {error}; fix the data set") from None
 
     def _take(self, message: Any, waiting: dict[int, int], found: dict[int, Score]) -> None:
         if isinstance(message, Answers):
             for answer in message.answers:
                 if answer.at not in waiting:
-                    raise MalformedError("a completion that was not asked for, or twice")
+                    raise MalformedError("a completion that was not requested, or one completion twice")
                 found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
                     if answer.error is not None
@@ -183,9 +183,9 @@ class ProcessReward:
                 raise RewardError(f"{self._name}: {message.message}")
             raise _PartFailedError(Score.failure("error", f"{self._name}: {message.message}"))
         elif not isinstance(message, End):
-            raise MalformedError("something else than answers")
+            raise MalformedError("with a message that is not an answer")
         elif waiting:
-            raise MalformedError("an end before every completion was answered")
+            raise MalformedError("with an end before every completion had an answer")
 
     def _again(self, call: RewardCall, left: list[int], fault: _Fault, found: dict[int, Score]) -> list[list[int]]:
         """Return the next requests after a failure: smaller parts, until each failing completion is isolated.
@@ -214,7 +214,7 @@ class ProcessReward:
         place, message = self._places[index], fault.score.message
         where = f"completion {place} {shortened(call.completions[index])}"
         if fault.score.status == "timeout":
-            act = "keep nothing of what it scored before, which may be why, make it faster or raise reward_timeout"
+            act = "keep no state between completions (a possible cause), make it faster or raise reward_timeout"
             return Score.failure("timeout", f"{message} to score {where} and was killed; {act}")
         return Score.failure("error", message if f"completion {place} " in message else f"{message} on {where}")
 
@@ -240,7 +240,7 @@ class ProcessReward:
                 raise InfrastructureError(f"{self._name}: {error}; try again") from None
             except LateError:
                 raise RewardError(
-                    f"{self._name} took longer than its time-out of {max(self._timeout, LOAD_TIMEOUT):g} s to load and "
+                    f"{self._name} took longer than its timeout of {max(self._timeout, LOAD_TIMEOUT):g} s to load and "
                     "was killed; make it faster or raise reward_timeout"
                 ) from None
             except MalformedError as error:
@@ -266,7 +266,7 @@ class ProcessReward:
                 kind = InputError if answer.kind == "load" else RewardError
                 raise kind(f"{self._name}: {answer.message}")
             if not isinstance(answer, Opened):
-                raise MalformedError("something else than that it is loaded")
+                raise MalformedError("with a message that is not the report of its import")
         except BaseException:
             session.close()
             raise
@@ -276,7 +276,7 @@ class ProcessReward:
         self._killed += 1
         if self._killed > _KILLED_MOST:
             raise InfrastructureError(
-                f"{self._name} {error}, {self._killed} times in a row; look at the machine's memory, then retry"
+                f"{self._name} {error}, {self._killed} times in a row; check the machine's memory, then retry"
             ) from None
         time.sleep(_PAUSE)
 

@@ -319,12 +319,14 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
     try:
         value = json.loads(clean(_frame(channel, MAX_ANSWER)))
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"what is not JSON or too large: {' '.join(str(error).split())[:200]}") from None
+        raise MalformedError(
+            f"with bytes that are not JSON or too large: {' '.join(str(error).split())[:200]}"
+        ) from None
     if not isinstance(value, dict):
         raise MalformedError(f"a {type(value).__name__}, expected a JSON object")
     if type(value.get("id")) is not int or value["id"] != expected:
         raise MalformedError(
-            f"request {value.get('id')!r:.40} while request {expected} was asked, as a process that it forked may"
+            f"request {value.get('id')!r:.40} while request {expected} was open, maybe from a process that it forked"
         )
     return _message(value)
 
@@ -361,20 +363,20 @@ def _unknown(keys: Iterable[str]) -> MalformedError:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > MAX_COMPONENTS:
-        raise MalformedError("something that must be a short list and is not")
+        raise MalformedError("with a value that must be a short list")
     return value
 
 
 def _components(value: Any) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > MAX_COMPONENTS:
-        raise MalformedError(f"components that are no map of at most {MAX_COMPONENTS} numbers")
+        raise MalformedError(f"components that are not a map of at most {MAX_COMPONENTS} numbers")
     return {name[:MAX_TEXT]: _number(number) for name, number in value.items()}
 
 
 def _placed(value: Any) -> dict[int, float]:
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
     if not pairs or len(value) > MAX_PLACES:
-        raise MalformedError(f"places that are no list of at most {MAX_PLACES} pairs")
+        raise MalformedError(f"places that are not a list of at most {MAX_PLACES} pairs")
     return {_index(token): _worth(score) for token, score in value}
 
 
@@ -391,7 +393,7 @@ def _number(value: Any) -> float:
     try:
         number = float(value)
     except OverflowError:
-        raise MalformedError("a number that no float holds") from None
+        raise MalformedError("a number outside the range of a float") from None
     if not math.isfinite(number):
         raise MalformedError(f"{number} where a finite number is expected")
     return number
@@ -405,7 +407,7 @@ def _index(value: Any) -> int:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise MalformedError(f"a {type(value).__name__} where a text is expected")
+        raise MalformedError(f"a {type(value).__name__} where text is expected")
     # a lone surrogate is not valid text
     return " ".join(value[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8").split())
 

@@ -158,7 +158,7 @@ def _addresses(network: Sequence[str]) -> list[tuple[str, int]]:
 
 
 class Scratch:
-    """A new temporary folder, locked until it is closed. Folders that no process locks any more are removed.
+    """A new temporary folder, locked until it is closed. Folders that no process locks are removed.
 
     The kernel releases the lock when the process dies, however it dies.
     """
@@ -229,7 +229,7 @@ class Log:
     def end(self) -> None:
         """Report the bytes that were left out."""
         if self.dropped:
-            os.write(2, f"\n[{self.dropped} more bytes that the reward printed are not kept]\n".encode())
+            os.write(2, f"\n[{self.dropped} more bytes of the reward's output were dropped]\n".encode())
         self.dropped = 0
 
 
@@ -263,7 +263,7 @@ class Session:
             deadline = time.monotonic() + START_TIMEOUT
             ready = self._receive(deadline)
             if not isinstance(ready, protocol.Ready):
-                raise NotConfinedError("its worker did not say that it is confined")
+                raise NotConfinedError("its worker did not report that it is confined")
             self.confined, self.notes = ready.whole, ready.notes
             if plan.ports and ready.whole:
                 self._relay = Relay(self._listeners(len(plan.ports), deadline), network)

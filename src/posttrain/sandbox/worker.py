@@ -118,7 +118,9 @@ def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[C
     except NoRewardError as error:
         raise ReportedError("load", f"{path.name}: {entry or 'its entry'}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ReportedError("raised", f"{place(error, path)} raised {one_line(error)} while it was made") from error
+        raise ReportedError(
+            "raised", f"{place(error, path)} raised {one_line(error)} while it was constructed"
+        ) from error
 
 
 def place(error: BaseException, path: Path) -> str:
