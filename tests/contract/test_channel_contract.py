@@ -416,5 +416,5 @@ def test_a_cancelled_attempt_that_is_launched_late_computes_nothing(
     assert seen.exit_code == ANOTHER_RUNS
     assert not (attempt.path / "computed").exists()
     assert attempt.read_result() is None
-    assert "computes nothing: the attempt was given up: stopped by a person" in attempt.log.read_text()
+    assert "computes nothing: the attempt was cancelled: stopped by a person" in attempt.log.read_text()
     assert attempt.mailbox.last(EVENTS) == 0

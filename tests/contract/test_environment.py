@@ -256,7 +256,7 @@ def test_a_package_that_the_run_did_not_attest_runs_nothing(tmp_path: Path) -> N
     result = attempt.read_result()
     assert result is not None
     assert result.failure is not None
-    assert "which is not what its run attested, for PYTHONPATH does not reach jobs" in result.failure.message
+    assert "which its run did not attest, because PYTHONPATH does not reach jobs" in result.failure.message
 
 
 class TestOddPlaces:

@@ -107,7 +107,7 @@ def test_audit_29_a_server_gives_a_secret_to_the_project_that_its_configuration_
             monkeypatch.setenv(SECRETS, listed)
             with (
                 confined(world.root),
-                pytest.raises(InputError, match=f"must stand in {SECRETS} of the server as default/JUDGE_KEY"),
+                pytest.raises(InputError, match=f"must be in {SECRETS} of the server as default/JUDGE_KEY"),
             ):
                 refuse_missing_secrets(workspace, manifest, Path("run.yaml"))
         monkeypatch.setenv(SECRETS, "bens/OTHER,default/JUDGE_KEY")
@@ -150,7 +150,7 @@ def test_audit_29_a_lock_does_not_name_what_a_run_file_may_not(world: World, mon
         manifest = workspace.stores.manifest(workspace.ledger.run(world.newest()))
         stages = [stage for stage in manifest.stages if stage.name == "grpo"]
         stages[0].inputs["reward"].meta["secrets"][:] = ["PATH"]
-        with pytest.raises(InputError, match="secrets: PATH: programs or stores read it"):
+        with pytest.raises(InputError, match="secrets: PATH: other programs or stores read it"):
             refuse_missing_secrets(workspace, manifest, Path("run.lock.json"))
 
 
@@ -189,7 +189,7 @@ def test_audit_29_a_secret_leaves_the_job_s_environment_before_anybody_s_code_is
 def test_audit_29_a_job_without_it_ends_in_one_line() -> None:
     blob = InputBlob("sha256:" + "0" * 64, "file", meta={"secrets": ["JUDGE_KEY"]})
     job: Any = SimpleNamespace(order=SimpleNamespace(inputs={"reward": blob}), secrets={}, label=lambda slot: slot)
-    with pytest.raises(InputError, match="reward needs JUDGE_KEY in the environment of whoever drives the run"):
+    with pytest.raises(InputError, match="reward needs JUDGE_KEY in the environment of the run's driver"):
         _open(job, "reward", "exact", None, 1.0, 1)  # type: ignore[arg-type]
 
 

@@ -295,7 +295,7 @@ class TestInputs:
         shop.inputs["reward_model"] = shop.inputs["model"]
         params = {"model": "model", "data": "data", "reward_model": "reward_model", "steps": 1, "max_new_tokens": 4}
         result = run(shop.attempt("unjudged", "grpo", params, ["model", "data", "reward_model"]))
-        refused(result, FailureClass.BAD_INPUT, "must score responses, got a model that is no sequence classifier")
+        refused(result, FailureClass.BAD_INPUT, "must score responses, got a model that is not a sequence classifier")
 
     @pytest.mark.parametrize("same", [True, False])
     def test_a_teacher_has_the_students_tokens(self, shop: Shop, same: bool) -> None:
@@ -325,7 +325,7 @@ class TestInputs:
         shop.inputs["teacher"] = InputBlob(put_tree(shop.blobs, judge.outputs / "model"), "tree", "model:judge@1")
         params = {"model": "model", "data": "data", "teacher": "teacher", "steps": 1, "max_new_tokens": 4, "top_k": 3}
         result = run(shop.attempt("untaught", "distill", params, ["model", "data", "teacher"]))
-        refused(result, FailureClass.BAD_INPUT, "teacher model:judge@1 must make text, got a model that scores")
+        refused(result, FailureClass.BAD_INPUT, "teacher model:judge@1 must generate text, got a model that scores")
 
 
 def test_a_job_says_how_long_it_ran(made: Shop) -> None:

@@ -199,7 +199,7 @@ def run(attempt_dir: str, body: Body) -> int:
     except (PosttrainError, OSError, MemoryError) as error:
         with suppress(OSError, MemoryError):  # the log is on the same disk
             traceback.print_exc()
-            print(f"job {attempt_dir} could not leave a result: {_one_line(error)}", file=sys.stderr)
+            print(f"job {attempt_dir} could not write a result: {_one_line(error)}", file=sys.stderr)
         return {FailureClass.DISK_FULL: NO_SPACE, FailureClass.OUT_OF_MEMORY: NO_MEMORY}.get(_class_of(error), 1)
     return 0
 
@@ -233,7 +233,9 @@ def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
     if held is None:
         return True
     why = (
-        f"the attempt was given up: {held.cancelled}" if held.cancelled else f"process {held.pid} of {held.host} has it"
+        f"the attempt was cancelled: {held.cancelled}"
+        if held.cancelled
+        else f"process {held.pid} of {held.host} has it"
     )
     print(f"job {order.name} computes nothing: {why}", file=sys.stderr)
     return False
@@ -291,7 +293,7 @@ def _refuse_other_package(order: JobOrder) -> None:
     own = os.path.realpath(PACKAGES / "posttrain")
     if attested is not None and own not in attested.roots:
         raise InputError(
-            f"the job imports posttrain from {own}, which is not what its run attested, for PYTHONPATH does not reach "
+            f"the job imports posttrain from {own}, which its run did not attest, because PYTHONPATH does not reach "
             "jobs; install the package that posttrain is run from (pip install -e), then retry"
         )
 

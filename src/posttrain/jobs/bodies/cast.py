@@ -46,12 +46,12 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     if tensor.element_size() < _LEAST_BYTES:
-        raise InputError(f"{name}: is quantised ({tensor.dtype}), which is not converted; export it as it is")
+        raise InputError(f"{name}: is quantised ({tensor.dtype}), which cannot be converted; export it without --dtype")
     other = tensor.to(dtype)
     if bool((other.isfinite() != tensor.isfinite()).any()):
         most, kind = float(tensor[tensor.isfinite()].abs().max()), str(dtype).removeprefix("torch.")
         raise InputError(
-            f"{name}: its largest weight, {most:.4g}, must fit {kind}, which ends before it; export bfloat16 or float32"
+            f"{name}: its largest weight, {most:.4g}, is outside the range of {kind}; export bfloat16 or float32"
         )
     return other
 

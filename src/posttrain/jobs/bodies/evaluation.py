@@ -149,7 +149,7 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
         ranges = result.config.metrics(result.suite)
         for metric, values in result.metrics().items():
             if metric in means:
-                raise InputError(f"metric {metric} is made by two suites; rename one")
+                raise InputError(f"metric {metric} is computed by two suites; rename one suite")
             means[metric] = sum(values) / len(values)
             columns["metric"] += [metric] * len(values)
             columns["item_id"] += [item.id for item in result.items_of(metric)]

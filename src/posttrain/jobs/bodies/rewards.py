@@ -46,7 +46,7 @@ def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, rank
     beside = [other for other in job.order.inputs if other.startswith(f"{slot}/")]
     files = {other.removeprefix(f"{slot}/"): job.input(other) for other in beside}
     if lacking := [one for one in meta.get("secrets", ()) if one not in job.secrets]:
-        raise InputError(f"{label} needs {', '.join(lacking)} in the environment of whoever drives the run; export it")
+        raise InputError(f"{label} needs {', '.join(lacking)} in the environment of the run's driver; export it")
     secrets = {one: job.secrets[one] for one in meta.get("secrets", ())}
     provision = Provision(files, tuple(meta.get("network", ())), secrets)
     functions = []

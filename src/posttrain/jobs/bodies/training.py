@@ -407,7 +407,9 @@ def _environment(
     observe = getattr(algorithm, "observe", None)
     if (observe is None) != (config.turns_most == 1):
         name = f"recipe {config.recipe}" if isinstance(config, DataflowConfig) else type(algorithm).__name__
-        there = "no observe(row, responses); define it" if observe is None else "an observe; set turns to 2 or more"
+        there = (
+            "no observe(row, responses); define it" if observe is None else "an observe method; set turns to 2 or more"
+        )
         raise InputError(f"{name} has turns {config.turns_most}, got {there}")
     return None if observe is None else TextEnvironment(observe, tokenizer, config.observed_most)
 
@@ -442,10 +444,12 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
         InputError: it generates text, or has another vocabulary.
     """
     if load_tokenizer(policy).get_vocab() != load_tokenizer(judge).get_vocab():
-        raise InputError(f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it anew")
+        raise InputError(
+            f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it again"
+        )
     if not is_sequence_classifier(judge):
         raise InputError(
-            f"reward model {name} must score responses, got a model that is no sequence classifier; "
+            f"reward model {name} must score responses, got a model that is not a sequence classifier; "
             "name one of kind reward_model"
         )
 
@@ -461,7 +465,7 @@ def _check_teacher(policy: Path, teacher: Path, name: str) -> None:
             f"teacher {name} must have the policy's tokenizer, got another vocabulary; name one of the policy's family"
         )
     if is_sequence_classifier(teacher):
-        raise InputError(f"teacher {name} must make text, got a model that scores; name one that a policy is")
+        raise InputError(f"teacher {name} must generate text, got a model that scores; name a model that generates")
 
 
 def _prompts(
