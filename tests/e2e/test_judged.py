@@ -55,7 +55,7 @@ def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
     other = home.run(*asked, "--reward", "rules.py", "--entry", "brief", "--dialect", "verl")
     compared = home.run("compare", first.json["run"], other.json["run"], "-o", "json").json
     cell = next(row for row in compared["metrics"] if row["metric"] == "open/reward")["values"]["B"]
-    assert (cell["difference"], cell["unpaired"]) == (None, "scored by another reward than A")
+    assert (cell["difference"], cell["unpaired"]) == (None, "its reward differs from that of A")
     home.run(*asked[:-2], "--reward", "rules.py", "--entry", "digits", "--samples", "2")  # attaches, and reports
     page = (home.root / "runs" / first.json["run"] / "report.html").read_text()
     assert "40 greedy answers are scored by the suite's reward alone" in page

@@ -130,11 +130,11 @@ def test_what_a_host_that_is_gone_had_goes_on_elsewhere_by_a_persons_word(team: 
         one["name"] for one in far.run("get", run_id, "-o", "json").json["stages"] if one["state"] == "running"
     )
     refused = far.run("dead", "--assume-dead", f"{run_id}/{stage}", code=2).error
-    assert "was heard of" in refused
+    assert "s ago; posttrain stop" in refused
     team.postgres.sql("UPDATE hosts SET seen_at = seen_at - 61", team.address)
     far.wait("a word of the host that lives", lambda: alive(team, 1 - place))
     why = far.run("why", run_id).out
-    assert "was last heard of" in why
+    assert "last reported" in why
     assert f"posttrain dead {run_id}/{stage} --assume-dead" in why
     far.run("dead", "--assume-dead", f"{run_id}/{stage}")
     ended = far.run("attach", run_id)

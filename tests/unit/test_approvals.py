@@ -142,7 +142,7 @@ def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, 
     assert [one["actor"] for one in world.json("get", run)["approvals"][0]["approvals"]] == ["user:ann", "user:bob"]
     assert "everything matches" in world.ok("verify", "prod")
     assert "approved by: user:ann: numbers hold; user:bob" in world.ok("lineage", "prod")
-    assert "is live on channel prod already" in refused(world, "reject", run, code=2)
+    assert "is already live on channel prod" in refused(world, "reject", run, code=2)
     proved()
 
 
@@ -166,7 +166,7 @@ def test_what_a_run_waits_for_is_told_to_whoever_attaches(world: World) -> None:
     said = world("attach", run, "--timeout", "60").stdout
     (line,) = [line for line in said.splitlines() if " release ready" in line]
     assert "needs 1 approval, has none; user:annabel or user:bartholomew may approve" in line
-    assert line.endswith(f"; next: user:annabel or user:bartholomew may: posttrain approve {run} --channel prod")
+    assert line.endswith(f"; next: user:annabel or user:bartholomew may run: posttrain approve {run} --channel prod")
     workspace = open_workspace()
     for width in (60, 80, 140):
         screen = Console(file=io.StringIO(), width=width, force_terminal=False)
@@ -205,7 +205,7 @@ def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: Worl
     approvers = ["user:eve", "user:ada", "user:ann"]
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=approvers))
     run = waits(world)
-    assert "must be approved by somebody else than whose it is, got user:eve; user:ann may" in refused(
+    assert "must be approved by a user other than its owner, got user:eve; user:ann may" in refused(
         world, "approve", run, code=13
     )
     user("ada")  # whom the run file names as its owner
@@ -247,7 +247,7 @@ def test_a_rejection_ends_the_release_and_is_taken_back_by_the_same_person(world
     found = ends(world, run, 9)
     assert (found["state"], found["reason"]) == ("rejected", "ApprovalRejected")
     assert "rejected by user:bob: it swears" in told(world, run)
-    assert f"it swears; user:bob may take that back: posttrain approve {run} --channel prod" in refused(
+    assert f"it swears; user:bob may withdraw the rejection: posttrain approve {run} --channel prod" in refused(
         world, "promote", run, code=9
     )
     user("bob")
@@ -291,7 +291,7 @@ def test_what_is_live_is_neither_approved_nor_rejected_any_more(world: World, us
     user("bob")
     for verb in ("approve", "reject"):
         said = refused(world, verb, asked["request"], code=2)
-        assert "is done, so nothing is left to say of it; posttrain rollback prod takes the model off" in said
+        assert "is already done, so it cannot be approved or rejected; posttrain rollback prod" in said
     assert [one["rejected"] for one in world.json("get", run)["approvals"]] == [None]
 
 
@@ -313,12 +313,12 @@ def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: 
     user("ann")
     world.ok("approve", run)
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
-    assert "the policy is another now" in told(world, run)
+    assert "the policy has changed" in told(world, run)
     user("bob")
     assert refused(world, "approve", run, code=9)
     user("eve")
     assert ends(world, run, 9)["reason"] == "PolicyNotMet"
-    assert "counts nothing: the policy is another now" in told(world, run)
+    assert "counts nothing: the policy has changed" in told(world, run)
     second = waits(world)
     user("bob")
     world.ok("approve", second)
@@ -431,7 +431,7 @@ def test_what_is_not_judged_cannot_be_approved(world: World, user: As) -> None:
     user("ann")
     assert "its gates have not been judged" in refused(world, "approve", world.newest(), code=2)
     assert "must have at least 8 digits" in refused(world, "approve", "sha256:12", code=2)
-    assert "there is no approval request" in refused(world, "approve", f"sha256:{'0' * 12}", code=2)
+    assert "does not exist; posttrain get CHANNEL lists" in refused(world, "approve", f"sha256:{'0' * 12}", code=2)
 
 
 def test_audit_38_verify_of_a_run_finds_edited_approvals(world: World, user: As) -> None:
@@ -471,14 +471,16 @@ def test_a_protected_channel_changes_by_approval(world: World, user: As) -> None
     assert [words[1] for words in lines] == ["channel", "approve"], "a command a line"
     assert "0.95" in world.ok(*lines[0][1:])
     assert lines[1][2] in said
-    assert "must be approved by somebody else" in refused(world, "approve", asked["request"][:20], code=13)
+    assert "must be approved by a user other than its owner" in refused(
+        world, "approve", asked["request"][:20], code=13
+    )
     refused(world, "channel", "remove-policy", "prod", code=9)
     refused(world, "channel", "unprotect", "prod", code=9)
     requests = world.json("get", "prod")["approval_requests"]
     assert sorted(one["action"] for one in requests) == ["remove-policy", "set-policy", "unprotect"]
     for one in requests:
         if one["action"] != "set-policy":
-            assert "must ask for a policy" in refused(
+            assert "must propose a policy" in refused(
                 world, "channel", "policy", "prod", "--asked", one["request"], code=2
             )
     user("bob")
@@ -488,7 +490,7 @@ def test_a_protected_channel_changes_by_approval(world: World, user: As) -> None
     assert world.json("get", "prod")["policy"] == asked["asked"]["set"]
     for one in requests:  # the channel was changed since
         user("bob")
-        assert "ask for it again" in refused(world, "approve", one["request"], code=9)
+        assert "request it again" in refused(world, "approve", one["request"], code=9)
     user("ann")
     refused(world, "channel", "unprotect", "prod", code=9)
     (asked,) = world.json("get", "prod")["approval_requests"]
@@ -577,7 +579,7 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
     assert world("run", "run.yaml", "--again").exit_code == 3
     judged = world.newest()
     user("ann")
-    assert "--lift-quarantine REASON asks for an approval" in refused(world, "approve", judged, code=2)
+    assert "--lift-quarantine REASON requests an approval" in refused(world, "approve", judged, code=2)
     user("eve")
     assert "release of a quarantined model" in refused(world, "promote", judged, "--lift-quarantine", "a slip", code=9)
     assert len(world.json("get", "prod")["approval_requests"]) == 2
@@ -594,7 +596,7 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
 def test_nothing_waits_where_nobody_is_named(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("run", "run.yaml")
-    assert "no policy of it names approvers" in refused(world, "approve", better_waiting(world), code=2)
+    assert "its policy names no approvers" in refused(world, "approve", better_waiting(world), code=2)
 
 
 def better_waiting(world: World) -> str:
@@ -668,7 +670,7 @@ def test_who_submitted_a_run_does_not_approve_it_once_that_name_was_erased(
     run_id = planned(bench, monkeypatch)
     erased(bench, "user:ann")
     for name in ("user:ann", "user:bob"):
-        with pytest.raises(AccessError, match="nobody may approve it, since the name of its owner was erased; submit"):
+        with pytest.raises(AccessError, match="no one may approve it, since the name of its owner was erased; submit"):
             said(bench, name, run_id)
     bench.reconciler.tick(run_id)
     release = bench.stage(run_id, "release")
@@ -686,7 +688,7 @@ def test_whom_a_run_names_as_owner_does_not_approve_it_once_its_words_were_erase
     stop(bench.stores, run_id)
     bench.drive(run_id)
     erase_subject(bench.ledger, "user:root", run_id, "asked to")
-    with pytest.raises(AccessError, match="nobody may approve it, since the name of its owner was erased; submit"):
+    with pytest.raises(AccessError, match="no one may approve it, since the name of its owner was erased; submit"):
         said(bench, "user:ann", run_id)
 
 
@@ -755,7 +757,7 @@ def test_an_owner_does_not_approve_whichever_way_the_run_file_writes_the_name(
     channels.set_policy(bench.stores, "prod", named)
     bench.stores = replace(bench.stores, actor="service:ci")
     run_id = planned(bench, monkeypatch)
-    with pytest.raises(AccessError, match="must be approved by somebody else than whose it is"):
+    with pytest.raises(AccessError, match="must be approved by a user other than its owner"):
         said(bench, name, run_id)
     said(bench, "user:bob", run_id)
     assert bench.drive(run_id).state == "succeeded"
@@ -890,7 +892,7 @@ def test_audit_3_a_submitter_ships_nothing_to_a_protected_channel_without_a_poli
     assert "needs the role approver" in refused(world, "promote", run, code=13)
     assert "needs the role approver" in refused(world, "approve", run, code=13)
     user("ada")  # an approver, whom the run file names as its owner
-    assert "must be approved by somebody else" in refused(world, "approve", run, code=13)
+    assert "must be approved by a user other than its owner" in refused(world, "approve", run, code=13)
     assert "needs 1 approval" in refused(world, "promote", run, code=9)
     assert len(world.json("get", "prod")["history"]) == 1
     user("ann")
@@ -926,7 +928,7 @@ def test_audit_3_a_policy_lets_nobody_approve_their_own_run_on_a_protected_chann
     met(world, user, "ann")
     world.ok("channel", "protect", "prod")
     run = waits(world)
-    assert "must be approved by somebody else" in refused(world, "approve", run, code=13)
+    assert "must be approved by a user other than its owner" in refused(world, "approve", run, code=13)
 
 
 def test_audit_3_no_promotion_is_written_that_a_protection_overtook(bench: Bench) -> None:
@@ -1052,7 +1054,7 @@ def test_audit_28_a_rollback_of_a_protected_channel_needs_a_reason(world: World,
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     met(world, user, "ann", "bob")
     world.ok("channel", "protect", "prod")
-    assert "must have --reason on a protected channel, got none" in refused(world, "rollback", "prod", code=2)
+    assert "--reason is required on a protected channel, got none" in refused(world, "rollback", "prod", code=2)
     assert len(world.json("get", "prod")["history"]) == 2
     world.ok("rollback", "prod", "--reason", "answers got longer")
     assert world.json("get", "prod")["history"][-1]["why"] == "answers got longer"

@@ -94,8 +94,8 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
         assert f"warning: approvers: {person} has done nothing in this project so far" in said.stderr
     first = world.json("get", "prod")
     assert (first["live"], first["history"], first["frozen"], first["protected"]) == (None, [], "", False)
-    assert "nothing was released to it yet" in world.ok("get", "prod")
-    assert "channel prod: nothing released yet (a policy)" in world.ok("ls")
+    assert "channel prod has no release yet" in world.ok("get", "prod")
+    assert "channel prod: no release yet (a policy)" in world.ok("ls")
     assert "did you mean 'prod'?" in refused(world, "get", "prd", code=2)
     assert "did you mean 'prod'?" in refused(world, "lineage", "prd", code=2)
     slip = world("channel", "set-policy", "slip", policy_file(world, gates=[{**ACCURACY, "metric": "heldout/acuracy"}]))
@@ -104,7 +104,7 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
         in slip.stderr
     )
     for command in ("rollback", "lineage", "verify"):
-        assert "channel prod: nothing was released to it yet" in refused(world, command, "prod", code=2)
+        assert "channel prod has no release yet" in refused(world, command, "prod", code=2)
     shown = world.json("channel", "policy", "prod")
     heldout = world.json("asset", "get", "dataset:heldout@1")["digest"]
     assert shown["digest"] == first["policy"]
@@ -267,10 +267,13 @@ def another_evaluator(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (easy_data, "stages.evaluate.suites.heldout.data: the policy of channel prod wants dataset:heldout@1 (sha256"),
-        (renamed, "wants suite 'heldout' (dataset:heldout@1) measured on the released model, and there is easy"),
-        (another_model, "wants suite 'heldout' (dataset:heldout@1) measured on the released model, and there is none"),
-        (another_evaluator, "stages.evaluate.suites.heldout: the policy of channel prod wants it measured by sha256:"),
+        (
+            easy_data,
+            "stages.evaluate.suites.heldout.data: the policy of channel prod requires dataset:heldout@1 (sha256",
+        ),
+        (renamed, "requires suite 'heldout' (dataset:heldout@1) measured on the released model, got easy"),
+        (another_model, "requires suite 'heldout' (dataset:heldout@1) measured on the released model, got none"),
+        (another_evaluator, "stages.evaluate.suites.heldout: the policy of channel prod requires evaluator sha256:"),
     ],
 )
 def test_a_suite_that_is_swapped_is_refused(guarded: World, change: Callable[[Any], object], words: str) -> None:
@@ -349,11 +352,17 @@ def other_suite(value: dict[str, Any]) -> None:
     [
         (no_policy, "the policy of channel prod is sha256:"),
         (weaker, "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.1"),
-        (fewer, "gates: the policy of channel prod wants 'no-regression'"),
+        (fewer, "gates: the policy of channel prod requires 'no-regression'"),
         (other_evidence, "stages.gate.evidence.evaluate: must measure the released model"),
-        (other_baseline, "stages.gate.baseline.evaluate: must be the same measurement of what channel prod points at"),
-        (no_baseline, "stages.gate.baseline.evaluate: must be the same measurement of what channel prod points at"),
-        (other_suite, "stages.evaluate.suites.heldout.data: the policy of channel prod wants dataset:heldout@1"),
+        (
+            other_baseline,
+            "stages.gate.baseline.evaluate: must be the same measurement of the model that channel prod",
+        ),
+        (
+            no_baseline,
+            "stages.gate.baseline.evaluate: must be the same measurement of the model that channel prod",
+        ),
+        (other_suite, "stages.evaluate.suites.heldout.data: the policy of channel prod requires dataset:heldout@1"),
     ],
 )
 def test_a_lock_that_was_edited_is_refused(guarded: World, change: Callable[[Any], object], words: str) -> None:
@@ -367,7 +376,7 @@ def test_a_lock_of_before_the_policy_is_refused_and_says_what_to_do(world: World
     world.ok("channel", "set-policy", "prod", policy_file(world))
     assert "attached" in world.ok("run", "run.lock.json"), "its run is there and has ended"
     said = refused(world, "run", "run.lock.json", "--again", code=2)
-    assert "this was planned without one; plan the run file again" in said
+    assert "this manifest was planned without one; plan the run file again" in said
 
 
 @pytest.mark.slow
@@ -568,7 +577,7 @@ def test_a_policy_may_keep_what_was_rolled_back_off_for_good(world: World) -> No
     world("run", "run.yaml", "--again")
     for words in (("promote", world.newest(), "--lift-quarantine", "hush"), ("rollback", "prod", "--to", second)):
         said = refused(world, *words, code=9)
-        assert "its policy lets a model out never (quarantine.lift: never)" in said
+        assert "its policy never lifts a quarantine (quarantine.lift: never)" in said
 
 
 def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(

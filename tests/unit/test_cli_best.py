@@ -175,14 +175,16 @@ def test_what_cannot_be_is_refused_in_one_line(world: World, before: str, after:
 
 
 def test_plan_says_when_what_is_selected_on_is_measured_or_trained_on(world: World) -> None:
-    said = "no evidence on them; probe other rows"
+    said = "no evidence for it; probe other rows"
     world.write("run.yaml", BEST)
     assert said not in world.ok("plan", "run.yaml")
     world.write("run.yaml", BEST.replace("probe: {data: tune", "probe: {data: heldout"))
     shown = " ".join(world.ok("plan", "run.yaml").split())
-    assert f"grpo: the probe's dataset:heldout@1 is the data of a suite: what was selected on rows is {said}" in shown
+    assert (
+        f"grpo: the probe's dataset:heldout@1 is the data of a suite: rows that selected the model are {said}" in shown
+    )
     world.write("run.yaml", BEST.replace("probe: {data: tune", "probe: {data: train"))
-    assert "grpo: the probe's dataset:train@1 is what the stage trains on" in " ".join(
+    assert "grpo: the probe's dataset:train@1 is the training data of the stage" in " ".join(
         world.ok("plan", "run.yaml").split()
     )
     held = (world.root / "heldout.jsonl").read_text().splitlines()[:5]
@@ -215,7 +217,7 @@ def test_the_output_of_a_stage_is_its_last_model_and_the_best_stands_beside_it(w
 
 @pytest.mark.slow
 def test_run_and_why_say_too_that_it_was_selected_on_what_it_is_measured_on(world: World) -> None:
-    said = "is the data of a suite: what was selected on rows is no evidence on them; probe other rows"
+    said = "is the data of a suite: rows that selected the model are no evidence for it; probe other rows"
     world.write("run.yaml", BEST)
     assert "no evidence" not in world.ok("run", "run.yaml") + world.ok("why", "sort")
     world.write("run.yaml", BEST.replace("probe: {data: tune", "probe: {data: heldout"))
@@ -244,12 +246,12 @@ def test_a_best_model_that_nothing_was_trained_in_is_told(
     text = BEST.replace("  evaluate:", more).replace("model: grpo/best, suites", "model: more, suites")
     text = text.replace("prod, model: grpo/best", "prod, model: more").replace("at_least: 0.8", "at_least: 0.4")
     world.write("run.yaml", text if later else BEST)
-    said = "grpo: its best model by the probe is the one that it began with (step 0)"
+    said = "grpo: its best model by the probe is the one it began with (step 0)"
     assert said not in world.ok("run", "run.yaml", "--seed", "3")
     monkeypatch.setattr("cli_world.train", untrained)
     world.write("reward.py", BAD_REWARD + "\n")
     world.ok("asset", "add", "reward:sort", "reward.py")
-    line = f"warning: {said}, so nothing that was trained in grpo ships"
+    line = f"warning: {said}, so no update of grpo ships"
     assert line in world.ok("run", "run.yaml").splitlines()
     run = world.newest()
     assert line in world.ok("get", run).splitlines()
@@ -271,10 +273,10 @@ def test_a_stage_that_updated_nothing_is_told_wherever_its_run_is_looked_at(
             folder.write_result(replace(result, metrics={**result.metrics, "unchanged": 1.0}))
 
     monkeypatch.setattr("cli_world.train", idle)
-    line = "warning: grpo: no step updated weights, so what it leaves is what it began with; look at its rewards"
+    line = "warning: grpo: no step updated the weights, so its output is the model it began with; check its rewards"
     assert line in world("run", "run.yaml").stdout.splitlines()
     assert line in world.ok("get", "sort").splitlines()
     assert line in world.ok("why", "sort").splitlines()
     assert world.json("get", "sort")["warnings"] == [line.removeprefix("warning: ")]
     page = next((world.root / ".posttrain" / "runs" / world.newest()).rglob("report.html")).read_text()
-    assert "no step updated weights" in page
+    assert "no step updated the weights" in page

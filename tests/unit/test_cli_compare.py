@@ -114,7 +114,7 @@ def test_settings_that_numbers_depend_on_are_noted(story: tuple[World, str, str]
     world("run", "short.yaml")
     (note,) = world.json("compare", good, "short")["notes"]
     assert "max_new_tokens 64 → 5" in note
-    assert "note: suite heldout was measured by other settings in B than in A" in world.ok("compare", good, "short")
+    assert "note: suite heldout: the settings of B differ from those of A" in world.ok("compare", good, "short")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_audit_24_why_a_value_is_not_paired_is_its_own_reason() -> None:
     owner = one.evaluations[0]
     assert [cell.unpaired for cell in _cells([empty, one], "s/reward", owner)] == ["", "A did not measure it"]
     cells = _cells([one, two], "s/reward", owner)
-    assert [cell.unpaired for cell in cells] == ["", "scored by another reward than B"]
+    assert [cell.unpaired for cell in cells] == ["", "its reward differs from that of B"]
     same = _cells([one, scored("D", {"s/reward": ("data", "reward r1")})], "s/reward", owner)
     assert same[1].paired is not None
 
@@ -181,6 +181,4 @@ def test_audit_24_settings_of_sampling_are_compared_where_both_sampled() -> None
     greedy, sampled = scored("A", {}, s={}), scored("B", {}, s={"samples": 4, "temperature": 1.0})
     hotter = scored("C", {}, s={"samples": 4, "temperature": 1.5})
     assert _settings(greedy, sampled) == _settings(sampled, greedy) == []
-    assert _settings(sampled, hotter) == [
-        "suite s was measured by other settings in C than in B: temperature 1.0 → 1.5"
-    ]
+    assert _settings(sampled, hotter) == ["suite s: the settings of C differ from those of B: temperature 1.0 → 1.5"]

@@ -233,7 +233,7 @@ def test_audit_40_what_is_downstream_has_a_limit_and_says_what_is_left_off(world
     assert (part["runs"], part["releases"], part["live"]) == (whole["runs"], whole["releases"], whole["live"])
     assert {node["name"] for node in part["children"]} <= {node["name"] for node in whole["children"]}, "the nearest"
     said = world.ok("lineage", "dataset:train", "--downstream", "--limit", "2")
-    assert f"; {part['left_off']} things farther away are left off (--limit)" in " ".join(said.split())
+    assert f"; {part['left_off']} more distant objects are left out (--limit)" in " ".join(said.split())
     assert world("lineage", "prod", "--downstream", "--limit", "0").exit_code == 2
     workspace = open_workspace()
     train, fan = workspace.ledger.asset("dataset", "train", None), [f"fan-{number}" for number in range(300)]

@@ -147,7 +147,10 @@ def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
         (["--set", "grpo.steps=0,6"], "grpo.steps 0"),
         (["--set", "dpo.steps=1,2"], "run.yaml with dpo.steps 1"),
         (["--set", "grpo.steps=1,2", "--metric", "heldout/acuracy"], "did you mean 'heldout/accuracy'"),
-        (["--set", "grpo.steps=1,2", "--metric", "heldout/response_tokens"], "--better must say which way"),
+        (
+            ["--set", "grpo.steps=1,2", "--metric", "heldout/response_tokens"],
+            "--better must be higher or lower for",
+        ),
         (["--set", "grpo.steps=1,2", "--better", "up"], "--better must be higher or lower, got 'up'"),
         (["--set", "seed=1,2", "--seeds", "2"], "say the same; give one"),
         (["--set", "owner=ada,bob"], "needs an evaluation"),

@@ -50,7 +50,7 @@ def test_a_run_that_is_stopped_before_a_launch_leaves_a_tombstone(
     monkeypatch.undo()
     actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
-    channel = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).channel
+    channel = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).mailbox
     held = channel.start(1, "the job that was launched at last")
     assert held is not None
     assert held.cancelled == "the run was stopped before it was launched"
@@ -124,7 +124,7 @@ def test_who_stops_a_run_learns_that_its_job_did_not_heed_it(bench: Bench, heede
         bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).acknowledge(ControlKind.STOP)
     assert bench.drive(run_id).state == "stopped"
     assert bench.stage(run_id, "sft").message == "stopped by a person" + (
-        "" if heeded else "; the job did not heed it and was killed, so steps since its last checkpoint are lost"
+        "" if heeded else "; the job ignored the stop and was killed, so steps since its last checkpoint are lost"
     )
 
 
@@ -137,7 +137,7 @@ def test_a_job_that_was_gone_before_anybody_asked_did_not_fail_to_heed(bench: Be
     bench.jobs.executor.kill(Job(attempt.name, str(bench.jobs.folders.of(attempt).path)))
     actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
-    assert bench.stage(run_id, "sft").message.startswith("stopped by a person; its job was gone before (")
+    assert bench.stage(run_id, "sft").message.startswith("stopped by a person; its job had already ended (")
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_person_may_say_that_it_is_dead(bench: Bench, elsewhere: str) -> None:
     assert (first.state, second.state) == ("lost", "succeeded")
     said = [event.payload.get("changes", {}) for event in bench.ledger.events(subject_prefix=elsewhere)]
     said += [event.payload.get("changes", {}) for event in _pending(bench, elsewhere)]
-    assert any(changes.get("message") == "test says that its job is dead" for changes in said)
+    assert any(changes.get("message") == "test reported its job as dead" for changes in said)
 
 
 def test_a_stop_after_that_word_waits_for_nobody(bench: Bench, elsewhere: str) -> None:
@@ -190,7 +190,7 @@ def test_a_process_that_is_seen_to_live_is_not_assumed_dead(bench: Bench) -> Non
     run_id, _ = begun_elsewhere(bench, identity(os.getpid()) or "")
     for _ in range(3):
         bench.reconciler.tick(run_id)
-    with pytest.raises(InputError, match="of this host lives"):
+    with pytest.raises(InputError, match="of this host is alive"):
         assume_dead(bench.stores, bench.jobs, run_id, "sft")
 
 

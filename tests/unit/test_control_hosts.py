@@ -136,7 +136,7 @@ def test_a_job_on_a_host_that_is_gone_waits_for_a_persons_word(two: Two) -> None
     run_id = two.a.submit()
     two.pass_over(run_id, two.a)
     two.forget_leases()
-    with pytest.raises(InputError, match=r"its host a:/posttrain was heard of \d+ s ago; posttrain stop"):
+    with pytest.raises(InputError, match=r"its host a:/posttrain reported \d+ s ago; posttrain stop"):
         assume_dead(two.b.stores, two.b.jobs, run_id, "sft")
     two.silent(two.a)
     hosts_of(two.b).beat()

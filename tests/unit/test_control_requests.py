@@ -115,7 +115,7 @@ def test_a_job_that_the_executor_ended_for_its_runtime_has_spent_the_budget(benc
     assert bench.drive(run_id).state == "failed"
     stage = bench.stage(run_id, "sft")
     assert (stage.reason, len(bench.ledger.attempts(run_id))) == ("BudgetExceeded", 1)
-    assert "its maximum runtime, by budget.wall_clock, is over" in stage.message
+    assert "it reached its maximum runtime (budget.wall_clock)" in stage.message
 
 
 def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_audit_29_a_secret_that_the_operator_took_back_reaches_no_later_attempt(
     assert [asked.secrets for asked in bench.executor.launched] == [("JUDGE_KEY",)]
     message = bench.stage(run_id, "grpo").message
     assert (
-        f"JUDGE_KEY: must stand in {SECRETS} of the server as default/JUDGE_KEY; ask its operator, then posttrain retry"
+        f"JUDGE_KEY: must be in {SECRETS} of the server as default/JUDGE_KEY; ask its operator, then posttrain retry"
         in message
     )
 

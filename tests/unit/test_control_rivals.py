@@ -106,7 +106,7 @@ REFUSED = [
      "run.yaml: gates.rl-helped.better_than: no stage 'sfd' makes a model (did you mean 'sft'?)"),
     (gated({**BETTER, "better_than": "evaluate"}), "gates.rl-helped.better_than: no stage 'evaluate' makes a model"),
     (gated({"name": "g", "metric": "heldout/accuracy", "not_worse_than": "grpo", "margin": 0.1}),
-     "gates.g.not_worse_than: must be another model than the one that is released, got 'grpo'; name another stage,"),
+     "gates.g.not_worse_than: must be a model other than the released one, got 'grpo'; name another stage,"),
     (gated({**BETTER, "better_than": "judge"}, judge={"kind": "reward_model", "data": "train", "steps": 1}),
      "gates.rl-helped.better_than: must be a model that answers, got 'judge', which is a reward model"),
     (gated({**BETTER, "if_channel_empty": "pass"}),

@@ -85,7 +85,7 @@ def test_a_silent_job_is_asked_and_then_killed_and_tried_again(hung: Watched) ->
     found = hung.bench.stage(hung.run, "sft")
     assert (hung.asked, found.reason, hung.attempt.reason) == (1, "Stalled", "Stalled")
     assert found.message == (
-        "no progress for 2 h: it stands at step 3 of 9; asked to checkpoint, to be killed in 30 min unless it moves"
+        "no progress for 2 h at step 3 of 9; asked to checkpoint; killed in 30 min unless it makes progress"
     )
     assert not hung.killed()
     hung.bench.scripts["sft"] = [train()]
@@ -285,7 +285,7 @@ def test_a_limit_that_cannot_be_is_refused_in_one_line(bench: Bench, limit: obje
 def test_a_job_that_never_came_to_a_step_is_found_too(bench: Bench) -> None:
     loads = Watched(bench, begins=None)
     loads.passes(STALL_AFTER + 2 * LOOK)
-    assert "it stands at its start; asked" in bench.stage(loads.run, "sft").message
+    assert "at its start; asked" in bench.stage(loads.run, "sft").message
     loads.passes(STALL_AFTER / 2)
     assert loads.killed()
 

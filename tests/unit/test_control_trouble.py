@@ -73,7 +73,7 @@ def test_a_store_that_answers_503_for_one_stage_ends_neither_the_other_nor_the_d
 
     run = drive(bench.reconciler, run_id, interval=0.1, timeout=3600, watch=watch)
     assert (run.state, flaky.raised) == ("succeeded", 3)
-    assert [words.rpartition("looking again in ")[2] for words in told] == ["0.5 s", "2 s", "8 s"]
+    assert [words.rpartition("checking again in ")[2] for words in told] == ["0.5 s", "2 s", "8 s"]
     assert all("503" in words for words in told)
     assert bench.clock.now() - started >= 10.5, "with back-off"
     assert [a.state for a in bench.ledger.attempts(run_id, "one")] == ["succeeded"], "its job ran once"
@@ -115,7 +115,7 @@ def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, mon
     put_file = bench.stores.blobs.put_file
     monkeypatch.setattr(bench.stores.blobs, "put_file", faulty(10**9, away(), put_file))
     started = bench.clock.now()
-    with pytest.raises(InfrastructureError, match=rf"503.*; mend the cause, then posttrain dead {run_id}/sft --retry"):
+    with pytest.raises(InfrastructureError, match=rf"503.*; fix the cause, then posttrain dead {run_id}/sft --retry"):
         drive(bench.reconciler, run_id, interval=60.0, timeout=10 * PATIENCE_SECONDS)
     assert PATIENCE_SECONDS <= bench.clock.now() - started < 1.1 * PATIENCE_SECONDS
     assert (bench.stage(run_id, "sft").state, bench.stage(run_id, "sft").reason) == ("running", "SetAside")
@@ -386,7 +386,7 @@ def test_a_promotion_of_broken_weights_is_refused_and_moves_nothing(bench: Bench
     run = bench.drive(bench.submit())
     before = bench.ledger.history("prod")
     spoil(bench, b"weights", how)
-    with pytest.raises(IntegrityError, match="channel prod stays where it is"):
+    with pytest.raises(IntegrityError, match="channel prod does not move"):
         actions.promote(bench.stores, run.id, "prod")
     assert bench.ledger.history("prod") == before
 

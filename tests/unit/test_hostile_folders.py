@@ -152,7 +152,7 @@ def test_what_cannot_be_collected_is_the_jobs_failure(bench: Bench, leave: Leave
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     stage = bench.stage(run.id, "sft")
     assert (run.state, stage.state) == ("failed", "failed"), stage.message
-    assert "the job left what cannot be collected" in stage.message
+    assert "the outputs of the job cannot be collected" in stage.message
     assert bench.ledger.attempts(run.id)[0].tokens <= 1
 
 
@@ -239,7 +239,7 @@ def test_nobody_follows_a_log_elsewhere_nor_waits_for_one(folder: AttemptFolder,
 def test_what_is_too_large_for_its_kind_is_not_read(folder: AttemptFolder, key: str) -> None:
     sparse(folder.path / key, 1 + (ANSWER if key == "result.json" else SMALL))
     with pytest.raises(IntegrityError, match="must have at most"):
-        folder.channel._objects.get(key)
+        folder.mailbox._objects.get(key)
 
 
 @pytest.mark.slow

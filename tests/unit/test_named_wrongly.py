@@ -97,13 +97,13 @@ def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.
 def test_an_unknown_channel_is_told_alike_whatever_was_asked(world: World, words: tuple[str, ...]) -> None:
     run = world.newest()
     said = refused(world, *(run if word == "RUN" else word for word in words))
-    assert "channel 'prd' is unknown (did you mean 'prod'?); it begins with the first release of a run" in said
+    assert "channel 'prd' is unknown (did you mean 'prod'?); the first release of a run" in said
 
 
 def test_a_channel_of_a_policy_alone_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(tmp_path, monkeypatch)
     world.prepare()
     world.ok("channel", "set-policy", "staging", policy_file(world))
-    assert "staging is a channel, and nothing was released to it yet" in refused(world, "why", "staging")
-    assert "nothing was released to it yet" in refused(world, "lineage", "channel:staging")
+    assert "staging is a channel without a release" in refused(world, "why", "staging")
+    assert "channel staging has no release yet" in refused(world, "lineage", "channel:staging")
     assert "unknown" not in refused(world, "rollback", "staging")

@@ -127,8 +127,11 @@ def test_a_signal_that_does_not_come_fails_its_stage_and_a_retry_waits_anew(benc
     assert tick.again_after == 24 * HOUR
     bench.clock.time += 24 * HOUR
     assert until_quiet(bench, run_id).run.state == "failed"
-    assert (row(bench, run_id).reason, row(bench, run_id).message) == ("SignalMissed", "no signal go came within 1 day")
-    with pytest.raises(InputError, match=f"ended .failed., so no signal is heard; posttrain retry {run_id} first"):
+    assert (row(bench, run_id).reason, row(bench, run_id).message) == (
+        "SignalMissed",
+        "signal go did not arrive within 1 day",
+    )
+    with pytest.raises(InputError, match=f"ended .failed., so it receives no signal; posttrain retry {run_id} first"):
         send_signal(bench.stores, run_id, "go")
     retry(bench.stores, bench.jobs.folders, run_id)
     assert until_quiet(bench, run_id).again_after == 24 * HOUR
@@ -205,7 +208,7 @@ def test_waiting_costs_questions_to_the_queue_and_the_lease(bench: Bench) -> Non
         ({"fro": "1h"}, "did you mean 'for'"),
         ({"for": "1h", "after": ["sfd"]}, "stages.pause.after: no stage 'sfd' (did you mean 'sft'?)"),
         ({"for": "1h", "after": ["pause"]}, "circle"),
-        ({"for": "1h", "trainer": "other"}, "a stage that waits has none"),
+        ({"for": "1h", "trainer": "other"}, "a wait stage has no trainer"),
     ],
 )
 def test_what_cannot_be_waited_for_is_refused(bench: Bench, wait: dict[str, Any], said: str) -> None:
@@ -268,7 +271,7 @@ def test_as_a_person_sees_it(world: World) -> None:
     assert "signal go sent" in world.ok("signal", run_id, "go", "--reason", "ada looked at it: größer")
     assert "already" in world.ok("signal", run_id, "go")
     said = " ".join(world.ok("why", run_id).split())
-    assert "signal go was sent, so its wait is over" in said, "though nobody drives it"
+    assert "signal go was sent, so the wait has ended" in said, "though nobody drives it"
     assert f"posttrain signal {run_id}" not in said
     assert "ada looked at it: größer" in world.ok("get", run_id)
     assert [sent["name"] for sent in world.json("get", run_id)["signals"]] == ["go"]

@@ -213,7 +213,7 @@ def policy_notes(
     """
     names = list(known)
     if pinned.channel not in names:
-        yield f"channel {pinned.channel} is new: nothing was released to it yet{nearest(pinned.channel, names)}"
+        yield f"channel {pinned.channel} is new: it has no release yet{nearest(pinned.channel, names)}"
     for person in pinned.policy.approvers:
         role = roles.get(person)
         if roles and person in people and not (role and role.covers(Role.APPROVER)):

@@ -209,7 +209,7 @@ def _run_id(workspace: Workspace, target: str) -> str:
         return ledger.find_run(target).id
     except NotFoundError as error:
         if ledger.channel_record(target).generation:
-            raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
+            raise NotFoundError(f"channel {target} has no release yet") from error
         known = [record.name for record in ledger.channel_records()]
         if target.removeprefix(_CHANNEL).partition("@")[0] in known:  # a release of a channel
             raise

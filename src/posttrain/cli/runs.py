@@ -118,7 +118,7 @@ def _say_channels(
     for record in records.values():
         words = [word for word, holds in (("a policy", record.policy), ("frozen", record.frozen)) if holds]
         held = f" ({', '.join(words)})" if words else ""
-        say(f"channel {record.name}: nothing released yet{held}")
+        say(f"channel {record.name}: no release yet{held}")
 
 
 def get(
@@ -227,7 +227,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
         *tracker_lines(trackers),
     ]
     if not history:
-        console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
+        console().print(f"channel {name} has no release yet", *lines, sep="\n")
         return
     if len(history) < channel.moves:
         lines.insert(0, f"{channel.moves - len(history)} older releases are left out; -o json has them all")

@@ -50,7 +50,7 @@ def stop(stores: Stores, run_id: str) -> RunRecord:
                 return transaction.update_run(run, desired="stopped", reason=Reason.STOP_REQUESTED)
         except StaleWriteError:
             stores.clock.sleep(0.02)
-    raise ConflictError(f"run {run_id}: changes faster than it could be stopped; try again")
+    raise ConflictError(f"run {run_id}: concurrent changes prevented the stop; try again")
 
 
 def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
@@ -66,17 +66,17 @@ def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tup
     run = stores.ledger.run(run_id)
     known = signals_of(stores.manifest(run))
     if name not in known:
-        has = nearest(name, known) or "; no stage of it waits for one"
+        has = nearest(name, known) or "; its stages wait for no signal"
         raise InputError(f"run {run.id}: no stage waits for signal {name!r}{has}")
     for _ in range(_TRIES):
         with suppress(ConflictError), stores.ledger.transaction(stores.actor) as transaction:
             now = transaction.snapshot.run(run_id)
             if is_final("run", now.state) and not any(s.name == name for s in transaction.snapshot.signals(run_id)):
                 again = f"; posttrain retry {run_id} first" if now.state in _GOES_ON else ""
-                raise InputError(f"run {run_id}: has already ended ({now.state}), so no signal is heard{again}")
+                raise InputError(f"run {run_id}: has already ended ({now.state}), so it receives no signal{again}")
             new = transaction.send_signal(run_id, name, reason)
             return next(s for s in transaction.snapshot.signals(run_id) if s.name == name), new
-    raise ConflictError(f"run {run_id}: signal {name} is sent by others at this moment; look: posttrain get {run_id}")
+    raise ConflictError(f"run {run_id}: another process is sending signal {name}; see posttrain get {run_id}")
 
 
 def note(
@@ -94,9 +94,9 @@ def note(
     check_note(text, tags)
     both = next((tag for tag in tags if tag in untag), None)
     if both is not None:
-        raise InputError(f"note: a tag must be given or taken off, got both of {both!r}; leave one out")
+        raise InputError(f"note: a tag must be added or removed, got both for {both!r}; leave one out")
     if not (text.strip() or tags or untag):
-        raise InputError(f"note: nothing to write down of run {run_id}; give a text, --tag TAG or --untag TAG")
+        raise InputError(f"note: nothing to record on run {run_id}; give a text, --tag TAG or --untag TAG")
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.snapshot.run(run_id)
         transaction.lock_run(run_id)
@@ -105,15 +105,15 @@ def note(
         missing = next((tag for tag in untag if tag not in known), None)
         if missing is not None:
             has = ", ".join(known) or "none"
-            raise InputError(f"note: run {run_id} must have a tag to take it off, got {missing!r}; it has {has}")
+            raise InputError(f"note: run {run_id} must have a tag to remove it, got {missing!r}; its tags: {has}")
         wanted = [tag for tag in dict.fromkeys(tags) if tag not in known]
-        _refuse_many("tags", len(known) + len(wanted) - len(set(untag)), _MOST_TAGS, "take some off: --untag TAG")
+        _refuse_many("tags", len(known) + len(wanted) - len(set(untag)), _MOST_TAGS, "remove some: --untag TAG")
         for tag in dict.fromkeys(untag):
             transaction.untag(known[tag])
         for tag in wanted:
             transaction.note(run_id, tag=tag)
         if text.strip() and texts[-1:] != [text.strip()]:
-            _refuse_many("notes", len(texts) + 1, _MOST_NOTES, "a file beside the run holds more")
+            _refuse_many("notes", len(texts) + 1, _MOST_NOTES, "keep further notes in a file")
             transaction.note(run_id, text.strip())
         found = transaction.snapshot.notes(run_id)
     return [*(one for one in found if one.tag), *[one for one in found if not one.tag][-1:]]
@@ -143,7 +143,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
     """
     run = stores.ledger.run(run_id)
     if run.state not in (RunState.STOPPED, RunState.FAILED):
-        hint = "submit it with --again for another run" if is_final("run", run.state) else "it is still under way"
+        hint = "submit it with --again for another run" if is_final("run", run.state) else "it has not ended"
         raise InputError(f"run {run.id}: retry needs a stopped or failed run, got {run.state}; {hint}")
     attempts, manifest = stores.ledger.attempts(run.id), stores.manifest(run)
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -158,7 +158,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
                     stage,
                     state=StageState.PENDING,
                     reason=Reason.RETRIED,
-                    message="waiting to go on",
+                    message="waiting to continue",
                     next_action="",
                     not_before=None,
                     retried_after=sum(attempt.stage == stage.name for attempt in attempts),
@@ -168,7 +168,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
                     stage, reason=Reason.WAITING_FOR_INPUTS, message="waiting for its turn", next_action="none needed"
                 )
         return transaction.update_run(
-            run, state=RunState.RUNNING, desired="running", reason=Reason.RETRIED, message="going on", next_action=""
+            run, state=RunState.RUNNING, desired="running", reason=Reason.RETRIED, message="continuing", next_action=""
         )
 
 
@@ -211,7 +211,7 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
             stores, run, channel, pinned, lift=lift, model=report.candidate, report=report_digest, live=judged
         )
         approvals.require(stores, request, pinned)
-    check_weights(stores.blobs, report.candidate, f"channel {channel} stays where it is")
+    check_weights(stores.blobs, report.candidate, f"channel {channel} does not move")
     if not moves and live is not None:
         return live  # a repeated call is one promotion
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -243,7 +243,7 @@ def judged_report(stores: Stores, run: RunRecord, verb: str) -> str:
     """
     gate = next((stage for stage in stores.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
     if gate is None or REPORT not in gate.outputs:
-        raise InputError(f"run {run.id}: {verb} needs a gate report and it has none; its gates have not been judged")
+        raise InputError(f"run {run.id}: {verb} needs a gate report, got none; its gates have not been judged")
     return str(gate.outputs[REPORT]["digest"])
 
 
@@ -314,7 +314,7 @@ def _refuse_unsaid(channel: ChannelRecord, to: str | None, barred: Quarantine | 
     if barred is not None and not lift:
         raise quarantined(barred, f"posttrain rollback {channel.name} --to {to} --lift-quarantine REASON")
     if channel.protected and not (reason.strip() or lift.strip()):
-        raise InputError(f"rollback {channel.name}: must have --reason on a protected channel, got none; write why")
+        raise InputError(f"rollback {channel.name}: --reason is required on a protected channel, got none; add it")
 
 
 def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEntry:
@@ -322,15 +322,15 @@ def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEnt
 
     Raises:
         NotFoundError: the channel is unknown or has no release.
-        ConflictError: another release than `since` is live.
+        ConflictError: the live release is not `since`.
     """
     live = stores.ledger.channel(channel)
     if live is None:
         if stores.ledger.channel_record(channel).generation:
-            raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
+            raise NotFoundError(f"channel {channel} has no release yet, so no earlier model exists")
         raise unknown_channel(channel, [record.name for record in stores.ledger.channel_records()])
     if since is not None and live.sequence != since:
-        raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
+        raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; see posttrain ls")
     return live
 
 
@@ -353,7 +353,7 @@ def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | Non
             found = {e.model_digest for e in history if e.model_digest.removeprefix("sha256:").startswith(bare)}
     channel = history[-1].channel
     if not found:
-        raise NotFoundError(f"channel {channel}: nothing it served is called {to!r}; look: posttrain get {channel}")
+        raise NotFoundError(f"channel {channel}: it never served {to!r}; see posttrain get {channel}")
     if len(found) > 1:
         raise InputError(f"channel {channel}: {to!r} names {len(found)} models; name one by its release number")
     return found.pop()
@@ -371,9 +371,11 @@ def find_request(stores: Stores, digest: str) -> ApprovalRequest:
     with stores.ledger.snapshot() as now:
         found = now.approval_requests(prefix=digest.rstrip("…"))
     if not found:
-        raise NotFoundError(f"there is no approval request {digest!r}; posttrain get CHANNEL shows those of a channel")
+        raise NotFoundError(
+            f"approval request {digest!r} does not exist; posttrain get CHANNEL lists those of a channel"
+        )
     if len(found) > 1:
-        raise InputError(f"approval request {digest!r} is ambiguous; write more of its digest")
+        raise InputError(f"approval request {digest!r} is ambiguous; give more digits of its digest")
     return found[0]
 
 
@@ -386,7 +388,7 @@ def asked_policy(stores: Stores, channel: str, digest: str) -> PinnedPolicy:
     request = find_request(stores, digest)
     wanted = request.asked.get("set")
     if request.channel != channel or wanted is None:
-        raise InputError(f"approval request {digest}: must ask for a policy of channel {channel}, got {request.words}")
+        raise InputError(f"approval request {digest}: must propose a policy of channel {channel}, got {request.words}")
     found = policy_of(stores, channel, str(wanted))
     assert found is not None
     return found
@@ -409,25 +411,23 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     digest = judged_report(stores, run, "approve")
     name = channel or (manifest.release.channel if manifest.release else "")
     if not name:
-        raise InputError(f"approve {run_id}: its run file names no channel; say which with --channel")
+        raise InputError(f"approve {run_id}: its run file names no channel; name one with --channel")
     known = [record.name for record in stores.ledger.channel_records()]
     if name not in known and (manifest.release is None or manifest.release.channel != name):
         raise unknown_channel(name, known)
     report = read_report(stores.blobs, digest)
     live, judged = stores.ledger.channel(name), judged_at(report, name, stores.ledger.history(name))
     if not promotion(live, judged, report.candidate, report):
-        raise InputError(f"run {run_id}: its model is live on channel {name} already, so nothing is left to approve")
+        raise InputError(f"run {run_id}: its model is already live on channel {name}, so there is nothing to approve")
     pinned = refuse_unmet(stores, run, manifest, report, name)
     request = release_request(stores, run, name, pinned, model=report.candidate, report=digest, live=judged)
     if request is None:
-        raise InputError(
-            f"channel {name}: no approvals are asked for: it is not protected, and no policy of it names approvers"
-        )
+        raise InputError(f"channel {name} requires no approval: it is not protected, and its policy names no approvers")
     with stores.ledger.snapshot() as now:
         if any(one.model_digest == report.candidate for one in now.quarantine(name)):
             raise InputError(
                 f"run {run_id}: its model is quarantined on channel {name}; posttrain promote {run_id} "
-                f"--channel {name} --lift-quarantine REASON asks for an approval of that, by its digest"
+                f"--channel {name} --lift-quarantine REASON requests an approval; approve that by its digest"
             )
     return request
 
@@ -454,12 +454,12 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         now = transaction.snapshot
         why, record = outdated(now, request), now.channel_record(channel)
         if not why and record.policy != (pinned.digest if pinned else None):
-            why = "the policy is another now"
+            why = "the policy has changed"
         asked = terms(now, record, pinned, stores.actor)
         found = approval_status(now, request, pinned, stores.actor)
         if why or asked is None or found is None:
             raise ConflictError(
-                f"channel {channel}: {request.words}: {why or 'no approval is needed any more'}; ask for it again"
+                f"channel {channel}: {request.words}: {why or 'no approval is required now'}; request it again"
             )
         before = next((one for one in now.approvals(request.digest) if one.actor == stores.actor), None)
         own = owners(now, found.request, asked)
@@ -467,8 +467,8 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
             verdict = WITHDRAWN
         if found.done:
             raise InputError(
-                f"channel {channel}: {found.request.words} is done, so nothing is left to say of it; posttrain "
-                f"rollback {channel} takes the model off"
+                f"channel {channel}: {found.request.words} is already done, so it cannot be approved or "
+                f"rejected; posttrain rollback {channel} withdraws the model"
             )
         _refuse_stranger(stores.actor, found, asked, own, verdict)
         transaction.ask_approval(request)
@@ -487,11 +487,11 @@ def _refuse_stranger(actor: str, found: ApprovalStatus, asked: Terms, own: set[s
         )
     if verdict == APPROVED and found.ownerless:
         raise AccessError(
-            f"channel {channel}: {found.request.words}: nobody may approve it, since the name of its owner was erased; "
+            f"channel {channel}: {found.request.words}: no one may approve it, since the name of its owner was erased; "
             f"{found.request.anew}"
         )
     if verdict == APPROVED and canonical(actor) in own:
         raise AccessError(
-            f"channel {channel}: {found.request.words} must be approved by somebody else than whose it is, got "
-            f"{actor}; {one_of(found.may) or 'nobody else'} may"
+            f"channel {channel}: {found.request.words} must be approved by a user other than its owner, got "
+            f"{actor}; {one_of(found.may) or 'no one else'} may"
         )

@@ -161,14 +161,14 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | No
 
     Raises:
         StaleWriteError: the channel has changed since the request was made.
-        ApprovalError, ChannelClosedError, QuarantinedError: as `await_release`.
+        ApprovalError, ChannelClosedError, QuarantinedError: see `await_release`.
     """
     refuse_closed(now, request.channel, str(request.asked["model"]))
     found = approval_status(now, request, pinned)
     if found is None:
-        raise StaleWriteError(f"channel {request.channel}: asks for no approval any more; look at it and decide again")
+        raise StaleWriteError(f"channel {request.channel} no longer requires an approval; check it and decide again")
     if found.outdated:
-        raise StaleWriteError(f"channel {request.channel}: {found.outdated}; look at it and decide again")
+        raise StaleWriteError(f"channel {request.channel}: {found.outdated}; check it and decide again")
     if found.refusal is not None:
         raise _refused(found)
     return found
@@ -203,7 +203,7 @@ def count(transaction: Transaction, request: ApprovalRequest | None, pinned: Pin
     transaction.lock_channel(request.channel)
     found = approval_status(transaction.snapshot, request, pinned)
     if found is None:
-        raise ConflictError(f"channel {request.channel} was changed meanwhile; look at it and decide again")
+        raise ConflictError(f"channel {request.channel} has changed since it was read; check it and decide again")
     if found.refusal or found.missing:
         raise _refused(found)
     return request.digest
@@ -250,6 +250,6 @@ def _refused(found: ApprovalStatus) -> ApprovalError:
     what = f"channel {request.channel}: {request.words}"
     if found.refusal is not None:
         erased = found.refusal.actor.startswith(NOBODY)
-        undo = request.anew if erased else f"{found.refusal.actor} may take that back: {request.command}"
+        undo = request.anew if erased else f"{found.refusal.actor} may withdraw the rejection: {request.command}"
         return ApprovalError(f"{what} was {found.refusal.words}; {undo}")
     return ApprovalError(f"{what} {found.words}: {request.command}")

@@ -88,20 +88,20 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
     if row is None:
         raise NotFoundError(f"run {run_id} has no stage {stage!r}; posttrain get {run_id} shows them")
     attempt = next(iter(reversed(stores.ledger.attempts(run_id, stage))), None)
-    message = f"{stores.actor} says that its job is dead"
+    message = f"{stores.actor} reported its job as dead"
     if attempt is not None and not is_final("attempt", attempt.state) and jobs.elsewhere(attempt):
         return _with_its_host(stores, jobs, attempt, message)
     unseen = row.reason in (Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)
     if attempt is None or attempt.state != AttemptState.LAUNCHED or not unseen:
         raise InputError(
-            f"{run_id}/{stage}: --assume-dead needs a job of which nothing can be seen, the stage is {row.state} "
+            f"{run_id}/{stage}: --assume-dead needs a job that is not visible, the stage is {row.state} "
             f"({row.reason}); posttrain why {run_id}"
         )
     held = None
     with suppress(IntegrityError):  # an unreadable start object proves nothing
         held = jobs.folders.of(attempt).mailbox.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
-        raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
+        raise InputError(f"{run_id}/{stage}: process {held.pid} of this host is alive; posttrain stop {run_id} ends it")
     return stores.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
 
 
@@ -113,7 +113,7 @@ def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: 
     host = next((one for one in jobs.hosts.all() if one.id == attempt.host), None) if jobs.hosts else None
     if host is not None and not host.gone:
         raise InputError(
-            f"{attempt.run_id}/{attempt.stage}: its host {host.name} was heard of {host.silent:.0f} s ago; posttrain "
+            f"{attempt.run_id}/{attempt.stage}: its host {host.name} reported {host.silent:.0f} s ago; posttrain "
             f"stop {attempt.run_id} ends it there"
         )
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -127,7 +127,7 @@ def unheeded(folders: AttemptFolders, attempt: AttemptRecord) -> str:
     stops = [control.number for control in channel.controls() if control.kind is ControlKind.STOP]
     if not stops or any(channel.acknowledged(number) for number in stops):
         return ""
-    return "stopped by a person; the job did not heed it and was killed, so steps since its last checkpoint are lost"
+    return "stopped by a person; the job ignored the stop and was killed, so steps since its last checkpoint are lost"
 
 
 def _may_live(held: Start) -> bool:
@@ -320,11 +320,11 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
         return f"posttrain retry {stage.run_id} resumes it"
     return {
         FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
-        FailureClass.BAD_INPUT: f"mend what the message names and submit again, or posttrain retry {stage.run_id}",
-        FailureClass.OUT_OF_MEMORY: f"{kind_of(stage.kind).fitting} and submit again, or give it a machine with more",
+        FailureClass.BAD_INPUT: f"fix what the message names and submit again, or posttrain retry {stage.run_id}",
+        FailureClass.OUT_OF_MEMORY: f"{kind_of(stage.kind).fitting} and submit again, or use a machine with more",
         FailureClass.DISK_FULL: f"free some space, then posttrain retry {stage.run_id}",
         FailureClass.DIVERGED: "lower the learning rate and submit again",
-    }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
+    }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; fix the cause and submit again")
 
 
 def _inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:

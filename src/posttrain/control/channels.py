@@ -123,8 +123,8 @@ def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:
     if asked is None or not known.intersection(asked.others(stores.actor)):
         raise InputError(
             f"channel {record.name}: must have a second principal who can approve before it is protected, got "
-            f"{stores.actor} alone; give somebody the role approver (posttrain member set) and serve the workspace "
-            "(posttrain serve), where they can log in"
+            f"{stores.actor} alone; give another user the role approver (posttrain member set) and serve the workspace "
+            "(posttrain serve), so that they can log in"
         )
 
 
@@ -154,17 +154,17 @@ def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy |
     if lift != "never" or all(one.model_digest != model for one in ledger.quarantine(channel)):
         return
     raise ChannelClosedError(
-        f"channel {channel}: {model[:19]}… is quarantined, and its policy lets a model out never (quarantine.lift: "
-        f"{lift}); another policy would have to be set"
+        f"channel {channel}: {model[:19]}… is quarantined, and its policy never lifts a quarantine (quarantine.lift: "
+        f"{lift}); set another policy to allow it"
     )
 
 
 def unknown_channel(channel: str, known: Iterable[str]) -> NotFoundError:
     """Return the error for an unused channel; its next action is the same for every command."""
-    hint = nearest(channel, known) or " (there is none yet)"
+    hint = nearest(channel, known) or " (no channel exists yet)"
     return NotFoundError(
-        f"channel {channel!r} is unknown{hint}; it begins with the first release of a run whose run file names it, or "
-        f"with posttrain channel set-policy"
+        f"channel {channel!r} is unknown{hint}; the first release of a run whose run file names it creates it, or "
+        f"posttrain channel set-policy does"
     )
 
 
@@ -248,23 +248,23 @@ def check_suites(stages: Iterable[StageManifest], code: Mapping[str, str], pinne
     whose = f"the policy of channel {pinned.channel}"
     for name, wanted in pinned.policy.suites.items():
         if name not in found:
-            has = f"there is {', '.join(sorted(found))}" if found else "there is none"
+            has = f"got {', '.join(sorted(found))}" if found else "got none"
             raise InputError(
-                f"stages: {whose} wants suite {name!r} ({wanted.data}) measured on the released model, and {has}; "
+                f"stages: {whose} requires suite {name!r} ({wanted.data}) measured on the released model, {has}; "
                 f"add it to an evaluate stage of that model"
             )
         stage, data = found[name]
         field = f"stages.{stage.name}.suites.{name}"
         if data.digest != wanted.digest:
             raise InputError(
-                f"{field}.data: {whose} wants {wanted.data} ({str(wanted.digest)[:_SHOWN]}…), got {data.name} "
+                f"{field}.data: {whose} requires {wanted.data} ({str(wanted.digest)[:_SHOWN]}…), got {data.name} "
                 f"({str(data.digest)[:_SHOWN]}…); use that one"
             )
         evaluator = suite_evaluator(stage, code, name)
         if wanted.evaluators != "any" and evaluator not in wanted.evaluators:
             raise InputError(
-                f"{field}: {whose} wants it measured by {_listed(wanted.evaluators)}, got {evaluator[:_SHOWN]}… (its "
-                "code, settings and rewards); measure it as the policy says, or have the policy name this one"
+                f"{field}: {whose} requires evaluator {_listed(wanted.evaluators)}, got {evaluator[:_SHOWN]}… (its "
+                "code, settings and rewards); use the evaluator of the policy, or add this one to the policy"
             )
 
 
@@ -277,16 +277,16 @@ def check_manifest(manifest: Manifest, pinned: PinnedPolicy) -> None:
     if manifest.policy != pinned.digest:
         planned = f"under {manifest.policy[:_SHOWN]}…" if manifest.policy else "without one"
         raise InputError(
-            f"the policy of channel {pinned.channel} is {pinned.digest[:_SHOWN]}…, and this was planned {planned}; "
-            "plan the run file again"
+            f"the policy of channel {pinned.channel} is {pinned.digest[:_SHOWN]}…, and this manifest was planned "
+            f"{planned}; plan the run file again"
         )
     gate = _gate(manifest)
     if gate is None:
-        raise InputError(f"stages: the policy of channel {pinned.channel} wants a gate, got none; plan it again")
+        raise InputError(f"stages: the policy of channel {pinned.channel} requires a gate, got none; plan it again")
     own = {rule.name: rule for rule in manifest.gates}
     for rule in pinned.policy.gates:
         if rule.name not in own:
-            raise InputError(f"gates: the policy of channel {pinned.channel} wants {rule.name!r}; plan it again")
+            raise InputError(f"gates: the policy of channel {pinned.channel} requires {rule.name!r}; plan it again")
         refuse_weaker(own[rule.name], rule, pinned)
     evaluators = list(_evaluators(manifest, gate))
     check_suites(evaluators, manifest.code, pinned)
@@ -310,7 +310,7 @@ def unguarded(manifest: Manifest) -> Iterator[str]:
     for metric in [*gated, *suites][:1]:
         lower = "direction: lower, " if better(metric) == "lower" else ""
         yield (
-            f"none compares with another model, so one that training made worse may ship; add "
+            f"none compares with another model, so a model that training made worse may ship; add "
             f"{{name: no-regression, metric: {metric}, {lower}not_worse_than: base, margin: 0.02}}"
         )
 
@@ -345,7 +345,7 @@ def _check_baselines(
         same = stage.model_copy(update={"name": other.name, "inputs": {**stage.inputs, MODEL: live}}) if other else None
         if gate.inputs.get(CHANNEL) != live or other is None or other != same:
             raise InputError(
-                f"stages.{gate.name}.{BASELINE}{stage.name}: must be the same measurement of what channel "
+                f"stages.{gate.name}.{BASELINE}{stage.name}: must be the same measurement of the model that channel "
                 f"{pinned.channel} points at; plan it again"
             )
 

@@ -260,7 +260,7 @@ def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Su
     rows = {row.name: row for row in stores.ledger.stages(run.id)}
     evaluators = [one.name for one in manifest.stages if one.measures]
     if stage is not None and stage not in evaluators:
-        known = nearest(stage, evaluators) or " (it has none)"
+        known = nearest(stage, evaluators) or " (the run has none)"
         raise InputError(f"compare: {run.id}/{stage} must be an evaluate stage, got {stage!r}{known}")
     troubles: list[str] = []
     found = [one for one in measurements(stores.blobs, manifest, rows, troubles) if stage in (None, one.stage.name)]
@@ -292,7 +292,7 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
     )
     if not histories and not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
         told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
-        raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")
+        raise InputError(f"compare: the models must share a metric, got none: {told}; evaluate them on one suite")
     notes = dict.fromkeys(note for one in subjects[1:] for note in _settings(subjects[0], one))
     parameters, warnings = tuple(_parameters(ledger, subjects)), _few_seeds(subjects)
     return Comparison(tuple(subjects), rows, parameters, tuple(notes), histories=tuple(histories), warnings=warnings)
@@ -339,7 +339,7 @@ def _cells(subjects: Sequence[Subject], metric: str, owner: Measured) -> tuple[C
             first, told = evidence, alike
             cells.append(Cell(value))
         elif first is not None and alike != told:
-            cells.append(Cell(value, None, f"scored by another reward than {subjects[0].label}"))
+            cells.append(Cell(value, None, f"its reward differs from that of {subjects[0].label}"))
         elif first is None:
             cells.append(Cell(value, None, f"{subjects[0].label} did not measure it"))
         else:
@@ -367,10 +367,10 @@ def _settings(first: Subject, other: Subject) -> list[str]:
                 if changed:
                     told = ", ".join(changed)
                     found.append(
-                        f"suite {name} was measured by other settings in {other.label} than in {first.label}: {told}"
+                        f"suite {name}: the settings of {other.label} differ from those of {first.label}: {told}"
                     )
             if first.manifest.code.get(mine.stage.trainer) != other.manifest.code.get(theirs.stage.trainer):
-                found.append(f"{other.label} was evaluated by other code than {first.label} ({theirs.stage.trainer})")
+                found.append(f"the evaluation code of {other.label} and {first.label} differs ({theirs.stage.trainer})")
     return found
 
 

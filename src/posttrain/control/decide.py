@@ -69,10 +69,10 @@ STOP_GRACE_SECONDS = 30.0
 LEAVING_SECONDS = 120.0  # from a job's result until its kill, if its process has not ended by itself
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-_OVERTIME = "the executor ended the job: its maximum runtime, by budget.wall_clock, is over"
+_OVERTIME = "the executor ended the job: it reached its maximum runtime (budget.wall_clock)"
 _ENDED_FOR = {
     Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "the job was ended: out of memory", StopCause.OUT_OF_MEMORY),
-    Cause.DISK_FULL: (FailureClass.DISK_FULL, "the job could not leave a result: the disk is full", None),
+    Cause.DISK_FULL: (FailureClass.DISK_FULL, "the job could not write a result: the disk is full", None),
     Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
 _SAID_BY_CODE = {NO_MEMORY: Cause.OUT_OF_MEMORY, NO_SPACE: Cause.DISK_FULL}
@@ -126,11 +126,11 @@ def _silence(
     if seen is None:
         return KeepWatch(stage, attempt, replace(before, at=now))
     watch = replace(before, quiet=before.quiet + (part if 0 <= passed <= _LATE * part else 0.0), at=now)
-    quiet = f"no progress for {span(watch.quiet)}: it stands at {_place(watch)}"
+    quiet = f"no progress for {span(watch.quiet)} at {_place(watch)}"
     if not asked:
         if watch.quiet < limit:
             return KeepWatch(stage, attempt, watch)
-        said = f"{quiet}; asked to checkpoint, to be killed in {span(part)} unless it moves"
+        said = f"{quiet}; asked to checkpoint; killed in {span(part)} unless it makes progress"
         return AskToCheckpoint(stage, attempt, watch, said)
     said = f"{quiet}; asked to checkpoint, and killed" if _over(watch, limit) else ""
     return KeepWatch(stage, attempt, watch, said=said)
@@ -298,12 +298,12 @@ def _wait(view: View, stage: StageRecord, now: float) -> Effect | None:
     sent = next((signal for signal in view.signals if signal.name == wait.signal), None)
     here = stage.not_before is None or now >= stage.not_before
     if here and (wait.signal is None or sent is not None):
-        came = f"signal {sent.name} came" if sent else f"waited {span(wait.seconds or 0.0)}"
+        came = f"signal {sent.name} arrived" if sent else f"waited {span(wait.seconds or 0.0)}"
         return EndWait(stage, StageState.SUCCEEDED, Reason.WAIT_OVER, came)
     ends = wait.given_up_at(stage)
     if sent is None and ends is not None and now >= ends:
-        said = f"no signal {wait.signal} came within {span(wait.within or 0.0)}"
-        action = f"posttrain retry {stage.run_id} waits anew"
+        said = f"signal {wait.signal} did not arrive within {span(wait.within or 0.0)}"
+        action = f"posttrain retry {stage.run_id} waits again"
         return EndWait(stage, StageState.FAILED, Reason.SIGNAL_MISSED, said, action)
     reason, message, action = told(replace(stage, not_before=None) if here else stage, wait, sent)
     return None if (stage.reason, stage.message) == (reason, message) else Say(stage, reason, message, action)
@@ -317,7 +317,7 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, job_status:
     stopping = view.run.state == RunState.STOPPING
     if job_status.ordered and job_status.job.hidden:
         what = "there is a job to stop" if stopping else "the job was submitted"
-        said = f"nobody can say yet whether {what}; looking again"
+        said = f"it is not known yet whether {what}; checking again"
         return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
     left = job_status.word is not None or bool(job_status.unreadable)  # the executor may have forgotten the job
     if job_status.ordered and (left or job_status.job.state is not JobState.UNKNOWN):
@@ -354,7 +354,7 @@ def _launched(
 
 def uncollectable(why: object) -> JobResult:
     """Return the result of an attempt whose folder cannot be read or has unexpected contents."""
-    return _failed(FailureClass.BUG, f"the job left what cannot be collected: {why}", "collect")
+    return _failed(FailureClass.BUG, f"the outputs of the job cannot be collected: {why}", "collect")
 
 
 def _failed(kind: FailureClass, message: str, signature: str) -> JobResult:
@@ -370,9 +370,9 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
     if attempt.stop_cause == StopCause.BUDGET:
         spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
         return replace(result, status="failed", failure=Failure(FailureClass.BUDGET, spent, "budget"))
-    told = "was told to end from outside (SIGTERM)"
+    told = "received SIGTERM from outside"
     if attempt.stop_cause is not None:
-        told = f"was told to stop: {stop_cause(attempt.stop_cause).meaning}"
+        told = f"received a stop order: {stop_cause(attempt.stop_cause).meaning}"
     return replace(result, status="failed", failure=Failure(FailureClass.PREEMPTED, f"the job {told}", ""))
 
 
@@ -396,7 +396,7 @@ def _without_word(
     if job_status.another_runs:
         return _given_way(stage, attempt)
     if stopping:  # a stage that a person stopped is not tried again
-        before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
+        before = "" if asked else f"stopped by a person; its job had already ended ({seen.why})"
         return End(stage, attempt, JobResult("stopped", message=job_status.unheeded or before))
     if late and attempt.stop_cause == StopCause.BUDGET:
         said = over or f"the budget ({budgets.declared(view.manifest)}) is spent"
@@ -406,7 +406,7 @@ def _without_word(
 
 def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Effect | None:
     if seen.hidden:
-        said = "the executor does not see the job, which proves nothing; looking again"
+        said = "the executor does not see the job, which does not prove that it ended; checking again"
         return Say(stage, Reason.JOB_NOT_VISIBLE, said) if stage.reason != Reason.JOB_NOT_VISIBLE else None
     return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if stage.reason == Reason.JOB_NOT_VISIBLE else None
 
@@ -416,7 +416,7 @@ def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Effect | None:
     said = f"attempt {attempt.number}: {attempt.message}"
     if attempt.reason != Reason.ANOTHER_RUNS or (stage.reason, stage.message) == (Reason.ANOTHER_RUNS, said):
         return None
-    action = f"none needed; if its host is gone: posttrain dead {stage.run_id}/{stage.name} --assume-dead"
+    action = f"none needed; if its host is lost: posttrain dead {stage.run_id}/{stage.name} --assume-dead"
     return Say(stage, Reason.ANOTHER_RUNS, said, action)
 
 
@@ -494,5 +494,5 @@ def hold_back(
     whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too small
     share = budgets.divided(budgets.left(manifest, spent, others), 1 if whole else 1 + min(rivals, free - 1))
     if others and (whole or share.empty):
-        return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} reserves what is left of the budget"
+        return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} has reserved the rest of the budget"
     return share

@@ -29,7 +29,7 @@ class Downstream:
         runs = f"used by {len(self.runs)} run{'s' * (len(self.runs) != 1)}"
         count = len(self.releases)
         shipped = f"{count} release{'s' * (count != 1)}, live on {', '.join(self.live) or 'no channel'}"
-        more = f"; {self.left_off} things farther away are left off (--limit)" if self.left_off else ""
+        more = f"; {self.left_off} more distant objects are left out (--limit)" if self.left_off else ""
         return f"{runs}; {shipped if count else 'never released'}{more}"
 
 

@@ -64,7 +64,7 @@ def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
         kind = name.removeprefix(_KIND)
         found = installed_kind(kind)
         if found is None:
-            raise InputError(f"kind {kind!r} must be installed; install the package that it came from")
+            raise InputError(f"kind {kind!r} must be installed; install its package")
         return found.code_digest()
     return trainer_of(name, trainers).code_digest()
 
@@ -77,9 +77,7 @@ def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
     """
     if name not in trainers:
         known = ", ".join(sorted(trainers))
-        raise InputError(
-            f"trainer {name!r} must be installed, there is only {known}; install the package that it came from"
-        )
+        raise InputError(f"trainer {name!r} must be installed, got only {known}; install its package")
     return trainers[name]
 
 
@@ -226,13 +224,13 @@ def request_of(
         found = JobSpec.from_json(read_json(path), str(folder.path))
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
-            f"{path} cannot be read: {error!r}; it is damaged: posttrain retry makes another"
+            f"{path} cannot be read: {error!r}; it is damaged; posttrain retry writes another"
         ) from error
     other = set(found.secrets) - of_rewards - set(spec.secrets)
     if other:
         raise IntegrityError(
-            f"{path} names secrets that its run does not: {', '.join(sorted(other))[:200]!a}; somebody else wrote it: "
-            "posttrain retry makes another"
+            f"{path} names secrets that its run does not: {', '.join(sorted(other))[:200]!a}; another process "
+            "wrote it; posttrain retry writes another"
         )
     return found
 
@@ -267,7 +265,7 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     if present.digest == known["digest"]:
         pin(present, cache)  # the cache may be emptied at any time
         return ""
-    what = present.differs(before) if before else "another one"
+    what = present.differs(before) if before else "a different one"
     return f"the environment must be the one that the run began with, got {what}"
 
 

@@ -146,7 +146,7 @@ def _small(blobs: BlobStore, file: TreeFile) -> Any:
 
 
 def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> int:
-    """Return the tokens of the checkpoints that a run's stages took from other runs, as `budgets.taken_over`.
+    """Return the tokens of the checkpoints that a run's stages took from other runs; see `budgets.taken_over`.
 
     Args:
         attempts: of a run.
@@ -227,7 +227,7 @@ def plan_attempt(
     earlier = view.tries(stage.name)
     found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
     attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
-    anew = " begins anew: no checkpoint was left" if attempt.number > 1 else ""
+    anew = " begins again: no checkpoint exists" if attempt.number > 1 else ""
     message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else anew)
     if found:  # hashing it took time, and slots may have been taken
         _, unwatched = taken_slots(stores, jobs)
@@ -258,7 +258,7 @@ def _plan(
     with stores.ledger.transaction(stores.actor) as transaction:
         state = transaction.lock_run(stage.run_id, slots_of=jobs.host or "")
         if state != RunState.RUNNING:
-            raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: the run is {state}")
+            raise ConflictError(f"{stage.run_id}/{stage.name}: cannot start, since the run is {state}")
         attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
         stages = transaction.snapshot.stages(stage.run_id) if limited else []
         taken_over = tokens_taken_over(stores, jobs.folders, [*attempts, attempt] if limited else [])
@@ -322,7 +322,9 @@ def launch_attempt(
     attempt = _settled(stores, jobs, attempt)
     order = _order(stores, jobs, view, stage, attempt)
     if not jobs.folders.root.is_dir():  # create nothing at a former place of a workspace
-        raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
+        raise WorkspaceError(
+            f"{jobs.folders.root}: no longer exists; drive a workspace that was moved from its new place"
+        )
     _lay_down(folder, order)
     if jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
@@ -336,7 +338,9 @@ def launch_attempt(
     except InfrastructureError as error:
         return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # not the job's fault, so no signature
     if isinstance(answer, Unknown):
-        say(stores, stage, Reason.SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
+        say(
+            stores, stage, Reason.SUBMISSION_UNKNOWN, f"it is not known whether the job was submitted ({answer.detail})"
+        )
         return None
     crashpoint("attempt.after_launch")
     record_launch(stores, attempt, answer.handle, stage)
@@ -481,7 +485,7 @@ def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     project = stores.ledger.project
     other = set(named) - secrets_of(project) if jobs.access is not None else set()
     faults = [
-        f"secrets: {name}: must stand in {SECRETS} of the server as {project}/{name}; ask its operator"
+        f"secrets: {name}: must be in {SECRETS} of the server as {project}/{name}; ask its operator"
         if name in other
         else secret_fault(name)
         for name in named

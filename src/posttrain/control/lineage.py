@@ -293,7 +293,7 @@ def release_lineage(stores: Stores, channel: str) -> Node:
         live = now.channel(channel)
         if live is None:
             if now.channel_record(channel).generation:
-                raise NotFoundError(f"channel {channel}: nothing was released to it yet")
+                raise NotFoundError(f"channel {channel} has no release yet")
             raise unknown_channel(channel, [record.name for record in now.channel_records()])
         return _release_node(Origins(stores, now), live)
 

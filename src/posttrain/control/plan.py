@@ -142,7 +142,7 @@ def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
         except InputError as error:
             raise InputError(f"{source}: {error}") from error
     if spec.release and not spec.gates:
-        raise InputError(f"{source}: release needs at least one gate: without one nothing may ship; add gates")
+        raise InputError(f"{source}: release needs at least one gate: without a gate nothing may ship; add gates")
     return spec
 
 
@@ -157,7 +157,7 @@ def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
 def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, Trainer]) -> StageContract:
     if kind_of(stage.kind).driver is Driver.WAIT:
         if stage.trainer != StageSpec.model_fields["trainer"].default:
-            raise InputError(f"{source}: stages.{name}.trainer: a stage that waits has none, got {stage.trainer!r}")
+            raise InputError(f"{source}: stages.{name}.trainer: a wait stage has no trainer, got {stage.trainer!r}")
         return wait_contract(stage.params, f"{source}: stages.{name}")
     if stage.trainer not in trainers:
         known = nearest(stage.trainer, trainers)

@@ -10,7 +10,7 @@ Loops and what unblocks them::
                  device became free; raises if everything that is left was set aside for a person
 
     deciding thread ──an effect that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
-      ▲ collects its exception, and reads the rows again; no other effect of that stage meanwhile ◀──────┘ ends
+      ▲ collects its exception, and reads the rows again; until then that stage has no other effect ◀──────┘ ends
 
 An error in one object ends neither the others nor the driver (`control.wakeups`).
 
@@ -199,7 +199,7 @@ class Reconciler:
             self.queue.wake(RUN, [run_id])
         elif row.dead_at is not None:
             raise InfrastructureError(
-                f"run {run_id} was set aside after {row.failures} tries: {row.error}; mend the cause, then "
+                f"run {run_id} was set aside after {row.failures} tries: {row.error}; fix the cause, then "
                 f"posttrain dead {run_id} --retry"
             )
         elif held is not None and row.lease_token == held.lease_token and (row.lease_in or 0.0) > LEASE_SECONDS / 2:

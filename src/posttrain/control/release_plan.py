@@ -119,7 +119,7 @@ class Decision:
         model = self._models.model(field, rival)
         if model == candidate:
             raise InputError(
-                f"{self._source}: {field}: must be another model than the one that is released, got {rival!r}; "
+                f"{self._source}: {field}: must be a model other than the released one, got {rival!r}; "
                 "name another stage, base or channel"
             )
         if model.source == "stage" and kind_of(self._stages[model.name].kind).scores:
@@ -215,10 +215,10 @@ def measures(rule: GateRule, gate: StageManifest, contracts: Mapping[str, StageC
             yield ref.name
 
 
-_SELECTED = "what was selected on rows is no evidence on them; probe other rows"
+_SELECTED = "rows that selected the model are no evidence for it; probe other rows"
 
 
-_LEARNT = "what it learnt by heart looks best; probe rows that it is not trained on"
+_LEARNT = "a memorised answer scores best; probe rows that the stage does not train on"
 
 
 _STEP = "best/step"  # metric: the step after which the best model was kept
@@ -250,7 +250,7 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
             trained = digest == str(data.digest)
             little = _LEARNT if trained else _SELECTED
             if digest == str(probe.digest):
-                yield f"{place} is {'what the stage trains on' if trained else 'the data of a suite'}: {little}"
+                yield f"{place} is {'the training data of the stage' if trained else 'the data of a suite'}: {little}"
             elif asked is not None and known is not None:
                 report = contamination(known, asked)
                 if report.found:
@@ -266,7 +266,7 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
     yield from selected_on(manifest, {})
     for name, measured in metrics.items():
         if measured.get(UNCHANGED):
-            yield f"{name}: no step updated weights, so what it leaves is what it began with; look at its rewards"
+            yield f"{name}: no step updated the weights, so its output is the model it began with; check its rewards"
     if manifest.release is None:
         return
     stages = {stage.name: stage for stage in manifest.stages}
@@ -274,8 +274,7 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
     while name in stages:
         if output == BEST and metrics.get(name, {}).get(_STEP) == 0:
             yield (
-                f"{name}: its best model by the probe is the one that it began with (step 0), so nothing that was "
-                f"trained in {name} ships"
+                f"{name}: its best model by the probe is the one it began with (step 0), so no update of {name} ships"
             )
         ref = stages[name].inputs.get("model")
         if ref is None or ref.source != "stage":

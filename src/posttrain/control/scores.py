@@ -185,7 +185,7 @@ def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
         score, before, pair = min(rows, key=lambda row: (row[0].metric not in compared, row[0].metric not in judged))
         values = f"{before.estimate.value:.3g} → {score.estimate.value:.3g}, {pair} on {pair.items} items"
         others = [other.metric for other, _, _ in rows if other is not score]
-        also = f"; so it is by {', '.join(others)}" if others else ""
+        also = f"; also worse by {', '.join(others)}" if others else ""
         advice = (
             ""
             if score.metric in compared

@@ -90,7 +90,7 @@ def bind_pending(
         stage,
         state=StageState.READY,
         reason=Reason.READY,
-        message="inputs are there",
+        message="inputs are available",
         next_action="",
         inputs=bound,
         taken=taken,
@@ -126,7 +126,7 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
         same = stores.ledger.stages_by_key(key)
     twin = _twin(stores, stage, same)
     if twin:
-        said = f"{twin} computes the same; its result will be reused"
+        said = f"{twin} computes the same result, which will be reused"
         say(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, cache_key=key)
         return
     # read now: in a thread the view is older, and later spending counts
@@ -183,7 +183,7 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
         state=StageState.FAILED,
         reason=Reason.CODE_CHANGED,
         message=message,
-        next_action="submit the run file again: it locks the present code",
+        next_action="submit the run file again, which locks the present code",
     )
     return True
 
@@ -199,7 +199,7 @@ def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: 
         state=StageState.FAILED,
         reason=Reason.ENVIRONMENT_CHANGED,
         message=message,
-        next_action=f"restore it, or posttrain retry {stage.run_id}, which takes it as it is",
+        next_action=f"restore it, or posttrain retry {stage.run_id}, which accepts it",
     )
     return True
 

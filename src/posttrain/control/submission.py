@@ -24,7 +24,7 @@ class Submitted:
 
     run: RunRecord
     attached: bool
-    moved: bool = False  # a channel or a run's name has another target than at the run's submission
+    moved: bool = False  # the target of a channel or a run's name has changed since the run's submission
 
 
 def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:

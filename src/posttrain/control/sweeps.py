@@ -56,7 +56,7 @@ def metric_direction(metric: str, gates: Sequence[GateRule], named: str | None) 
     gated = gate and ("higher" if gate.higher_is_better else "lower")
     found = named or gated or better(metric)
     if found is None:
-        raise InputError(f"sweep: --better must say which way {metric} improves: higher or lower")
+        raise InputError(f"sweep: --better must be higher or lower for metric {metric}, got none; add it")
     return found
 
 

@@ -288,7 +288,7 @@ def release_stage(
         )
         if request and not approvals.await_release(stores, stage, request, pinned):
             return
-        check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
+        check_weights(stores.blobs, candidate, f"channel {channel} does not move")
         crashpoint("promote.before_commit")
         with stores.ledger.transaction(stores.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":

@@ -351,9 +351,9 @@ class Backoffs:
         )
         if known.dead_at is not None:
             how, action = f"set aside after {known.failures} tries", f"posttrain dead {_name(stage)} --retry"
-            self._say(stage, Reason.SET_ASIDE, f"{one_line(error)}; {how}", f"mend the cause, then {action}")
+            self._say(stage, Reason.SET_ASIDE, f"{one_line(error)}; {how}", f"fix the cause, then {action}")
         else:
-            how = f"looking again in {known.due_in:.2g} s"
+            how = f"checking again in {known.due_in:.2g} s"
             self._say(stage, Reason.TROUBLED, f"{one_line(error)}; {how}", "none needed")
 
     def _over(self, stage: StageRecord) -> None:
@@ -372,11 +372,13 @@ class Backoffs:
         if stage.state == StageState.RUNNING:
             return Reason.RUNNING, f"attempt {len(self._stores.ledger.attempts(stage.run_id, stage.name))}"
         pending = stage.state == StageState.PENDING
-        return (Reason.WAITING_FOR_INPUTS, "waiting for its turn") if pending else (Reason.READY, "inputs are there")
+        return (
+            (Reason.WAITING_FOR_INPUTS, "waiting for its turn") if pending else (Reason.READY, "inputs are available")
+        )
 
     def _fail(self, stage: StageRecord, error: Exception) -> None:
         reason = Reason.CORRUPT if isinstance(error, IntegrityError) else Reason.JOB_FAILED_BAD_INPUT
-        action = f"mend what the message names, then posttrain retry {stage.run_id}"
+        action = f"fix what the message names, then posttrain retry {stage.run_id}"
         self._stores.update_stage(
             stage, state=StageState.FAILED, reason=reason, message=one_line(error), next_action=action
         )

@@ -149,7 +149,7 @@ def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live
     """The hint for a user who named a channel, or a release of one, instead of a run."""
     see = f"posttrain get {channel}"
     if live is None:
-        return f"{channel} is a channel, and nothing was released to it yet; see {see}"
+        return f"{channel} is a channel without a release; see {see}"
     if not number:
         return f"{channel} is a channel, which serves release {live.sequence}{_made(live)}; see {see}"
     entry = next((one for one in history if str(one.sequence) == number), None)
