@@ -184,7 +184,7 @@ def test_nothing_is_started_where_nobody_asked(bench: Workbench, how: str) -> No
         told = row(bench, run_id)
         assert (told["state"], told["next_action"]) == (
             "running",
-            f"posttrain attach {run_id} drives it on (no process does now)",
+            f"posttrain attach {run_id} continues it (no process drives it)",
         )
         with bench.open() as workspace:
             assert workspace.ledger.run(run_id).lease_owner is None, "given back: nobody waits until it runs out"

@@ -191,9 +191,9 @@ def assert_told_that_it_ended(bench: Workbench, how: str) -> None:
     run_id = bench.run_id()
     told = bench.run("get", run_id, "-o", "json").json
     stage = next(one for one in told["stages"] if one["state"] == "running")
-    ended = f"the job of attempt 1 {how}, and no process drives the run to take that in"
+    ended = f"the job of attempt 1 {how}, and no process drives the run to record this"
     assert (stage["message"], stage["standing"]) == (ended, "running")
-    assert stage["next_action"] == told["next_action"] == f"posttrain attach {run_id} does, and drives it on"
+    assert stage["next_action"] == told["next_action"] == f"posttrain attach {run_id} records it and continues the run"
     assert ended in bench.run("why", run_id).out.replace("\n", " ")
 
 

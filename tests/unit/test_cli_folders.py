@@ -103,7 +103,7 @@ def test_audit_41_compare_of_a_folder_that_nobody_measured_names_the_command(wor
     write_model(world.root / "out", 0.5)
     told = world("compare", "./out", "./out")
     assert (told.exit_code, len(told.stderr.splitlines())) == (2, 1)
-    assert "was not evaluated; posttrain eval FOLDER SUITE does" in told.stderr
+    assert "was not evaluated; run posttrain eval FOLDER SUITE" in told.stderr
 
 
 def test_audit_41_sample_reads_a_folder_where_it_lies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def written(world: World, grpo: str, suite: str) -> str:
 @pytest.mark.parametrize(
     ("suite", "said"),
     [
-        ("", "responses of suite heldout end at no strings, those that grpo trains on at '</a>' or '</b>'"),
-        (', stop: ["</a>"]', "responses of suite heldout end at '</a>', those that grpo trains on at '</a>' or '</b>'"),
+        ("", "responses of suite heldout end at no strings, the training responses of grpo at '</a>' or '</b>'"),
+        (', stop: ["</a>"]', "responses of suite heldout end at '</a>', the training responses of grpo at '</a>' or '</b>'"),
         (', stop: ["</b>", "</a>"]', None),
     ],
     ids=["none", "others", "the same"],
@@ -80,7 +80,7 @@ def test_plan_warns_of_a_suite_that_ends_responses_otherwise(world: World, suite
     assert warnings == (
         []
         if said is None
-        else [f"evaluate: {said}; write stop: ['</a>', '</b>'] in the suite too, or leave it where that is meant"]
+        else [f"evaluate: {said}; write stop: ['</a>', '</b>'] in the suite too, unless this is intended"]
     )
     shown = " ".join(world.ok("plan", name).split())
     assert (said is not None) == ("in the suite too" in shown)
@@ -94,7 +94,7 @@ def test_get_and_why_say_how_responses_were_drawn(world: World) -> None:
     drawn = ', samples: 4, temperature: 0.7, top_p: 0.9, stop: ["</b>", "</a>"]'
     world.ok("run", written(world, "", drawn))
     said = (
-        "heldout: 1 greedy response to each item, and 4 sampled at temperature 0.7, top_p 0.9, each ends where it says "
+        "heldout: 1 greedy response to each item, and 4 sampled at temperature 0.7, top_p 0.9, each ends at the stop string "
         "'</a>' or '</b>'"
     )
     for command in ("get", "why"):

@@ -47,7 +47,7 @@ def test_a_run_that_waits_for_approval_says_so_and_who_may_is_told_to(
     assert world.json("get", run)["standing"] == "waits for approval"
     assert world.json("get", run)["state"] == "running"
     command = f"posttrain approve {run} --channel prod"
-    assert asked(world, run) == f"user:ann or user:bob may: {command}"
+    assert asked(world, run) == f"user:ann or user:bob may run: {command}"
     monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "ann")
     assert asked(world, run) == command
 

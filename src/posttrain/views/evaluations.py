@@ -12,7 +12,7 @@ def sampling_words(suite: Mapping[str, Any]) -> str:
         drawn += [f"{name} {suite[name]:g}" for name in ("top_k", "top_p", "min_p") if name in suite]
         words.append(f"and {suite['samples']} sampled at {', '.join(drawn)}")
     if suite.get("stop"):
-        words.append("each ends where it says " + " or ".join(repr(one) for one in suite["stop"]))
+        words.append("each ends at the stop string " + " or ".join(repr(one) for one in suite["stop"]))
     return ", ".join(words)
 
 

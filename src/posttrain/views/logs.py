@@ -1,6 +1,6 @@
-"""The logs of jobs, the watch over a run, the actions that its rows ask for, and the moves of a channel.
+"""The logs of jobs, the watch over a run, the actions that its rows request, and the moves of a channel.
 
-The state of stages and the next actions are described as of now. The action that a row asks for may have been done
+The state of stages and the next actions are described as of now. The action that a row requests may have been done
 since the row was written: a driver records what a stage waits for when it observes it, and no process observes a run
 that has ended.
 
@@ -92,7 +92,7 @@ def _waits(
     if wait is None or came is None:
         return row
     if row.not_before is None:
-        return replace(row, message=f"signal {wait.signal} was sent, so its wait is over", next_action=NOTHING)
+        return replace(row, message=f"signal {wait.signal} was sent, so the wait has ended", next_action=NOTHING)
     _, message, action = told(row, wait, came)
     return replace(row, message=message, next_action=action)
 
@@ -118,7 +118,7 @@ def asks_of(reader: str, found: ApprovalStatus) -> str:
         return f"posttrain channel policy {found.request.channel}"
     if canonical(reader) in map(canonical, found.may):
         return command
-    return f"{one_of(found.may)} may: {command}"
+    return f"{one_of(found.may)} may run: {command}"
 
 
 def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
@@ -143,8 +143,8 @@ def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) ->
         return None
     how = f"was ended by {Signals(-code).name}" if -code in set(Signals) else f"ended with {code}"
     return (
-        f"the job of attempt {last.number} {how}, and no process drives the run to take that in",
-        f"posttrain attach {last.run_id} does, and drives it on",
+        f"the job of attempt {last.number} {how}, and no process drives the run to record this",
+        f"posttrain attach {last.run_id} records it and continues the run",
     )
 
 
@@ -166,10 +166,10 @@ def on_another_host(
     host = next((one for one in hosts() if one.id == last.host), None)
     if host is not None and not host.gone:
         return f"attempt {last.number} is on host {named(host)}", "none needed"
-    silent = f"was last heard of {span(host.silent)} ago" if host else "was never heard of"
+    silent = f"last reported {span(host.silent)} ago" if host else "never reported"
     return (
-        f"host {named(host) if host else last.host}, which has attempt {last.number}, {silent}",
-        f"start its server again; if it is gone for good: posttrain dead {last.run_id}/{last.stage} --assume-dead",
+        f"host {named(host) if host else last.host}, which runs attempt {last.number}, {silent}",
+        f"restart its server; if the host is lost permanently: posttrain dead {last.run_id}/{last.stage} --assume-dead",
     )
 
 
@@ -210,7 +210,7 @@ def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, st
 
 def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
     """Return why the stage is in its state, and the next action of a person."""
-    if row.state in DONE:  # what its row asked for before is obsolete
+    if row.state in DONE:  # the action that its row requested before is obsolete
         return row.message or row.state, "none needed"
     if row.state == StageState.RUNNING:
         return row.message or row.state, row.next_action or "none needed"
@@ -220,7 +220,7 @@ def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tup
         told = row.message if row.state == StageState.READY else ""
         if waiting(row) and row.not_before is not None and row.not_before > now:
             told += f" (in {span(row.not_before - now)})"
-        return told or (f"waits for {above}" if above else "its turn comes next"), row.next_action or "none needed"
+        return told or (f"waits for {above}" if above else "next in the queue"), row.next_action or "none needed"
     return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
@@ -264,7 +264,8 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
 
 def not_here(attempt: AttemptRecord, host: Host | None) -> str:
     """Return in one line the host of an attempt that runs elsewhere."""
-    return f"attempt {attempt.number} of {attempt.stage} is on host {named(host) if host else attempt.host}: ask there"
+    place = named(host) if host else attempt.host
+    return f"attempt {attempt.number} of {attempt.stage} is on host {place}: read its log there"
 
 
 def read_all(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[tuple[LogFile, str]]:
@@ -330,7 +331,9 @@ class RunWatch:
             self._driven_at, self._told = now, False
         elif not self._told and now - self._driven_at >= _ALONE:
             self._told = True
-            self._say(f"nobody drives this run ({run.state}): posttrain attach {run.id} drives it on; still waiting")
+            self._say(
+                f"no process drives this run ({run.state}); posttrain attach {run.id} continues it; still waiting"
+            )
         if self._timeout is not None and now - self._started >= self._timeout:
             raise DeadlineError(
                 f"run {run.id}: still {run.state} after {self._timeout:g} s of watching; see posttrain why {run.id}"
@@ -338,7 +341,7 @@ class RunWatch:
         return run
 
     def rest(self, seconds: float) -> None:
-        """Sleep until the next look."""
+        """Sleep until the next check."""
         self._workspace.ledger.clock.sleep(seconds)
 
 

@@ -118,7 +118,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         if change.after.startswith("reward:")
     )
     begun = (
-        f"{stage.record.name}: {stage.begun}; curve and trace begin behind them"
+        f"{stage.record.name}: {stage.begun}; curve and trace begin after them"
         for stage in status.stages
         if stage.begun
     )

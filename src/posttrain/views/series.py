@@ -195,12 +195,12 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     labelled = list(zip(ascii_uppercase, [*(word for word in words if word not in outside), *outside], strict=False))
     subjects = [_subject(workspace, label, word) for label, word in labelled if word not in outside]
     if not subjects:
-        raise InputError(f"compare: one run must stand beside imported histories, got only {', '.join(outside)}")
+        raise InputError(f"compare: at least one run must be named, got only imported histories {', '.join(outside)}")
     histories = [_imported(workspace, label, word) for label, word in labelled if word in outside]
     names = [*(one.name for one in subjects), *(one.ref for one in histories)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise InputError(f"compare: {twice} must be named once, got it more often; name another run or RUN/STAGE")
+        raise InputError(f"compare: {twice} must be named once, got it several times; name another run or RUN/STAGE")
     return side_by_side(workspace.ledger, subjects, histories)
 
 
@@ -228,7 +228,7 @@ def _comparing_measured(workspace: OpenWorkspace, digest: str) -> str:
     if found:
         newest = max(found, key=lambda row: (row.finished_at or 0.0, row.run_id))
         return f"{newest.run_id}/{newest.name}"
-    raise InputError(f"compare: the model {digest} was not evaluated; posttrain eval FOLDER SUITE does")
+    raise InputError(f"compare: the model {digest} was not evaluated; run posttrain eval FOLDER SUITE")
 
 
 def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) -> None:

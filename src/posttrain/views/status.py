@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # the standing of a stage whose job has not reported yet
 _MOST, _FRAME = 1024, 600  # maximum bytes of JSON: of a summary; of one without texts
+_SCORES, _NUMBER = 4, 30  # scores of a summary; bytes of JSON of each, without its name
 _SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a summary's sentence, of its short texts
 _QUOTED, _REST = 4, 7  # bytes around a tag in a list, and of the mark for omitted tags
-_LOOKED_AT = 10  # runs of a list that ask for an action, with up-to-date texts
+_LOOKED_AT = 10  # runs of a list that require an action, with up-to-date texts
 _WAITS: Mapping[str, str] = {  # the standing of a run without a running job
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
     Reason.WAITING_FOR_SIGNAL: "waits for a signal",
@@ -274,7 +275,9 @@ class RunSummary:
     driver: RunDriver | None  # None: it has ended
     stages: Mapping[str, int]  # state → number of stages
     under_way: str  # `train 12/40`: progress of its jobs; empty where no job runs
-    score: Mapping[str, float]  # the first metric of its gate, else of its last evaluation; at most one
+    score: Mapping[
+        str, float
+    ]  # first of its gate, then of its last evaluation: at most four, one if there is no room
     release: str  # `prod@3`, its last release; empty: none
     tags: tuple[str, ...] = ()  # as many as fit; then `…`
 
@@ -282,6 +285,7 @@ class RunSummary:
     def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:
         """Return the summary of a status."""
         run, driver = status.run, status.driver
+        scores = {_cut(name, _ASIDE): value for name, value in _score(status.stages).items()}
         brief = cls(
             id=run.id,
             name=run.name,
@@ -299,19 +303,19 @@ class RunSummary:
             driver=driver and replace(driver, trouble=_cut(driver.trouble, _ASIDE)),
             stages=dict(Counter(stage.record.state for stage in status.stages)),
             under_way=_cut(status.under_way, _ASIDE),
-            score={_cut(name, _ASIDE): value for name, value in _score(status.stages).items()},
+            score=dict([*scores.items()][:1]),
             release=release,
             tags=(),
         )
         words = _cut(status.trouble or status.why, _SENTENCE)
         said = [
             *(brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way),
-            *(brief.release, *brief.score),
+            *(brief.release, *scores),
             *((brief.driver.log, brief.driver.host, brief.driver.trouble) if brief.driver else ()),
         ]
         least = _FRAME + _SENTENCE + sum(map(_size, said)) + sum(len(tag) + _QUOTED for tag in tags)
-        if least <= _MOST:  # everything fits, without measuring
-            return replace(brief, message=words, tags=tuple(sorted(tags)))
+        if least + _NUMBER * len(scores) <= _MOST:  # everything fits, without measuring
+            return replace(brief, message=words, score=scores, tags=tuple(sorted(tags)))
         taken = len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
         left = _MOST - taken - (_REST if tags else 0)
         words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
@@ -346,7 +350,9 @@ def _score(stages: Sequence[StageStatus]) -> dict[str, float]:
     rows = [stage.record for stage in stages if stage.record.metrics and not stage.record.name.startswith(ADDED)]
     judged = [row for row in rows if kind_of(row.kind).judges]
     measured = [row for row in rows if kind_of(row.kind).measures]
-    return dict(item for row in (judged or measured)[-1:] for item in [*row.metrics.items()][:1])
+    found = [item for row in judged[-1:] for item in [*row.metrics.items()][:1]]
+    found += [item for row in measured[-1:] for item in row.metrics.items()]
+    return dict(found[:_SCORES])
 
 
 class RunWatcher:
@@ -500,7 +506,7 @@ def _rows(workspace: OpenWorkspace, ledger: Snapshot, runs: Sequence[RunRecord])
 
 
 def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
-    """Return summaries. The first runs that ask for an action, which may have been done since, are read in full; the
+    """Return summaries. The first runs that require an action, which may have been done since, are read in full; the
     others refer to `why`.
     """
     asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages[run.id])]
@@ -546,7 +552,7 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
         rows = [stage.record for stage in stages if waiting(stage.record)]
         asked = [row.next_action for row in rows if "posttrain " in row.next_action]
         return asked[0] if asked else f"posttrain get {run.id} --watch"
-    return f"posttrain attach {run.id} drives it on (no process does now)"
+    return f"posttrain attach {run.id} continues it (no process drives it)"
 
 
 def _policy_moved(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[str]:

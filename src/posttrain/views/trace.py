@@ -134,7 +134,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
         raise NotFoundError(_unknown(run_id, sample, everything))
     if len(found) > 1:
         stages = ", ".join(one.stage for one in found)
-        raise InputError(f"sample {sample} must name one stage's, got it of {stages}; add --stage")
+        raise InputError(f"sample {sample} must be in one stage, got stages {stages}; add --stage")
     (one,) = found
     return RecordedSample(one.stage, one.attempt, one.sample, tuple(_pieces(workspace, run_id, one)))
 
@@ -162,7 +162,7 @@ def _numbers(sample_id: str) -> tuple[int, ...]:
 def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) -> str:
     more = "`trace: {groups: all}` in the stage's parameters records more in another run"
     if not recorded:
-        return f"run {run_id} has recorded no sample, so not {sample_id!r} either; {more}"
+        return f"run {run_id} has recorded no samples, got {sample_id!r}; {more}"
     wanted = _numbers(sample_id)
     width = max(len(wanted), 3)
 
