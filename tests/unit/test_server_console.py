@@ -57,6 +57,8 @@ def pages(world: ConsoleWorld) -> list[str]:
         ),
         f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}",
         *(f"{HOME}/channels", f"{HOME}/channels/prod", f"{HOME}/channels/{evil}", f"{HOME}/channels/guarded"),
+        *(f"{HOME}/runs-table", f"{HOME}/runs-table?sort={quote(ATTACK)}&where={quote(ATTACK)}", f"{HOME}/approvals"),
+        *(f"{HOME}/audit", f"{HOME}/audit?of=prod", f"{HOME}/audit?of={world.run}"),
         *(f"{HOME}/channels/prod/rollback", f"{HOME}/channels/prod/rollback?to=1", "/login"),
     ]
 
@@ -114,6 +116,41 @@ def test_a_run_is_shown_with_stages_curves_samples_gates_and_cost(world: Console
     assert "grpo says hello" in text_of(ann.get(f"{HOME}/runs/{world.run}/log"))
     compared = text_of(ann.get(f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}"))
     assert "difference to A" in compared
+
+
+def test_a_table_of_runs_is_sorted_and_filtered_by_metrics(world: ConsoleWorld, ann: Browser) -> None:
+    def listed(query: str) -> list[str]:
+        return re.findall(r'name="runs" value="([^"]+)"', text_of(ann.get(f"{HOME}/runs-table?{query}")))
+
+    every = listed("")
+    assert {world.run, world.hostile} <= set(every)
+    for sort in ("heldout/accuracy", "-heldout/accuracy"):  # a run that measured nothing is after the others
+        assert listed(f"sort={sort}").index(world.run) < listed(f"sort={sort}").index(world.hostile)
+    assert listed("sort=tokens") == sorted(every, key=lambda one: one == world.run)
+    assert listed("sort=-tokens")[0] == world.run
+    assert listed(f"where={quote('heldout/accuracy>=0.9')}") == [world.run]
+    assert listed(f"where={quote('heldout/accuracy>=0.9 succeeded tokens<1e6')}") == [world.run]
+    assert listed(f"where={quote('heldout/accuracy<0.9')}") == []
+    assert listed(f"where={world.run[:8]}") == [world.run]
+    shown = text_of(ann.get(f"{HOME}/runs-table?sort=-heldout/accuracy"))
+    assert 'aria-sort="descending"' in shown
+    assert '<td class="num">0.98</td>' in shown
+
+
+def test_the_audit_names_data_people_and_evidence(world: ConsoleWorld, ann: Browser) -> None:
+    shown = text_of(ann.get(f"{HOME}/audit?of={world.run}"))
+    people, rest = shown.split("On which evidence")
+    evidence, data = rest.split("Which data and models made it")
+    assert "release <b>1</b>" in people
+    for words in ("heldout/accuracy", ">pass</span>"):
+        assert words in evidence, words
+    assert "dataset:train@1" in data
+    assert world.run in data  # its manifest
+    unjudged = text_of(ann.get(f"{HOME}/audit?of=prod"))  # a person released the model of another stage
+    assert "release <b>2</b>" in unjudged
+    assert "No gate has judged it" in unjudged
+    assert ann.get(f"{HOME}/audit?of=nothing").status == 404
+    assert f"{HOME}/audit?of=prod" in text_of(ann.get(f"{HOME}/audit"))
 
 
 def test_a_run_is_opened_by_what_one_types(world: ConsoleWorld, ann: Browser) -> None:
@@ -329,6 +366,9 @@ def test_an_approver_lets_a_release_go_and_another_one_rejects_it(world: Console
     (request,) = re.findall(r'name="request" value="(sha256:[0-9a-f]{64})"', shown)
     assert "Waits for approval" in shown
     assert 'name="request"' not in text_of(viewer.get(f"{HOME}/channels/guarded"))
+    assert request in text_of(ann.get(f"{HOME}/approvals"))
+    assert 'name="request"' not in text_of(viewer.get(f"{HOME}/approvals"))
+    assert "guarded" in text_of(viewer.get(f"{HOME}/approvals"))
     place = f"{HOME}/channels/guarded/approvals"
     said = {"form_token": ann.token(f"{HOME}/channels"), "request": request, "verdict": "reject", "reason": ATTACK}
     assert viewer.post(place, {**said, "form_token": viewer.token(f"{HOME}/channels")}).status == REFUSED

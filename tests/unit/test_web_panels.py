@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from posttrain.web.panels import HEIGHT, WIDTH, CurveSeries, brief, extent, panel, rank, ticks
+from posttrain.web.panels import HEIGHT, WIDTH, CurveSeries, Panel, brief, extent, panel, rank, steps_of, ticks
 
 NOISE = list(np.random.default_rng(1).normal(size=200))
 
@@ -108,3 +108,28 @@ def test_a_running_mean_is_that_of_all_points_where_it_is_given() -> None:
     (line,) = panel("loss", [given], 240).lines
     assert len({point.split()[1] for point in line.mean[1:].split("L")}) == 1
     assert len(line.mean) < 40
+
+
+def test_a_panel_has_a_logarithmic_axis_where_all_values_are_positive() -> None:
+    def made(*values: float) -> Panel:
+        return panel("loss", [CurveSeries("loss", "run", range(len(values)), values, metric="loss")], 240)
+
+    found = made(1.0, 0.1, 0.01).log
+    assert found is not None
+    heights = [mark.y for mark in found.lines[0].marks]
+    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.2)  # a decade has one height
+    assert [text for _, text in found.across] == ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"][::2]
+    assert made(1.0, 0.0).log is None
+    assert made(1.0, -2.0).log is None
+    assert made(1.0, 1.1).log is None
+    assert len(made(1e-9, 1e9).log.across) <= 7  # type: ignore[union-attr]
+
+
+def test_panels_share_their_axis_of_steps() -> None:
+    early, late = CurveSeries("a", "run", [0, 10], [1, 2]), CurveSeries("b", "run", [10, 20], [1, 2])
+    span = steps_of([[early], [late]])
+    assert span == (0.0, 20.0)
+    first, second = (panel(one.quantity, [one], 240, span=span) for one in (early, late))
+    assert first.along == second.along
+    assert first.lines[0].marks[1].x == second.lines[0].marks[0].x
+    assert steps_of([]) == (0.0, 1.0)

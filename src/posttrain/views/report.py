@@ -19,7 +19,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import StageRecord
 from posttrain.telemetry.timeline import AttemptSpans, StepTime, step_times
 from posttrain.trackers.rows import flat
-from posttrain.views.series import LOSS, PANELS, main_curves, stage_curves
+from posttrain.views.series import LOSS, PANELS, SIZES, main_curves, stage_curves
 from posttrain.views.status import RunStatus, RunWatcher, baseline_run, run_scores
 from posttrain.views.trace import stage_samples, suite_answers
 from posttrain.web.curves import learning_curve
@@ -142,7 +142,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         curves=tuple(_stage_curves(workspace, watcher, status, manifest)),
         samples=tuple(stage_samples(workspace, run.id, rows)),
         answers=answers,
-        parameters=tuple(_parameters(manifest)),
+        parameters=tuple(_parameters(watcher, manifest)),
         system=tuple(_system_rows(watcher, status)),
     )
 
@@ -181,12 +181,16 @@ def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
     return selection_words(row.metrics), found
 
 
-def _parameters(manifest: Manifest) -> Iterator[StageParameters]:
+def _parameters(watcher: RunWatcher, manifest: Manifest) -> Iterator[StageParameters]:
+    """Yield the parameters of every job, with the sizes that the job chose where the run file has `auto`."""
     for stage in manifest.stages:
         inputs = tuple((slot, ref.word, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
         params = tuple((path, _said(value)) for path, value in flat(stage.params))
         if kind_of(stage.kind).driver is Driver.JOB:
-            yield StageParameters(stage.name, stage.kind, inputs, params)
+            curves = watcher.watcher(stage.name).curves
+            sizes = ((name, curves[name][max(curves[name])]) for name in sorted(curves) if name.startswith(SIZES))
+            chosen = tuple((name, f"{value:g}, chosen by the job") for name, value in sizes)
+            yield StageParameters(stage.name, stage.kind, inputs, params + chosen)
 
 
 def _said(value: object) -> str:

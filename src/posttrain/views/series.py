@@ -42,6 +42,7 @@ _ERRORS = {"reward/mean": "reward/stderr"}  # metric → the metric of its stand
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
 _SHOWN = 16  # items of each kind, won and lost
 _HISTORY = "history:"
+SIZES = "sizes/"  # prefix of settings that a job chose; recorded with its metrics
 _TRAINING = "train/"  # prefix of training metrics in transformers' trackers
 
 
@@ -84,13 +85,16 @@ def main_curves(
 def stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, manifest: Manifest, stage: str, label: str
 ) -> dict[str, CurveSeries]:
-    """Return every recorded metric of a stage, thinned without losing its extremes, the most important first.
+    """Return every recorded metric of a stage but the sizes that it chose, the most important first.
+
+    A curve is thinned without losing its extremes.
 
     Where the sampling noise is known, it gives the series' limits.
     """
     recorded = watcher.watcher(stage).curves
     found = {}
-    for metric in sorted(recorded.keys() - set(_ERRORS.values()), key=rank):
+    drawn = {name for name in recorded if not name.startswith(SIZES)} - set(_ERRORS.values())
+    for metric in sorted(drawn, key=rank):
         points = sorted(recorded[metric].items())
         curve = Curve.of([step for step, _ in points], [value for _, value in points])
         kept = curve.thinned(KEPT)

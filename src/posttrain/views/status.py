@@ -317,6 +317,9 @@ class RunSummary:
         if least + _NUMBER * len(scores) <= _MOST:  # everything fits, without measuring
             return replace(brief, message=words, score=scores, tags=tuple(sorted(tags)))
         taken = len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        more = sum(map(_size, scores)) + _NUMBER * len(scores)
+        if taken + more + _size(words) + (_REST if tags else 0) + sum(len(tag) + _QUOTED for tag in tags) <= _MOST:
+            brief, taken = replace(brief, score=scores), taken + more
         left = _MOST - taken - (_REST if tags else 0)
         words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
         return replace(brief, message=words, tags=_fitting(sorted(tags), left - _size(words)))

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,6 +148,8 @@ _LEAST_SHARE = 0.1  # minimum upper end of their axis
 _NOISE_PART = 3.0  # minimum ratio of the height to the band of noise
 
 
+_LEAST_RATIO = 2.0  # of the greatest value to the least: below it a logarithmic axis shows what a linear one shows
+_MOST_DECADES = 6  # ticks of a logarithmic axis
 _BAND = 4.0  # width of the noise band, in deviations
 
 
@@ -208,6 +210,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
         found.append(first * pace + 0.0)
         first += 1
     return found
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Return the ticks of a logarithmic axis: powers of ten, with 2 and 5 times them on a short axis."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [10.0**power * part for power in powers for part in ((1, 2, 5) if len(powers) <= 3 else (1,))]
+    inside = [at for at in found if low * 0.999 <= at <= high * 1.001] or [low, high]
+    return inside[:: math.ceil(len(inside) / _MOST_DECADES)]
 
 
 def brief(value: float) -> str:
@@ -321,6 +331,8 @@ class Panel:
     along: tuple[tuple[float, str], ...]  # (x, step)
     zero: float | None  # y of 0, where it is neither edge
     upright: tuple[tuple[float, str], ...] = ()  # (x, label) of a marked step
+    span: tuple[float, float] = (0.0, 1.0)  # the first and the last step of the axis
+    log: Panel | None = None  # the same on a logarithmic axis, where all values are positive
 
     width, height, left, right, bottom = WIDTH, HEIGHT, _LEFT, _RIGHT, _BOTTOM
 
@@ -331,28 +343,59 @@ class _Axes:
     last: float
     low: float
     high: float
+    log: bool = False
 
     def x(self, step: float) -> float:
         return _LEFT + (_RIGHT - _LEFT) * (step - self.first) / ((self.last - self.first) or 1.0)
 
     def y(self, value: float) -> float:
-        inside = min(max(value, self.low), self.high)
-        return _BOTTOM - (_BOTTOM - _TOP) * (inside - self.low) / ((self.high - self.low) or 1.0)
+        low, high, inside = self.low, self.high, min(max(value, self.low), self.high)
+        if self.log:
+            low, high, inside = math.log(low), math.log(high), math.log(inside)
+        return _BOTTOM - (_BOTTOM - _TOP) * (inside - low) / ((high - low) or 1.0)
 
 
-def panel(metric: str, series: Sequence[CurveSeries], most: int, marked: Sequence[tuple[int, str]] = ()) -> Panel:
-    """Return the picture of one metric.
+def steps_of(panels: Iterable[Sequence[CurveSeries]]) -> tuple[float, float]:
+    """Return the first and the last step of several panels, which then share their axis of steps."""
+    steps = [float(step) for series in panels for one in series for step in (*one.steps[:1], *one.steps[-1:])]
+    return min(steps, default=0.0), max(steps, default=1.0)
+
+
+def panel(
+    metric: str,
+    series: Sequence[CurveSeries],
+    most: int,
+    marked: Sequence[tuple[int, str]] = (),
+    span: tuple[float, float] | None = None,
+) -> Panel:
+    """Return the picture of one metric, on a linear axis and, where all values are positive, on a logarithmic one.
 
     Args:
         series: at least one; each a line of a separate colour.
         most: maximum points of a line.
         marked: steps to mark, each with its label; those outside the axis are ignored.
+        span: the first and the last step of the axis; None: of these lines.
     """
     curves = [Curve.of(one.steps, one.values) for one in series]
     limits = [limit for one in series for limit in (*(one.low or ()), *(one.high or ()))]
-    low, high = extent(metric, [*(value for curve in curves for value in curve.values), *limits])
-    steps = [float(step) for curve in curves for step in curve.steps]
-    axes = _Axes(min(steps, default=0.0), max(steps, default=1.0), low, high)
+    values = [float(value) for curve in curves for value in curve.values]
+    first, last = span or steps_of([series])
+    made = _panel(metric, series, curves, most, marked, _Axes(first, last, *extent(metric, [*values, *limits])))
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low <= 0 or high < _LEAST_RATIO * low:
+        return made
+    return replace(made, log=_panel(metric, series, curves, most, marked, _Axes(first, last, low, high, log=True)))
+
+
+def _panel(
+    metric: str,
+    series: Sequence[CurveSeries],
+    curves: Sequence[Curve],
+    most: int,
+    marked: Sequence[tuple[int, str]],
+    axes: _Axes,
+) -> Panel:
+    low, high = axes.low, axes.high
     return Panel(
         metric=metric,
         words=WORDS.get(metric, ""),
@@ -360,10 +403,11 @@ def panel(metric: str, series: Sequence[CurveSeries], most: int, marked: Sequenc
         lines=tuple(
             _line(tone, one, curve, axes, most) for tone, (one, curve) in enumerate(zip(series, curves, strict=True))
         ),
-        across=tuple((round(axes.y(at), 1), brief(at)) for at in ticks(low, high)),
+        across=tuple((round(axes.y(at), 1), brief(at)) for at in (_decades if axes.log else ticks)(low, high)),
         along=tuple((round(axes.x(at), 1), brief(at)) for at in _whole(axes.first, axes.last)),
         zero=round(axes.y(0.0), 1) if low < 0 < high else None,
         upright=tuple((round(axes.x(step), 1), word) for step, word in marked if axes.first <= step <= axes.last),
+        span=(axes.first, axes.last),
     )
 
 

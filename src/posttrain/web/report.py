@@ -30,7 +30,19 @@ from posttrain.telemetry.timeline import (
     summarise,
 )
 from posttrain.web.pages import Sizes, brief, fitted, template, write_page
-from posttrain.web.panels import COMPONENTS, MAIN, REWARD, TONES, CurveSeries, Panel, component, panel, rank, whiskers
+from posttrain.web.panels import (
+    COMPONENTS,
+    MAIN,
+    REWARD,
+    TONES,
+    CurveSeries,
+    Panel,
+    component,
+    panel,
+    rank,
+    steps_of,
+    whiskers,
+)
 
 _BEFORE, _AFTER = 1, 0  # colours of a score's two points
 WIDTH = 1000.0  # user units of a picture's width
@@ -211,7 +223,8 @@ def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
     views = []
     for one in stages[: sizes.panels]:
         lines = _lines(one.series)
-        panels = {metric: panel(metric, lines[metric], sizes.points, one.marks) for metric in list(lines)[:each]}
+        span = steps_of(lines.values())
+        panels = {metric: panel(metric, lines[metric], sizes.points, one.marks, span) for metric in list(lines)[:each]}
         main = tuple(made for metric, made in panels.items() if _is_main(metric))
         more = tuple(made for metric, made in panels.items() if not _is_main(metric))
         views.append(CurvesView(one, main, more, len(lines) - len(panels)))
@@ -325,7 +338,8 @@ def _render_comparison(page: ComparePage, sizes: Sizes, name: str) -> str:
         drawn = list(metrics.items())[:left]
         left -= len(drawn)
         if drawn:
-            views.append((stage, [panel(metric, series, points) for metric, series in drawn]))
+            span = steps_of(metrics.values())
+            views.append((stage, [panel(metric, series, points, span=span) for metric, series in drawn]))
     return template(name).render(page=page, found=page.found, pictures=pictures, curves=views, sizes=sizes, tones=TONES)
 
 

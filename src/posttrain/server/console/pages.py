@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 COMPARED = 6  # runs side by side: more do not fit a window
 PAGE = 50  # runs, or moves of a channel, per page
 _QUEUE = 200  # unfinished runs of a kind that are shown
+_TABLE, _METRICS = 200, 6  # runs and metric columns of the table
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
+_CONDITION = re.compile(r"([^<>=\s]+)(>=|<=|>|<|=)([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
 def run_list(visit: Visit) -> Response:
@@ -45,6 +51,57 @@ def run_list(visit: Visit) -> Response:
         before=before,
         older=newest[-1].id if len(newest) == PAGE else "",
     )
+
+
+def run_table(visit: Visit) -> Response:
+    """Show the newest runs as a table with a column for each metric, sorted and filtered by the query.
+
+    `sort` is a column, descending with `-`. `where` has conditions (`heldout/accuracy>=0.9`, `tokens<1e6`) and words
+    that name, id, owner, state or a tag must contain. A run without the value is after the others, and meets no
+    condition.
+    """
+    words = visit.request.query_params
+    where, sort, tag = (
+        words.get("where", "").strip()[:200],
+        words.get("sort", "-created")[:200],
+        words.get("tag") or None,
+    )
+    found = visit.control.ls(_TABLE, None, tag)
+    metrics = [name for name, _ in Counter(name for one in found for name in one.score).most_common(_METRICS)]
+    tests = [_test(word) for word in where.split()]
+    rows = [one for one in found if all(test(one) for test in tests)]
+    column, falls = sort.removeprefix("-"), sort.startswith("-")
+    known = [one for one in rows if _value(one, column) is not None]
+    known.sort(key=lambda one: _value(one, column), reverse=falls)  # type: ignore[arg-type, return-value]
+    rest = [one for one in rows if _value(one, column) is None]
+    return visit.page(
+        "table", live="" if where or tag else "runs", rows=[*known, *rest], metrics=metrics, where=where, sort=sort,
+        tag=tag, of=len(found), full=len(found) == _TABLE,
+    )  # fmt: skip
+
+
+def _value(run: RunSummary, column: str) -> float | str | None:
+    """Return a run's value in a column; None: it has none."""
+    columns: dict[str, float | str] = {
+        "name": run.name, "state": run.state, "owner": run.owner, "tokens": float(run.tokens),
+        "seconds": run.seconds, "created": run.created_at,
+    }  # fmt: skip
+    return columns.get(column, run.score.get(column))
+
+
+def _test(word: str) -> Callable[[RunSummary], bool]:
+    """Return the condition that a word of `where` states."""
+    found = _CONDITION.fullmatch(word)
+    if found is None:
+        text = word.lower()
+        return lambda run: any(text in one.lower() for one in (run.name, run.id, run.owner, run.state, *run.tags))
+    column, compare, limit = found[1], _COMPARE[found[2]], float(found[3])
+
+    def holds(run: RunSummary) -> bool:
+        value = _value(run, column)
+        return isinstance(value, float) and compare(value, limit)
+
+    return holds
 
 
 def _waiting(queue: Sequence[RunSummary], waits: bool) -> list[RunSummary]:
@@ -85,6 +142,19 @@ def compare(visit: Visit) -> Response:
         scored = [one for one in ended if one.score]
         return visit.page("choose", newest=scored, chosen=chosen, others=len(ended) - len(scored))
     return visit.page("compare", chosen=chosen, drawn=visit.drawn("compare", words=chosen))
+
+
+def approvals(visit: Visit) -> Response:
+    """Show the pending approval requests of all channels, oldest first."""
+    names = [record.name for record in visit.control.channels()]
+    asked = [(name, one) for name in names for one in visit.control.approval_requests(name)]
+    return visit.page("approvals", live="approvals", asked=sorted(asked, key=lambda pair: pair[1].request.at))
+
+
+def audit(visit: Visit) -> Response:
+    """Show the data that made a model, the people who approved it, and the evidence."""
+    of = visit.request.query_params.get("of", "").strip()[:200]
+    return visit.page("audit", of=of, drawn=visit.drawn("audit", of=of) if of else "", live_ones=visit.control.live())
 
 
 def channels(visit: Visit) -> Response:

@@ -10,6 +10,8 @@ from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
 
 _LINES = 400  # shown of a log
+_DATA = frozenset({"dataset", "model", "reward", "history", "import", "blob"})  # kinds of nodes that made a model
+_EVIDENCE = frozenset({"gate", "evaluation", "policy"})
 
 
 def drawn(control: Control, sent: Mapping[str, Any]) -> str:
@@ -33,6 +35,23 @@ def _card(control: Control, run_id: str) -> str:
     return shown.render(regressions=found.scores.regressions, gates=gates, scores=found.scores.rows)
 
 
+def _audit(control: Control, of: str) -> str:
+    """Render three answers about a model: the data that made it, its releases with their approvals, the evidence."""
+    root = control.lineage(of)
+    nodes = list(root.walk())
+    model = next((one for one in nodes if one.kind == "model"), root)
+    shown = {
+        "data": [one for one in model.walk() if one is not model and one.kind in _DATA],
+        "decided": [one for one in nodes if one.kind == "release"],
+        "evidence": [one for one in nodes if one.kind in _EVIDENCE],
+        "manifests": [one for one in nodes if one.kind == "manifest"],
+    }
+    each = {
+        name: list({(one.kind, one.name, one.digest): one for one in found}.values()) for name, found in shown.items()
+    }
+    return template("console/_audit.html").render(of=of, model=model, **each)
+
+
 def _log(control: Control, run_id: str) -> str:
     """Render the last lines of each attempt with output."""
     found: dict[tuple[str, int], deque[str]] = {}
@@ -47,5 +66,6 @@ _PARTS: Mapping[str, Callable[..., str]] = {
     "report": lambda control, run_id, stages: render_run_report(control.report(run_id), "_run.html", stages=stages),
     "compare": lambda control, words: render_compare_page(control.comparison(words), "_compare.html"),
     "card": _card,
+    "audit": _audit,
     "log": _log,
 }

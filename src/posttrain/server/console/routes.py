@@ -52,13 +52,16 @@ _READ: dict[str, _Page] = {
     "": pages.home,
     "/runs": pages.run_list,
     "/runs/{run}": pages.run,
+    "/runs-table": pages.run_table,
     "/channels": pages.channels,
+    "/approvals": pages.approvals,
 }
 _HEAVY: dict[str, _Page] = {  # pages that a worker helps with
     "/runs/{run}/report": pages.report,
     "/runs/{run}/card": pages.card,
     "/runs/{run}/log": pages.log,
     "/compare": pages.compare,
+    "/audit": pages.audit,
     "/channels/{channel}": pages.channel,
     "/channels/{channel}/rollback": pages.confirm_rollback,
 }
@@ -89,7 +92,7 @@ class Live:
         """
         does = _LOOKS.get(of.partition("/")[0])
         if does is None:
-            raise InputError(f"live: of must be runs, run/ID, channels or channel/NAME, got {of[:80]!a}")
+            raise InputError(f"live: of must be runs, run/ID, channels, approvals or channel/NAME, got {of[:80]!a}")
         key = visit.project, of
         with self._lock:
             at, known = self._marks.get(key, (-_EVERY, ""))
@@ -164,6 +167,7 @@ _LOOKS: dict[str, Callable[[Control, str], Any]] = {
     "runs": lambda control, _: [_brief(one) for one in (*control.queue(pages.PAGE), *control.ls(pages.PAGE))],
     "run": _run,
     "channels": lambda control, _: (control.channels(), control.live()),
+    "approvals": lambda control, _: [control.approval_requests(one.name) for one in control.channels()],
     "channel": lambda control, name: (control.channel(name), control.approval_requests(name)),
 }
 

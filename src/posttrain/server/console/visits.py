@@ -50,11 +50,11 @@ HEADERS = {
 ASSETS = {"console.css": "text/css", "console.js": "text/javascript"}
 _TITLES = {
     401: "Log in",
-    403: "Not yours to do",
+    403: "Not allowed",
     404: "Not found",
-    409: "Not any more",
-    422: "That cannot be",
-    429: "Too much at once",
+    409: "Out of date",
+    422: "Invalid request",
+    429: "Too many requests",
 }
 FIELD = "form_token"  # of every form
 MOST_BYTES = 64 << 10  # of a form

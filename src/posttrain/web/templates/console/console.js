@@ -80,6 +80,7 @@
         const page = await parsed(place.dataset.load);
         if (page.body.children.length) take(place, page.body);
         place.dataset.loaded = "1";
+        hints();
       } catch (error) { /* the link to the report stays */ }
     }
   };
@@ -130,6 +131,48 @@
     next.scrollIntoView({ block: "nearest" });
   };
 
+  // --- zoom --------------------------------------------------------------------------------------------------------
+  // Dragging across a curve shows a part of the steps in all curves of the card; a double click shows all of them.
+  const zoom = (card, from, to) => card.querySelectorAll("svg.axes").forEach((one) => {
+    const plot = one.querySelector(".plot"), first = Number(one.dataset.first), last = Number(one.dataset.last);
+    const left = plot.x.baseVal.value, width = plot.width.baseVal.value, height = plot.height.baseVal.value;
+    const whole = from <= first && to >= last, scale = width / ((last - first) || 1);
+    plot.style.overflow = whole ? "" : "hidden";
+    plot.setAttribute("viewBox", `${left + (from - first) * scale} 0 ${(to - from) * scale} ${height}`);
+    one.querySelectorAll("text.step, text.range").forEach((text) => {
+      if (text.classList.contains("range")) text.remove(); else text.style.visibility = whole ? "" : "hidden";
+    });
+    if (whole) return;
+    for (const [step, x, anchor] of [[from, left, "start"], [to, left + width, "end"]]) {
+      const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
+      text.textContent = String(Math.round(step));
+      for (const [key, value] of [["class", "range"], ["x", x], ["y", height + 12], ["text-anchor", anchor]]) text.setAttribute(key, value);
+      one.append(text);
+    }
+  });
+  const stepAt = (one, event) => { // the step under the pointer, by what the curve shows now
+    const plot = one.querySelector(".plot"), box = plot.getScreenCTM(), view = plot.viewBox.baseVal;
+    const inside = (event.clientX - box.e) / box.a, left = plot.x.baseVal.value, width = plot.width.baseVal.value;
+    const at = Math.min(Math.max(inside, view.x), view.x + view.width);
+    return Number(one.dataset.first) + (at - left) / width * (Number(one.dataset.last) - Number(one.dataset.first));
+  };
+  let drag = null;
+  document.addEventListener("pointerdown", (event) => {
+    const one = event.target.closest && event.target.closest("svg.axes");
+    if (one && event.button === 0) { drag = { one, from: stepAt(one, event) }; event.preventDefault(); }
+  });
+  document.addEventListener("pointerup", (event) => {
+    if (!drag) return;
+    const { one, from } = drag, to = stepAt(one, event), card = one.closest(".card") || one.parentElement;
+    drag = null;
+    if (Math.abs(to - from) >= 1) zoom(card, Math.min(from, to), Math.max(from, to));
+  });
+  document.addEventListener("dblclick", (event) => {
+    const one = event.target.closest && event.target.closest("svg.axes");
+    if (one) zoom(one.closest(".card") || one.parentElement, Number(one.dataset.first), Number(one.dataset.last));
+  });
+  const hints = () => document.querySelectorAll(".zooms").forEach((one) => { one.hidden = false; });
+
   // --- keys --------------------------------------------------------------------------------------------------------
   const keys = document.getElementById("keys");
   let going = 0;
@@ -144,6 +187,7 @@
     if (going && Date.now() - going < 1500 && base) {
       going = 0;
       if (event.key === "r") { location.href = `${base}/runs`; event.preventDefault(); return; }
+      if (event.key === "a") { location.href = `${base}/approvals`; event.preventDefault(); return; }
       if (event.key === "c") { location.href = `${base}/channels`; event.preventDefault(); return; }
     }
     const does = {
@@ -162,6 +206,7 @@
   });
 
   filter();
+  hints();
   load();
   follow();
 })();
