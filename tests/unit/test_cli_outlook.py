@@ -167,7 +167,7 @@ def test_what_another_run_computes_now_is_not_counted(world: World) -> None:
     world("run", "other.yaml", "--timeout", "60")
     assert world("plan", "run.yaml").exit_code == 0
     shown = world.ok("plan", world.write("run.yaml", RUN + "budget: {tokens: 33}\n"))
-    assert f"{world.newest()}/sft makes it now" in shown
+    assert f"{world.newest()}/sft computes it now" in shown
     assert f"the run takes at least about {LEAST - 32}: it would stop at its budget, unless an active" in shown
     assert shown.splitlines()[-1] == "next:     posttrain run run.yaml"
     own = RUN.replace("model: sft, data", "model: base, data")  # of this one nothing comes from elsewhere but its sft
@@ -276,7 +276,7 @@ def test_a_power_that_cannot_be_computed_stops_no_run_and_a_bug_is_not_hidden(
 
     monkeypatch.setattr("posttrain.decision.power._rate_power", fails)
     error: Exception = FloatingPointError("no number")
-    line = "gate accuracy: power unknown: FloatingPointError: no number; the gate judges all the same"
+    line = "gate accuracy: power unknown: FloatingPointError: no number; the gate still judges"
     shown = world.ok("plan", "run.yaml")
     assert f"warning:  {line}" in shown
     assert "power:    gate accuracy: unknown on 200 items" in shown

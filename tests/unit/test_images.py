@@ -208,8 +208,8 @@ def test_whoever_has_the_workspace_names_any_image_until_somebody_says_which(wor
     refused = world("plan", naming(world, IMAGE))
     assert refused.exit_code == 2
     assert (
-        f"image: must be one that project default allows, got {IMAGE} (it allows localhost/other@*); an admin of it "
-        f"may allow it: posttrain project allow-image {IMAGE}" in refused.stderr
+        f"image: must be one that project default allows, got {IMAGE} (it allows localhost/other@*); a project "
+        f"admin can allow it: posttrain project allow-image {IMAGE}" in refused.stderr
     )
     world.ok("project", "allow-image", IMAGE)
     world.ok("plan", naming(world, IMAGE))
@@ -250,14 +250,15 @@ def test_an_edited_lock_measures_nothing_that_its_stages_do_not(world: World) ->
 
 
 def test_rewards_that_nothing_confines_in_an_image_need_a_workspace_that_trusts_them(world: World) -> None:
-    assert "rewards run as the workspace trusts them, not confined: in an image" in world.ok(
+    assert "rewards run unconfined, because the workspace trusts them: in an image" in world.ok(
         "plan", naming(world, IMAGE)
     )
     world.ok("init", "--rewards", "confined")
     refused = world("plan", naming(world, IMAGE))
     assert refused.exit_code == 2
     assert (
-        "rewards must be confined, and here they cannot be: in an image they reach what their job reaches"
+        "rewards must be confined, which is not possible here: in an image they can access everything that their job "
+        "can"
         in refused.stderr
     )
 
@@ -311,7 +312,7 @@ def test_from_afar_a_recipe_runs_in_an_image_or_not_at_all(bench: ServerBench, w
     """And the server does not import it."""
     ann = bench.control(bench.person("ann", Role.SUBMITTER))
     for verb in (ann.plan, ann.lock, ann.submit):
-        with pytest.raises(InputError, match="a server runs a dataflow of one's own only in an image"):
+        with pytest.raises(InputError, match="a server runs a custom dataflow only in an image"):
             verb(Path(naming(world, None, mine=STAGE)))
     boxed = Path(naming(world, IMAGE, mine=STAGE))
     with pytest.raises(InputError, match="must be one that project default allows"):
@@ -328,5 +329,5 @@ def test_from_afar_a_recipe_runs_in_an_image_or_not_at_all(bench: ServerBench, w
     ann.lock(Path(naming(world, IMAGE, mine=STAGE))).write(lock)
     text = lock.read_text()
     lock.write_text(text.replace(f'"image":"{IMAGE}",', ""))
-    with pytest.raises(InputError, match="a server runs a dataflow of one's own only in an image"):
+    with pytest.raises(InputError, match="a server runs a custom dataflow only in an image"):
         ann.submit(lock)

@@ -327,7 +327,7 @@ def test_each_suite_reward_is_held_against_the_rows(plans: Plans) -> None:
 def test_rows_without_answers_are_told(plans: Plans) -> None:
     plans.heldout(*bare(3), {"prompt": "Q: sort 77", "answer": "77"})
     told = "evaluate: {} items of {} have no answer to compare with, so heldout/accuracy is {}"
-    some = told.format("3 of 4", "dataset:heldout@2", "of the other 1 only")
+    some = told.format("3 of 4", "dataset:heldout@2", "measured on the other 1 only")
     assert some in view_plan(plans.workspace, plans.file(suite_of())).warnings
     plans.heldout(*bare(3))
     none = told.format("3 of 3", "dataset:heldout@3", "not measured")
@@ -347,7 +347,7 @@ def test_without_a_reward_rows_need_answers(plans: Plans) -> None:
 def test_a_gate_on_answers_that_are_not_there_is_refused(plans: Plans) -> None:
     plans.heldout(*bare(90))
     gate = {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.1}
-    why = "heldout/accuracy compares with answers, and dataset:heldout@2 has none; gate the suite's reward"
+    why = "heldout/accuracy requires answers, and dataset:heldout@2 has none; gate the suite's reward instead"
     assert plans.refused(suite_of(gate)) == f"gates.accuracy: {why}"
     plans.heldout(*bare(60), *({"prompt": f"Q: sort 1{i}", "answer": "1"} for i in range(100, 110)))
     assert "needs min_items: 20 to be judged, its suite has 10" in plans.refused(suite_of(gate))
@@ -375,7 +375,7 @@ def test_an_evaluation_alone_needs_the_cell_too(plans: Plans, monkeypatch: pytes
         suite_of()(raw)
         raw["stages"] = {"evaluate": {**raw["stages"]["evaluate"], "model": "base"}}
 
-    assert "stages evaluate: rewards must be confined, and here they cannot be" in plans.refused(change)
+    assert "stages evaluate: rewards must be confined, which is not possible here" in plans.refused(change)
 
 
 def test_a_baseline_is_scored_by_the_same_reward(plans: Plans) -> None:

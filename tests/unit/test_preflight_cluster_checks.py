@@ -173,7 +173,7 @@ class TestNccl:
 class TestPorts:
     def test_a_stranger_on_rays_port(self) -> None:
         state, finding = found(check_ports(replace(SOUND, listening={6379: "redis-server (process 7)"})))
-        assert (state, finding) == ("warn", "of Ray's ports are taken: 6379 (head) by redis-server (process 7)")
+        assert (state, finding) == ("warn", "other programs use Ray's ports: 6379 (head) by redis-server (process 7)")
 
     def test_ray_itself_is_no_stranger(self) -> None:
         listening = {6379: "gcs_server (process 7)", 10005: "ray::IDLE (process 8)"}
@@ -213,7 +213,7 @@ class TestSharedMemory:
 
     def test_what_is_wanted_is_said(self) -> None:
         check = check_shared_memory(replace(SOUND, shared=(64 * 2**20, 64 * 2**20)))
-        assert check.finding.startswith("/dev/shm: 64 MiB free of 64 MiB; Ray's object store wants 19.2 GiB")
+        assert check.finding.startswith("/dev/shm: 64 MiB free of 64 MiB; Ray's object store needs 19.2 GiB")
         assert "--shm-size=20g" in check.remedy
 
     @pytest.mark.parametrize(("gpus", "state"), [(1, "warn"), (2, "fail")])
@@ -231,13 +231,13 @@ class TestDevices:
             (Gpus(4, 4), "ok", "4 NVIDIA device(s)"),
             (Gpus(4, 4, "0,1", 2, "H100"), "ok", "CUDA_VISIBLE_DEVICES=0,1 are used; torch sees 2 (H100)"),
             (Gpus(4, 4, "GPU-8f3a,MIG-11aa"), "ok", "are used"),
-            (Gpus(8, 4), "warn", "nvidia-smi lists 4 device(s), /dev has 8"),
+            (Gpus(8, 4), "warn", "nvidia-smi lists 4 device(s), /dev contains 8"),
             (Gpus(4, 4, "0,7"), "warn", "names device 7, there are 4"),
             (Gpus(0, None, "0"), "warn", "names device 0, there are 0"),
             (Gpus(4, 4, "1,1"), "warn", "names a device twice"),
             (Gpus(4, 4, ""), "warn", "hides 4 device(s)"),
             (Gpus(4, 4, "-1"), "warn", "hides 4 device(s)"),
-            (Gpus(4, 4, None, 0), "warn", "4 NVIDIA device(s) to be used; torch sees 0"),
+            (Gpus(4, 4, None, 0), "warn", "4 NVIDIA device(s) selected; torch sees 0"),
             (Gpus(torch_trouble="ImportError: libcudart"), "fail", "libcudart"),
         ],
     )

@@ -38,7 +38,7 @@ class TestTrust:
     def test_what_cannot_be_confined_is_refused_with_nothing_written(self, world: World, verb: str) -> None:
         result = world(verb, "run.yaml")
         assert result.exit_code == 2
-        assert "rewards must be confined, and here they cannot be: no namespaces" in result.stderr
+        assert "rewards must be confined, which is not possible here: no namespaces" in result.stderr
         assert "posttrain init --rewards trusted" in result.stderr
         assert world.json("ls")["runs"] == []
 
@@ -47,7 +47,7 @@ class TestTrust:
         assert "its rewards are trusted" in world.ok("init", "--rewards", "trusted")
         assert "its rewards are trusted" in world.ok("init"), "it stays so"
         plan = world.json("plan", "run.yaml")
-        assert any("not confined: no namespaces" in warning for warning in plan["warnings"])
+        assert any("trusts them: no namespaces" in warning for warning in plan["warnings"])
         world.ok("run", "run.yaml")
         orders = [json.loads(path.read_bytes()) for path in world.root.glob(".posttrain/runs/*/grpo/*/job.json")]
         assert [order["trust_rewards"] for order in orders] == [True]

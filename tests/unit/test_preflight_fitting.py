@@ -131,7 +131,7 @@ def test_demonstrations(bench: Bench) -> None:
     bench.rows("train", ROW, {**ROW, "completion": "A: " + "1" * 20})
     assert "row 2: prompt and completion of 39 tokens exceed the context of 32" in bench.refused()
     bench.rows("train", ROW, {**ROW, "prompt": ""})
-    assert "train.jsonl row 2: a prompt must have a token at least, got none; write one" in bench.refused()
+    assert "train.jsonl row 2: a prompt must have at least one token, got none; write one" in bench.refused()
     bench.rows("train", {"prompt": "Q: sort 31", "answer": "13"})
     assert "train.jsonl row 1: a demonstration needs completion" in bench.refused()
 
@@ -300,7 +300,7 @@ def test_rows_that_repeat_an_item_are_told_and_counted_once(bench: Bench) -> Non
     bench.heldout(*rows * 10)
     view = view_plan(bench.workspace, bench.file(gated))
     assert [note.items for note in view.power] == [20]
-    told = "dataset:heldout@2: 180 of 200 rows repeat another; they count once, so the suite has 20 items"
+    told = "dataset:heldout@2: 180 of 200 rows repeat another row; repeats count once, so the suite has 20 items"
     assert told in view.warnings
     assert told in view_plan(bench.workspace, bench.file(gated)).warnings, "also when the fit is remembered"
     with pytest.raises(InputError, match=r"proven by 20 items at .* \(180 of 200 rows repeat another\)"):
@@ -318,7 +318,7 @@ def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -
         plan(bench.file(roomy), bench.workspace)
     assert str(caught.value) == (
         f"{bench.file(roomy)}: stages.evaluate.suites.heldout: dataset:heldout@2 row 3 must have the answer of row 1,"
-        " whose prompt it repeats, got another: no response can be right on both; drop one"
+        " whose prompt it repeats, got another: no response can be correct for both; drop one row"
     )
 
     def probed(raw: dict[str, Any]) -> None:
@@ -331,7 +331,7 @@ def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -
 @pytest.mark.parametrize(
     ("source", "match"),
     [
-        ("def score(x, y):\n    return 1.0\n", r"reward.py:1 (score): parameters (x, y) are of no known dialect"),
+        ("def score(x, y):\n    return 1.0\n", r"reward.py:1 (score): parameters (x, y) match no known dialect"),
         (
             "def score(completion, /):\n    return 1.0\n",
             "reward.py:1 (score): parameter 'completion' is positional-only",
@@ -352,7 +352,7 @@ def test_what_a_plan_cannot_know_of_a_reward_is_a_warning(bench: Bench, monkeypa
     monkeypatch.setattr("posttrain.app.runs.check_imports", lambda *given: None)
     (bench.folder / "reward.py").write_text("from trl.rewards import accuracy_reward as score\n")
     assert plan(bench.file(), bench.workspace).warnings == (
-        "rewards.exact: reward.py (score): score is imported, so how it is called is known only when the stage starts",
+        "rewards.exact: reward.py (score): score is imported, so its dialect is unknown until the stage starts",
     )
     (bench.folder / "reward.py").write_text("def score(completion, level):\n    return 1.0\n")
     bench.rows("train", {**ROW, "level": 3}, ROW)  # one row has the column, the others are given None
@@ -368,8 +368,8 @@ def test_a_column_that_takes_the_place_of_the_turns_is_told(bench: Bench) -> Non
     assert plan(bench.file(), bench.workspace).warnings == ()
     bench.rows("train", {**ROW, "turns": ["a", "b"]})
     (told,) = plan(bench.file(), bench.workspace).warnings
-    assert "reward.py (score) is given the column turns of " in told
-    assert told.endswith("not what the policy says in turn; rename the column to be given that")
+    assert "reward.py (score) receives the column turns of " in told
+    assert told.endswith("not the turns of the policy; rename the column to receive those")
 
 
 def test_a_reward_of_an_installed_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_model_that_makes_text_is_refused(world: World, judge: str, named: str
         assert result.exit_code == 2, (verb, result.stdout)
         assert result.stderr.strip() == (
             f"error: judged.yaml: stages.grpo.reward_model: must score responses, got {named}, which is "
-            "no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
+            "not a sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
         )
 
 

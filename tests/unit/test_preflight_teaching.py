@@ -85,28 +85,28 @@ def test_responses_have_room_in_a_model_that_the_run_makes(world: World) -> None
 
 
 def test_a_student_that_is_its_own_teacher_is_warned_of(world: World) -> None:
-    warned = "distill: teacher sft is the model that is trained, so nothing will be learnt"
+    warned = "distill: teacher sft is the trained model, so the student learns nothing"
     assert warned in " ".join(world.ok("plan", taught(world, "sft")).split())
     registered = " ".join(world.ok("plan", taught(world, "model:tiny", "base")).split())
-    assert "distill: teacher model:tiny@1 is the model that is trained" in registered
+    assert "distill: teacher model:tiny@1 is the trained model" in registered
     kept = (
         "tuned: {kind: grpo, model: sft, data: train, reward: exact, steps: 2, keep_best: true, probe: {data: train}}"
     )
     more = f"rewards: {{exact: reward:sort}}\nstages:\n  {kept}"
     for teacher, said in (("tuned/best", False), ("tuned", True)):
         name = written(world, "stages:", more, teacher=teacher, model="tuned")
-        assert ("nothing will be learnt" in " ".join(world.ok("plan", name).split())) == said, teacher
+        assert ("the student learns nothing" in " ".join(world.ok("plan", name).split())) == said, teacher
     for teacher, model in (("sft", "base"), ("model:same", "base"), ("large", "small")):
-        assert "nothing will be learnt" not in world.ok("plan", taught(world, teacher, model))
+        assert "the student learns nothing" not in world.ok("plan", taught(world, teacher, model))
 
 
 @pytest.mark.parametrize(
     ("teacher", "model", "told"),
     [
-        ("judge", "sft", "teacher: must make text, got judge, which scores responses; name a model that a policy"),
+        ("judge", "sft", "teacher: must generate text, got judge, which scores responses; name a model that generates"),
         (
             "other", "small",
-            "teacher: must have the student's tokenizer, got other, which has another (vocabularies of 10 and 11 "
+            "teacher: must have the student's tokenizer, got other with another (vocabularies of 10 and 11 "
             "tokens); name a model of the student's family",
         ),
         ("nobody", "sft", "teacher: no stage 'nobody' makes a model"),
@@ -122,7 +122,7 @@ def test_one_that_scores_or_speaks_otherwise_or_is_not_there_is_refused(
 def test_the_vocabularies_of_registered_models_are_compared_token_by_token(world: World) -> None:
     name = written(world, "model: model:tiny\n", "model: model:same\n", "model:other", "base")
     assert refused(world, name) == (
-        "teacher: must have the student's tokenizer, got model:other@1, which has another (vocabularies of 18 and 18 "
+        "teacher: must have the student's tokenizer, got model:other@1 with another (vocabularies of 18 and 18 "
         "tokens); name a model of the student's family"
     )
     assert "teacher: model:mate@1" in world.ok(
@@ -145,7 +145,7 @@ def test_where_a_plan_cannot_tell_the_job_will(world: World) -> None:
         ("top_k: 8", "top_k: 61", "top_k: must be at most 60, the tokens of the vocabulary, got 61; lower it"),
         ("top_k: 8", "top_k: 0", "top_k: must be at least 1, got 0"),
         ("teacher: sft, ", "", "teacher: is required; add it"),
-        ("top_k: 8", "lag: {steps: 1}", "lag: unknown key here: is of a policy gradient, which alone weighs"),
+        ("top_k: 8", "lag: {steps: 1}", "lag: unknown key here: only policy gradients have it"),
         ("top_k: 8", "divergence: kl", "divergence: "),
         ("top_k: 8", "beta: 0.5", "beta belongs to divergence: jsd, got beta 0.5 with forward_kl; drop it"),
         ("top_k: 8", "divergence: jsd, beta: 1", "beta: must be less than 1, got 1"),

@@ -50,11 +50,13 @@ def cluster_checks(facts: ClusterFacts) -> list[Check]:
 def check_versions(facts: ClusterFacts) -> Check:
     """Check the installed versions against the requirements of Posttrain, torch, transformers and Ray."""
     if troubles := list(_misfits(facts)):
-        return Check("versions", "fail", "; ".join(troubles), "install versions that fit: pip install posttrain")
+        return Check("versions", "fail", "; ".join(troubles), "install compatible versions: pip install posttrain")
     ray = facts.packages.get("ray")
     note = f"ray {ray.version}" if ray else "ray is not installed (only needed for placement over several processes)"
     shown = [f"{name} {facts.packages[name].version}" for name in ("numpy", "safetensors") if name in facts.packages]
-    return Check("versions", "ok", f"{', '.join([*shown, note])}; they fit each other and Python {facts.python}")
+    return Check(
+        "versions", "ok", f"{', '.join([*shown, note])}; they are compatible with each other and Python {facts.python}"
+    )
 
 
 def _misfits(facts: ClusterFacts) -> Iterator[str]:
@@ -86,8 +88,8 @@ def check_gloo(facts: ClusterFacts) -> Check:
     address = next((a for a in facts.resolved if a in owners or is_loopback(a)), "")
     if not address:
         return warn(
-            f"{host} resolves to {facts.resolved[0]}, which no interface here has: loopback is used",
-            f"correct the name's address, or set {remedy}",
+            f"{host} resolves to {facts.resolved[0]}, which no interface here has, so gloo uses loopback",
+            f"correct the address of the name, or set {remedy}",
         )
     if is_loopback(address) and real:
         return warn(
@@ -153,7 +155,7 @@ def check_ports(facts: ClusterFacts) -> Check:
     warn = partial(Check, "ports", "warn")
     if strangers:
         return warn(
-            f"of Ray's ports are taken: {', '.join(sorted(strangers))}",
+            f"other programs use Ray's ports: {', '.join(sorted(strangers))}",
             "end that process, or give `ray start` another port",
         )
     (low, high), ephemeral = _RAY_WORKERS, facts.local_ports
@@ -163,7 +165,9 @@ def check_ports(facts: ClusterFacts) -> Check:
             "sysctl -w net.ipv4.ip_local_port_range='32768 60999', or `ray start --min-worker-port`",
         )
     if facts.listening is None:
-        return Check("ports", "ok", "who listens here may not be asked; Ray needs 6379, 8265, 10001 and 10002-19999")
+        return Check(
+            "ports", "ok", "this user cannot list the ports in use; Ray needs 6379, 8265, 10001 and 10002-19999"
+        )
     used = sum(low <= port <= high for port in listening)
     held = "a Ray head runs here" if 6379 in taken else "6379, 8265, 10001 are free"
     return Check("ports", "ok", f"{held}; {used} of the workers' {low}-{high} in use")
@@ -194,14 +198,14 @@ def check_shared_memory(facts: ClusterFacts) -> Check:
         return Check("shm", "ok", "no /dev/shm on this system; Ray keeps its objects in a temporary folder")
     size, free = facts.shared
     wanted = int(_OBJECT_STORE * facts.memory)
-    finding = f"/dev/shm: {_size(free)} free of {_size(size)}; Ray's object store wants {_size(wanted)}"
+    finding = f"/dev/shm: {_size(free)} free of {_size(size)}; Ray's object store needs {_size(wanted)}"
     larger = f"give the container --shm-size={-(-max(wanted, _LITTLE_SHARED) // _GIB)}g, or enlarge the mount"
     if size <= _TINY_SHARED and max(facts.gpus.files, facts.gpus.listed or 0) > 1:
         return Check("shm", "fail", f"{finding}; NCCL between GPUs needs more than that", larger)
     if free < _FULL * size:
-        return Check("shm", "warn", f"{finding}; it is nearly full", "delete what ended processes left in /dev/shm")
+        return Check("shm", "warn", f"{finding}; it is nearly full", "delete the files of ended processes in /dev/shm")
     if size < max(wanted, _LITTLE_SHARED):
-        return Check("shm", "warn", f"{finding}; without room it goes to a disk, slowly", larger)
+        return Check("shm", "warn", f"{finding}; without room Ray uses a slower folder on disk", larger)
     return Check("shm", "ok", finding)
 
 
@@ -215,15 +219,15 @@ def check_devices(gpus: Gpus) -> Check:
     if gpus.torch_trouble:
         return Check("devices", "fail", gpus.torch_trouble, "reinstall torch")
     if gpus.listed is not None and gpus.files and gpus.listed != gpus.files:
-        finding = f"nvidia-smi lists {gpus.listed} device(s), /dev has {gpus.files}"
+        finding = f"nvidia-smi lists {gpus.listed} device(s), /dev contains {gpus.files}"
         return Check("devices", "warn", finding, "restart the driver, or give the container all its devices (--gpus)")
     if hidden := _hidden(gpus.visible, there):
         return Check("devices", "warn", hidden, "correct or unset CUDA_VISIBLE_DEVICES")
     expected = there if gpus.visible is None else sum(bool(word.strip()) for word in gpus.visible.split(","))
     seen = "" if gpus.torch is None else f"; torch sees {gpus.torch}" + (f" ({gpus.torch_name})" if gpus.torch else "")
     if gpus.torch is not None and gpus.torch < expected:
-        remedy = "install a CUDA build of torch that fits the driver"
-        return Check("devices", "warn", f"{expected} NVIDIA device(s) to be used{seen}", remedy)
+        remedy = "install a CUDA build of torch that supports the driver"
+        return Check("devices", "warn", f"{expected} NVIDIA device(s) selected{seen}", remedy)
     if not there and not gpus.torch:
         return Check("devices", "ok", f"no NVIDIA device, ranks compute on the CPU{seen}")
     chosen = "" if gpus.visible is None else f", of which CUDA_VISIBLE_DEVICES={gpus.visible} are used"
@@ -239,9 +243,7 @@ def _hidden(visible: str | None, there: int) -> str:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {there} device(s)" if there else ""
     beyond = next((word for word in words if word.lstrip("-").isdecimal() and not 0 <= int(word) < there), None)
     if beyond is not None:
-        return (
-            f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, there are {there}; what stands after it is hidden"
-        )
+        return f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, there are {there}; CUDA ignores it and the rest"
     if len(set(words)) < len(words):
         return f"CUDA_VISIBLE_DEVICES={visible} names a device twice; CUDA then shows none"
     return ""
@@ -251,7 +253,7 @@ def check_limits(facts: ClusterFacts) -> Check:
     """Check the limits of open files, one per connection between ranks, and of locked memory, which RDMA needs."""
     limits = facts.limits
     if limits is None:
-        return Check("limits", "ok", "this system has none that matter")
+        return Check("limits", "ok", "this system has no relevant limits")
     if limits.open_files is not None and limits.open_files < _FEW_FILES:
         hard = "unlimited" if limits.open_files_hard is None else limits.open_files_hard
         finding = f"{limits.open_files} open files allowed (hard limit {hard}); many ranks need more"
@@ -268,7 +270,7 @@ def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Ch
     """Check that a running cluster accepts this process. `answer`: None without Ray here."""
     ray = facts.packages.get("ray")
     if ray is None or answer is None:
-        return Check("ray", "fail", f"cannot ask {address}: ray is not installed here", "pip install ray")
+        return Check("ray", "fail", f"cannot query {address}: ray is not installed here", "pip install ray")
     if answer.trouble:
         remedy = "check the address with `ray status` on the head"
         if answer.trouble == REFUSED_TOKEN:

@@ -45,7 +45,7 @@ from posttrain.workspace.settings import OpenWorkspace
 
 _PROBE = "posttrain.sandbox.probe"
 _SECONDS = 120.0  # for a worker on a busy machine
-_REMEDY = "run where the kernel gives user namespaces, or trust what your rewards do: posttrain init --rewards trusted"
+_REMEDY = "run where the kernel allows user namespaces, or trust your rewards: posttrain init --rewards trusted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Confinement:
     notes: tuple[str, ...]  # the missing parts, as text
 
 
-IN_AN_IMAGE = Confinement(False, ("in an image they reach what their job reaches",))
+IN_AN_IMAGE = Confinement(False, ("in an image they can access everything that their job can",))
 
 
 def confinement(cache: Path | None = None) -> Confinement:
@@ -120,7 +120,7 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
         found = _answer(["imports"], given, _SECONDS * len(asked))
     for (stage, _), line in zip(asked, found, strict=True):
         if line:
-            raise InputError(f"{source}: stages.{stage}: {line}; mend it, or install what it imports")
+            raise InputError(f"{source}: stages.{stage}: {line}; fix it, or install the packages that it imports")
     with suppress(WorkspaceError):  # read-only: they are imported again next time
         make_folder(memory)
         for place in asked:
@@ -170,11 +170,11 @@ def _import_key(order: Mapping[str, Any]) -> str:
 def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> Iterator[str]:
     if not found.whole and not trusted:
         raise InputError(
-            f"stages {', '.join(stages)}: rewards must be confined, and here they cannot be: {'; '.join(found.notes)}; "
-            f"{_REMEDY}"
+            f"stages {', '.join(stages)}: rewards must be confined, which is not possible here: "
+            f"{'; '.join(found.notes)}; {_REMEDY}"
         )
     if not found.whole:
-        yield f"rewards run as the workspace trusts them, not confined: {'; '.join(found.notes)}"
+        yield f"rewards run unconfined, because the workspace trusts them: {'; '.join(found.notes)}"
 
 
 def _machine() -> str:
@@ -211,11 +211,11 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
                 where = f"{source}: stages.{stage.name}: {ref.name}"
                 if not may_be_secret(name):  # an edited lock
                     raise InputError(
-                        f"{where}: secrets: {name}: programs or stores read it; call it JUDGE_KEY, for example"
+                        f"{where}: secrets: {name}: other programs or stores read it; use another name, like JUDGE_KEY"
                     )
                 if is_confined() and name not in secrets_of(project):
                     raise InputError(
-                        f"{where}: secrets: {name}: must stand in {SECRETS} of the server as {project}/{name}; ask its "
+                        f"{where}: secrets: {name}: must be in {SECRETS} of the server as {project}/{name}; ask its "
                         "operator"
                     )
                 if manifest.image_of(stage):
@@ -270,9 +270,9 @@ def read_reward(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path
         name, signature = reward_signature(_source(workspace, ref, word, folder, source), source, entry)
         place = f"{source} ({name})"
     if isinstance(signature, str):
-        known = "its parameters are" if wanted != AUTO else "how it is called is"
+        known = "its parameters are" if wanted != AUTO else "its dialect is"
         return UsedReward(
-            place, Signature(()), "row", f"{place}: {signature}, so {known} known only when the stage starts"
+            place, Signature(()), "row", f"{place}: {signature}, so {known} unknown until the stage starts"
         )
     try:
         refuse_nameless(signature)

@@ -236,8 +236,8 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
                 used.refuse_missing(columns, data.name)
                 if used.asks_turns and TURNS in columns:
                     yield (
-                        f"rewards.{word}: {used.place} is given the column turns of {data.name}, not what the policy "
-                        "says in turn; rename the column to be given that"
+                        f"rewards.{word}: {used.place} receives the column turns of {data.name}, not the turns of the "
+                        "policy; rename the column to receive those"
                     )
 
 
@@ -469,7 +469,7 @@ def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
                 continue
             names = [name for name in planned.contracts[stage.name].metrics if compares(name)]
             mine = [name for name in names if name.rpartition("/")[0] == suite]
-            rest = f"of the other {data.answered} only" if data.answered else "not measured"
+            rest = f"measured on the other {data.answered} only" if data.answered else "not measured"
             told = f"{', '.join(mine)} {'is' if len(mine) == 1 else 'are'} {rest}"
             count = f"{data.items - data.answered} of {data.items} items of {ref.name}"
             yield f"{stage.name}: {count} have no answer to compare with, so {told}"
@@ -487,7 +487,7 @@ def wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
         if documents is not None and documents < length.per_step:
             yield (
                 f"{stage.name}: {length.field} is {length.per_step}, and {ref.name} has {documents} documents, "
-                f"so every step takes some of them more than once; lower {length.field}"
+                f"so every step repeats some of them; lower {length.field}"
             )
 
 

@@ -51,7 +51,7 @@ def write_lock(manifest: Manifest, path: Path) -> None:
         WorkspaceError: the path cannot be written.
     """
     if not is_lock(path):
-        raise InputError(f"{path}: a locked manifest must be named *{LOCK_SUFFIX}; name it so with --out")
+        raise InputError(f"{path}: a locked manifest must be named *{LOCK_SUFFIX}; choose such a name with --out")
     try:
         path.write_bytes(canonical_json(manifest.to_json()))
     except OSError as error:
@@ -106,7 +106,7 @@ def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None
 
 
 def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
-    """Refuse a lock that was made under another policy than its channel's, or edited since."""
+    """Refuse a lock that was made under a policy other than the channel's, or edited since."""
     policy = policy_of(workspace.stores, manifest.release.channel) if manifest.release else None
     if policy is not None:
         with located(f"{path}"):
@@ -129,8 +129,8 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
             present = present_code(name, workspace.jobs.trainers)
         if present != digest:
             raise InputError(
-                f"{path}: locked with other sources, libraries or platform of {called(name)} ({digest[:19]}…); "
-                "lock the run file again, or install what it was locked with"
+                f"{path}: sources, libraries or platform of {called(name)} differ from the locked ones "
+                f"({digest[:19]}…); lock the run file again, or install the locked versions"
             )
     contracts: dict[str, StageContract] = {}
     for each in manifest.stages:

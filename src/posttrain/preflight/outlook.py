@@ -45,7 +45,7 @@ _RUNS_LOOKED_AT = 20
 _STAGES_LOOKED_AT = 5  # of the comparable ones
 _COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
-_NOW = " makes it now"
+_NOW = " computes it now"
 
 
 def gates_power(
@@ -55,7 +55,7 @@ def gates_power(
 
     Args:
         empty: whether the release channel is empty.
-        looks: rule → the number of the run's look at its items.
+        looks: rule → the number of the run's look at the items.
     """
     manifest = planned.manifest
     for rule in manifest.gates:
@@ -72,7 +72,7 @@ def gates_power(
                 continue
             note = _looked(rule, items, possible, empty, looks.get(rule.name))
             if not items:
-                why = f"{rule.metric} compares with answers, and {suite.name} has none; gate the suite's reward"
+                why = f"{rule.metric} requires answers, and {suite.name} has none; gate the suite's reward instead"
                 note = replace(note, refusal=why)
             repeated = (data.rows or 0) - data.items
             if note.refusal and repeated > 0:
@@ -87,9 +87,7 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
     judged = look.rule(rule)
     note = _forecast(judged, items, possible, empty)
     if look.spent:
-        return replace(
-            note, refusal=f"this would be {look.words}, of {look.budget} that the policy allows; use new items"
-        )
+        return replace(note, refusal=f"this would be {look.words}, and the policy allows {look.budget}; use new items")
     if judged.confidence != rule.confidence:
         return replace(
             note, assumption=f"{note.assumption}; {look.words}, judged at confidence {judged.confidence:.6g}"
@@ -102,7 +100,7 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
         f"{look.number} models on the threshold passes with a chance of up to {look.inflated(rule.confidence):.0%}; "
         "use new items, or set `looks` in the policy of the channel"
     )
-    said += f" ({needed} items give {ENOUGH:.0%} then)" if needed is not None else ""
+    said += f" (then {needed} items give {ENOUGH:.0%})" if needed is not None else ""
     return replace(note, warning="; ".join(filter(None, (note.warning, said))))
 
 
@@ -115,7 +113,7 @@ def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> P
 
 
 def other_stops(manifest: Manifest) -> Iterator[str]:
-    """Yield one warning for each suite with other stop strings than those that its model was trained with.
+    """Yield one warning for each suite whose stop strings differ from those that its model was trained with.
 
     A suite inherits no setting of the stage that it measures, so without the strings the model generates until its end
     of sequence, which training never required.
@@ -129,8 +127,8 @@ def other_stops(manifest: Manifest) -> Iterator[str]:
             own = _stops(suite if isinstance(suite, Mapping) else {})
             if own != trained:
                 yield (
-                    f"{stage.name}: responses of suite {name} end at {_said(own)}, those that {model.name} trains on "
-                    f"at {_said(trained)}; write stop: {trained} in the suite too, or leave it where that is meant"
+                    f"{stage.name}: responses of suite {name} end at {_said(own)}, the training responses of "
+                    f"{model.name} at {_said(trained)}; write stop: {trained} in the suite too, unless this is intended"
                 )
 
 
@@ -155,7 +153,7 @@ class Outlook:
     concerns: tuple[Concern, ...]
     unanswered: tuple[str, ...] = ()  # lines about suites with rows without answers
     selected: tuple[str, ...] = ()  # lines about probes that select by rows of a suite or of the training data
-    stops: tuple[str, ...] = ()  # lines about suites with other stop strings than training
+    stops: tuple[str, ...] = ()  # lines about suites whose stop strings differ from training
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -69,8 +69,8 @@ def refuse_infeasible(
     for stage in manifest.stages:
         if _asks_for_a_gpu(stage) and not gpu_visible():
             raise InputError(
-                f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, no job here would find one; write "
-                "auto or cpu, or run it where there is one"
+                f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, and none is visible here; write "
+                "auto or cpu, or run it on a machine that has one"
             )
     machine = this_machine() if loads else Machine(1)
     for name, load in loads.items():
@@ -264,8 +264,8 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
     if is_confined() if allowed is None else not allows(allowed, image):
         known = f"it allows {', '.join(allowed)}" if allowed else "it allows none"
         raise InputError(
-            f"{source}: image: must be one that project {workspace.ledger.project} allows, got {image} ({known}); an "
-            f"admin of it may allow it: posttrain project allow-image {image}"
+            f"{source}: image: must be one that project {workspace.ledger.project} allows, got {image} ({known}); a "
+            f"project admin can allow it: posttrain project allow-image {image}"
         )
     executor = workspace.jobs.executor
     if not executor.images:
@@ -274,7 +274,7 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
             f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
         )
     if isinstance(executor, LocalExecutor) and (why := executor.trouble()):
-        raise InputError(f"{source}: image: {image} cannot be run here: {why}")
+        raise InputError(f"{source}: image: {image} cannot run here: {why}")
     away = urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address
     if away and not is_served(workspace.root):
         raise InputError(
@@ -301,7 +301,7 @@ def refuse_judges_without_scores(
         if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
             raise InputError(
                 f"{source}: stages.{stage.name}.{_JUDGE}: must score responses, got {stage.inputs[_JUDGE].name}, which "
-                "is no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
+                "is not a sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
             )
 
 
@@ -320,7 +320,7 @@ def scores(
 def check_teachers(
     manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
 ) -> Iterator[str]:
-    """Refuse a stage whose `teacher` generates no text, has other tokens than the student, or fewer than `top_k`;
+    """Refuse a stage whose `teacher` generates no text, has tokens unlike the student's, or fewer than `top_k`;
     yield a warning where both are one model.
 
     The stage's job checks models unknown to the plan: a channel's, one without `tokenizer.json`, one of two models of
@@ -354,7 +354,7 @@ class _Asked:
         """Return why the teacher generates no text; empty: it does."""
         if not scores(self._manifest, self._stage, _SLOT, self._workspace, self._source, self._model):
             return ""
-        return f"{_SLOT}: must make text, got {self._name}, which scores responses; name a model that a policy can be"
+        return f"{_SLOT}: must generate text, got {self._name}, which scores responses; name a model that generates"
 
     def speaks_otherwise(self) -> str:
         """Return why its tokens differ from the student's; empty: no difference found."""
@@ -366,7 +366,7 @@ class _Asked:
             return ""
         sizes = " and ".join(str(len(tokens or ())) for tokens in found)
         return (
-            f"{_SLOT}: must have the student's tokenizer, got {self._name}, which has another (vocabularies of {sizes} "
+            f"{_SLOT}: must have the student's tokenizer, got {self._name} with another (vocabularies of {sizes} "
             "tokens); name a model of the student's family"
         )
 
@@ -385,7 +385,7 @@ class _Asked:
             return
         told = (student.word, teacher.word) if student.source == "stage" else (student.digest, teacher.digest)
         if told[0] and told[0] == told[1]:
-            yield f"{self._stage.name}: teacher {teacher.word} is the model that is trained, so nothing will be learnt"
+            yield f"{self._stage.name}: teacher {teacher.word} is the trained model, so the student learns nothing"
 
     def _size(self, slot: str) -> int | None:
         began = origin(self._manifest, self._stage, slot)
