@@ -211,7 +211,7 @@ class TestBase:
         path = on(world, "model:tiny", data={"train": "channel:prod", "heldout": "dataset:heldout"})
         result = world("plan", path)
         assert result.exit_code == 2
-        assert "a dataset is expected here, and a channel names a model" in result.stderr
+        assert "expected a dataset, and a channel names a model" in result.stderr
 
 
 def move(world: World, shipped: str) -> str:

@@ -41,7 +41,7 @@ class TestDataset:
         assert inspect_dataset(path)["prompts_digest"] == digest
 
     def test_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(NotFoundError, match="the folder holds no data file"):
+        with pytest.raises(NotFoundError, match="the folder has no data file"):
             inspect_dataset(tmp_path)
         (tmp_path / "empty.jsonl").touch()
         with pytest.raises(InputError, match="at least one row, got 0"):
@@ -189,7 +189,7 @@ class TestModel:
         weights = folder / "model.safetensors"
         whole = weights.read_bytes()
         weights.write_bytes(whole[:-1])
-        with pytest.raises(InputError, match=rf"must be {len(whole)} bytes by its header, got {len(whole) - 1}"):
+        with pytest.raises(InputError, match=rf"must be {len(whole)} bytes according to its header, got {len(whole) - 1}"):
             inspect_model(folder)
         for garbage in (b"", b"PK\x03\x04 not safetensors at all", struct.pack("<Q", 4) + b"nope"):
             weights.write_bytes(garbage)
@@ -232,7 +232,7 @@ class TestContamination:
         report = contamination(prompts("sort 31", "Sort 42"), prompts("sort 99", " sort  42", "sort 31 "))
         assert (report.exact, report.alike, report.similar, report.share) == ((3,), (2,), (), 2 / 3)
         assert str(report) == (
-            "2 of 3 evaluation rows are in the training data: 1 equal, first row 3, 1 equal but for case and blanks,"
+            "2 of 3 evaluation rows are in the training data: 1 equal, first row 3, 1 equal except for case and whitespace,"
             " first row 2"
         )
         assert str(contamination(prompts("a"), prompts("b"))) == "0 of 1 evaluation rows are in the training data"
@@ -267,7 +267,7 @@ class TestContamination:
         train = prompts(*(f"{i} a b c d e f g h" for i in range(50)))
         report = contamination(train, prompts("zero one two three four five six seven", "0 a b c d e f g h"), most=60)
         assert (report.exact, report.left) == ((2,), 39), "60 n-grams: 4 of the one that is asked, then 11 rows of 5"
-        assert str(report).endswith("; 39 prompts were not looked at for near-duplicates")
+        assert str(report).endswith("; 39 prompts were not checked for near-duplicates")
 
     def test_refused(self) -> None:
         with pytest.raises(InputError, match="needs evaluation rows"):

@@ -173,7 +173,7 @@ def test_a_name_without_a_version_is_its_latest_and_one_with_it_stays(catalog: C
     assert (first.version, second.version) == (1, 2)
     assert resolve("dataset", "dataset:train").digest == second.digest
     assert resolve("dataset", "dataset:train@1").digest == first.digest
-    with pytest.raises(NotFoundError, match="there is no version 3; the latest is 2"):
+    with pytest.raises(NotFoundError, match="version 3 does not exist; the latest is 2"):
         resolve("dataset", "dataset:train@3")
 
 
@@ -202,5 +202,5 @@ def test_a_file_that_changed_since_it_was_planned_is_not_submitted(catalog: Cata
     manifest.assets.return_value = [("sft", "data", pinned)]
     catalog.publish(manifest)
     rows(tmp_path, path.name, 2)
-    with pytest.raises(InputError, match="changed while it was being submitted"):
+    with pytest.raises(InputError, match="changed during the submission"):
         catalog.publish(manifest)

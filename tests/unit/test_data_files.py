@@ -148,25 +148,25 @@ def test_a_long_list_is_read_through_a_small_window(
     [
         (b'[{"prompt": "a"}, 3]', "d row 2 must be a JSON object, got int"),
         (b'[{"prompt": "a"}, {"prompt": ]', "d row 2 must be a JSON object: Expecting value"),
-        (b'[{"prompt": "a"} {"prompt": "b"}]', "a comma or ] must follow row 1 of its list"),
-        (b'[{"prompt": "a"}', "a comma or ] must follow row 1 of its list, got its end"),
-        (b'[{"prompt": "a"}] x', "nothing may follow its list, got 'x'"),
+        (b'[{"prompt": "a"} {"prompt": "b"}]', "row 1 of the list must be followed by a comma or ]"),
+        (b'[{"prompt": "a"}', "row 1 of the list must be followed by a comma or ], got its end"),
+        (b'[{"prompt": "a"}] x', "the file must end after its list, got 'x'"),
         (b'[{"prompt": NaN}]', "d row 1 .*NaN is not JSON"),
-        (rb'[{"prompt": "\ud800"}]', "d row 1 .*half a character"),
+        (rb'[{"prompt": "\ud800"}]', "d row 1 .*the lone surrogate"),
         (b'[{"prompt": "\xff"}]', "d must be UTF-8, got byte 0xff"),
         (b"[]", "at least one row, got 0"),
         (b"prompt,answer\na,b,c\n", r"d row 1 \(line 2\) must have 2 cells like its header, got 3"),
         (b'prompt,answer\n"x\ny",b\na\n', r"d row 2 \(line 4\) must have 2 cells like its header, got 1"),
         (b'prompt,answer\n"a,b\n', "is not CSV: unexpected end of data"),
-        (b"prompt, answer\na,b\n", "without blanks around them, got ' answer'"),
+        (b"prompt, answer\na,b\n", "without surrounding spaces, got ' answer'"),
         (b"prompt,prompt\na,b\n", "must not have a column twice"),
         (b"prompt,x\na,\xff\n", "must be UTF-8, got byte 0xff"),
         (b"name,age\nada,36\n", "names one of the columns prompt, question, messages, text, chosen, got 'name,age'"),
         (b"messages\nhello\n", "d row 1: messages must be a list of messages, got text"),
         (b"PK\x03\x04....", "got a zip archive; unpack it"),
         (gz(b'{"prompt": "a"}\n')[:-9], "d cannot be read: .*ended"),
-        (gz(gz(b"{}")), "must hold text inside gzip, got bytes"),
-        (zstd(parquet(TABLE)), "must hold text inside zstd, got bytes"),
+        (gz(gz(b"{}")), "must contain text inside gzip, got binary data"),
+        (zstd(parquet(TABLE)), "must contain text inside zstd, got binary data"),
         (gz(b'{"prompt": "a"}\n{"prompt": \n'), "d:2 must be one JSON object per line"),
         (arrow(TABLE)[:300], "d cannot be read as Arrow"),
         (b"\xff\xff\xff\xff" + bytes(60), "at least one row, got 0|cannot be read as Arrow"),
@@ -241,15 +241,15 @@ def test_a_row_is_named_by_its_file_where_there_are_several(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        (["train-0.jsonl", "test-0.jsonl"], "d holds the splits test, train; name one: d/test-0.jsonl"),
+        (["train-0.jsonl", "test-0.jsonl"], "d has the splits test, train; name one: d/test-0.jsonl"),
         (
             [f"data/{s}-0000{i}-of-00002.parquet" for s in ("train", "test") for i in (0, 1)],
-            r"d holds the splits test, train; name one: d/data/test-\*\.parquet",
+            r"d has the splits test, train; name one: d/data/test-\*\.parquet",
         ),
-        (["train.jsonl", "heldout.jsonl"], "d holds the splits others, train; name one: d/train.jsonl"),
+        (["train.jsonl", "heldout.jsonl"], "d has the splits others, train; name one: d/train.jsonl"),
         (["main/train.jsonl", "socratic/train.jsonl"], "in the folders main, socratic; name one: d/socratic"),
-        (["a.jsonl", "notes.pdf"], r"must hold data only .*, got notes\.pdf; take it away"),
-        (["README.md"], "the folder holds no data file"),
+        (["a.jsonl", "notes.pdf"], r"must contain data only .*, got notes\.pdf; remove it"),
+        (["README.md"], "the folder has no data file"),
     ],
 )
 def test_folders_that_are_not_one_data_set(tmp_path: Path, names: list[str], match: str) -> None:
@@ -279,13 +279,13 @@ def test_what_datasets_saves_to_disk(tmp_path: Path) -> None:
     folder = saved(tmp_path / "d", TABLE.slice(0, 1), TABLE.slice(1))
     assert read_rows(data_files(folder)) == ROWS
     (folder / "data-00000-of-00002.arrow").unlink()
-    with pytest.raises(NotFoundError, match=r"state\.json names data-00000-of-00002\.arrow, which is not there"):
+    with pytest.raises(NotFoundError, match=r"state\.json names data-00000-of-00002\.arrow, which does not exist"):
         data_files(folder)
     both = tmp_path / "both"
     for split in ("train", "test"):
         saved(both / split, TABLE)
     (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(InputError, match=r"both holds the splits train, test; name one: \./both/train"):
+    with pytest.raises(InputError, match=r"both has the splits train, test; name one: \./both/train"):
         data_files(both, "./both")
     assert read_rows(data_files(both / "test")) == ROWS
     (both / "dataset_dict.json").write_text('{"splits": []}')

@@ -111,10 +111,10 @@ def test_an_installed_package_s_function_scores_in_the_cell(tmp_path: Path) -> N
         ("rated_things.sub:exakt", r"rated_things\.sub has no exakt \(did you mean 'exact'\?\)"),
         ("rated_things.none:exact", r"no installed package has a module rated_things\.none; install it"),
         ("absent_package:exact", "no installed package has a module absent_package"),
-        ("os.path:join", r"os\.path is of the standard library"),
+        ("os.path:join", r"os\.path is in the standard library"),
         (
             "rated_things.sub.odd:unknown",
-            r"rated_things\.sub\.odd:unknown: parameters \(x, y\) are of no known dialect",
+            r"rated_things\.sub\.odd:unknown: parameters \(x, y\) match no known dialect",
         ),
     ],
 )

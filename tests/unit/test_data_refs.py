@@ -38,7 +38,7 @@ def test_parsed_and_printed_back(text: str, kind: str, expected: AssetRef) -> No
     ("text", "kind", "match"),
     [
         ("datset:x@1", "dataset", r"unknown kind 'datset' \(did you mean 'dataset'\?\)"),
-        ("model:x", "dataset", "a dataset is expected here, got a model"),
+        ("model:x", "dataset", "expected a dataset, got a model"),
         ("tiny-sort", "model", "write model:tiny-sort"),
         ("", "model", "must be kind:name@version"),
         ("dataset:", "dataset", "name must match"),
@@ -82,7 +82,7 @@ def test_paths_are_relative_to_the_run_file(tmp_path: Path) -> None:
     assert local_path(parse_ref("./d.jsonl", "dataset"), tmp_path) == tmp_path / "d.jsonl"
     with pytest.raises(NotFoundError, match="no such file or folder"):
         local_path(parse_ref("./absent.jsonl", "dataset"), tmp_path)
-    with pytest.raises(InputError, match="names what is in the workspace"):
+    with pytest.raises(InputError, match="names an asset of the workspace"):
         local_path(parse_ref("dataset:x", "dataset"), tmp_path)
 
 

@@ -85,11 +85,11 @@ def test_as_python_says_once_it_is_loaded(entry: str) -> None:
     [
         ("accuracy_reward", "accuracy_reward is imported"),
         ("wrapped", "wrapped is decorated by decorate"),
-        ("Child", "class Child gets its __call__ from elsewhere"),
-        ("made", "made is made by calling decorate"),
-        ("chosen", "chosen is made by an expression"),
+        ("Child", "class Child does not define its __call__ here"),
+        ("made", "made is the result of calling decorate"),
+        ("chosen", "chosen is assigned from an expression"),
         ("spread", "wrapped is decorated by decorate"),
-        ("either", "either is bound in several ways"),
+        ("either", "either is assigned more than once"),
     ],
 )
 def test_what_only_its_code_knows(entry: str, reason: str) -> None:
@@ -130,7 +130,7 @@ def test_what_nobody_offers() -> None:
         refuse_missing(Signature(("completions", "solution"), ("completions", "solution")), "trl", ["answer"])
     with pytest.raises(SignatureError, match="parameter 'level'"):
         refuse_missing(Signature(("solution_str", "level"), ("solution_str", "level")), "verl", ["level"])
-    with pytest.raises(SignatureError, match=r"parameters \(x, \*\*kw\) are of no known dialect"):
+    with pytest.raises(SignatureError, match=r"parameters \(x, \*\*kw\) match no known dialect"):
         detect(Signature(("x",), ("x",), "kw"))
     with pytest.raises(SignatureError, match="parameter 'a' is positional-only"):
         detect(Signature(("completion",), (), "", ("a",)))

@@ -157,7 +157,7 @@ def test_a_changed_object_is_refused_with_both_checksums(world: World, place: El
         refused = world(*command)
         assert refused.exit_code == 8, refused.stdout
         (line,) = refused.stderr.strip().splitlines()
-        assert f"has checksum {other}, and must have {checksum}" in line
+        assert f"checksum must be {checksum}, got {other}" in line
         assert f"posttrain asset add dataset:far --external {place.uri} --checksum {other}" in line
     assert world.json("ls")["runs"] == []
     assert world("verify", "dataset:far").exit_code == 8
@@ -240,9 +240,9 @@ def test_an_object_that_is_gone_from_its_store_is_a_problem(world: World) -> Non
     add(world, place, place.put(rows()))
     place.remove()
     refused = world("verify", "dataset:far")
-    assert (refused.exit_code, "there is no object s3://bucket/gone.jsonl; put it back" in refused.stderr) == (8, True)
+    assert (refused.exit_code, "there is no object s3://bucket/gone.jsonl; restore it" in refused.stderr) == (8, True)
     use(world)
-    assert "there is no object s3://bucket/gone.jsonl; put it back" in world("plan", "run.yaml").stderr
+    assert "there is no object s3://bucket/gone.jsonl; restore it" in world("plan", "run.yaml").stderr
 
 
 def test_a_version_of_the_store_is_what_is_read(world: World) -> None:

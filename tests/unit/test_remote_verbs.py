@@ -271,9 +271,9 @@ def test_python_is_told_what_a_run_asks_of_a_person(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("word", "what"),
     [
-        ("~nosuchuser/x", "model ~nosuchuser/x: is no path that can be read"),
+        ("~nosuchuser/x", "model ~nosuchuser/x: is not a readable path"),
         ("./nowhere", "no such file or folder"),
-        ("DEEP", "must have at most 16 folders in each other"),
+        ("DEEP", "must nest at most 16 folders"),
         ("EMPTY", "config.json"),
     ],
 )

@@ -80,7 +80,9 @@ def inspect_reward(
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{source.name}: its docstring must be text, got half a character; write it anew") from error
+        raise InputError(
+            f"{source.name}: its docstring must be valid Unicode, got a lone surrogate; write it again"
+        ) from error
     return {
         "entry": f"{source.name}:{name}" if path.is_dir() else name,
         "dialect": dialect,
@@ -100,7 +102,9 @@ def inspect_imported(found: ImportedReward, called: Called) -> Meta:
     """
     word, dialect = f"{found.module}:{found.function}", called.dialect or AUTO
     if called.entry is not None:
-        raise InputError(f"entry must not stand beside {word}, which names the function, got {called.entry!r}; drop it")
+        raise InputError(
+            f"entry must not be set with {word}, which names the function, got {called.entry!r}; remove it"
+        )
     if not isinstance(found.signature, str):
         _refuse_unknown(found.signature, dialect, word)
     return {"entry": found.function, "dialect": dialect, "source": SOURCE}
@@ -168,7 +172,7 @@ def inspect_recipe(path: Path, entry: str) -> Meta:
         InputError: not Python (`file:line`).
     """
     if not path.is_file():
-        raise NotFoundError(f"recipe source {path} does not exist; put the module beside the run file")
+        raise NotFoundError(f"recipe source {path} does not exist; put the module next to the run file")
     module = _parsed(path.read_bytes(), path.name)
     if entry not in definitions(module):
         classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
@@ -181,7 +185,7 @@ def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
-        line, reason = getattr(error, "lineno", None), str(error) or "nested deeper than Python reads"
+        line, reason = getattr(error, "lineno", None), str(error) or "nested too deeply for Python"
         raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 
 
@@ -270,7 +274,7 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
     config = _json_file(folder / "config.json", folder.name)
     if "auto_map" in config:
         raise InputError(
-            f"model {folder.name}: config.json asks for code in the folder (auto_map), which is never executed"
+            f"model {folder.name}: config.json requires code in the folder (auto_map), which Posttrain never executes"
         )
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -305,14 +309,12 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
 
 def _survey(folder: Path, limits: ModelLimits) -> None:
     """Refuse pickles and exceeded limits before files are hashed."""
-    how = "; give the model's own folder, or raise it: posttrain init --model-limit"
+    how = "; give the model's own folder, or raise the limit: posttrain init --model-limit"
     files, total, waiting = 0, 0, [(folder, 1)]
     while waiting:
         here, depth = waiting.pop()
         if depth > limits.depth:
-            raise InputError(
-                f"model {folder.name} must have at most {limits.depth} folders in each other, got more{how} depth=N"
-            )
+            raise InputError(f"model {folder.name} must nest at most {limits.depth} folders, got more{how} depth=N")
         for path in sorted(here.iterdir()):
             if beside_model(path.relative_to(folder).as_posix() + "/" * path.is_dir()):
                 continue
@@ -389,7 +391,7 @@ def _header(path: Path) -> Mapping[str, Any]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= min(size - 8, _MAX_HEADER):
             raise InputError(
-                f"{path.name} is not safetensors or cut short: its header cannot be {length} of {size} bytes"
+                f"{path.name} is not safetensors or is truncated: its header cannot be {length} of {size} bytes"
             )
         try:
             header = json.loads(file.read(length))
@@ -406,13 +408,13 @@ def _header(path: Path) -> Mapping[str, Any]:
         begin, after = tensor["data_offsets"]
         if begin != end or after - begin != _stored(tensor):
             raise InputError(
-                f"{path.name} is not safetensors: {name[:60]} must be {_stored(tensor)} bytes from {end} on by its "
+                f"{path.name} is not safetensors: {name[:60]} must be {_stored(tensor)} bytes at offset {end} by its "
                 f"shape and the tensors before it, got {begin} to {after}; save it again"
             )
         end = after
     wanted = 8 + length + end
     if size != wanted:
-        raise InputError(f"{path.name} must be {wanted} bytes by its header, got {size}; copy it again")
+        raise InputError(f"{path.name} must be {wanted} bytes according to its header, got {size}; copy it again")
     return tensors
 
 

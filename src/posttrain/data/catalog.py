@@ -128,7 +128,7 @@ class Catalog:
     def add_dataset(
         self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
-        """Register a data set: a file, a folder, or several files. One file is stored as it is, several as a tree.
+        """Register a data set: a file, a folder, or several files. One file is stored unchanged, several as a tree.
 
         Args:
             progress: called with the number of rows read so far.
@@ -152,10 +152,10 @@ class Catalog:
             NotFoundError: the object does not exist. InfrastructureError: its store does not respond.
         """
         if place.uri.startswith("file:"):
-            refuse_afar(f"{place.uri[:120]!a}: a server registers no files of its machine; send the file itself")
+            refuse_afar(f"{place.uri[:120]!a}: a server does not register files of its machine; send the file itself")
         refuse_name("dataset", name)
         if not is_digest(checksum):
-            raise InputError(f"checksum must be sha256: and 64 hex digits, got {checksum!r}; sha256sum tells a file's")
+            raise InputError(f"checksum must be sha256: and 64 hex digits, got {checksum!r}; run sha256sum FILE")
         path = scratched / place.name
         try:
             fetch_external(place, checksum, path)
@@ -335,7 +335,7 @@ class Catalog:
             return versions[-1]
         found = next((asset for asset in versions if asset.version == ref.version), None)
         if found is None:
-            raise NotFoundError(f"{ref}: there is no version {ref.version}; the latest is {versions[-1].version}")
+            raise NotFoundError(f"{ref}: version {ref.version} does not exist; the latest is {versions[-1].version}")
         return found
 
     def _pinned(self, asset: Asset, called: Called = AS_FOUND) -> InputRef:
@@ -425,9 +425,7 @@ class Catalog:
             path, put = self._local[ref.digest]
             digest = put()
             if digest != ref.digest:
-                raise InputError(
-                    f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"
-                )
+                raise InputError(f"{path}: changed during the submission ({ref.digest} → {digest}); submit again")
 
 
 def refuse_name(kind: str, name: str) -> None:
@@ -498,8 +496,8 @@ def _told(asset: Asset, error: PosttrainError) -> PosttrainError:
     version = f" --version {asset.meta[VERSION]}" if asset.meta.get(VERSION) else ""
     again = f"posttrain asset add {asset.kind}:{asset.name} --external {asset.meta[URI]}{version}"
     if isinstance(error, ChangedError):
-        way = f"put it back, or register what is there now: {again} --checksum {error.found}"
+        way = f"restore it, or register the present bytes: {again} --checksum {error.found}"
         return IntegrityError(f"{asset.ref}: {error}; {way}")
     if isinstance(error, NotFoundError):
-        return NotFoundError(f"{asset.ref}: {error}; put it back, or register the data set from where it is now")
+        return NotFoundError(f"{asset.ref}: {error}; restore it, or register the data set from its new place")
     return type(error)(f"{asset.ref}: {error}")

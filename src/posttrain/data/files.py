@@ -88,7 +88,7 @@ def file_format(path: Path) -> str:
 
 def _kind(path: Path, name: str) -> str:
     if not path.is_file():
-        raise NotFoundError(f"{name}: there is no data set file {path}; check the path")
+        raise NotFoundError(f"{name}: data set file {path} does not exist; check the path")
     try:
         with path.open("rb") as file:
             magic = file.read(8)
@@ -113,7 +113,7 @@ def _texts(path: Path, name: str, packed: str) -> Iterator[Row]:
     with _opened(path, name, packed) as file:
         start = file.peek(8)
         if packed and (start.startswith((_PARQUET, _STREAM, _ARROW)) or start[:2] in _PACKED or start[:4] in _PACKED):
-            raise InputError(f"{name} must hold text inside {packed}, got bytes; unpack it once")
+            raise InputError(f"{name} must contain text inside {packed}, got binary data; unpack it once")
         yield from {"csv": _csv_rows, "json": _listed_rows, "jsonl": _lines}[_text_form(file, name)](file, name)
 
 
@@ -151,7 +151,7 @@ class _Unpacked(io.RawIOBase):
                 chunk = self._source.read(len(view) - filled)
             except (OSError, EOFError, zlib.error) as error:  # truncated, or another format
                 reason = " ".join(str(error).split())[:200]
-                raise InputError(f"{self._name} cannot be read: {reason}; make it again") from error
+                raise InputError(f"{self._name} cannot be read: {reason}; create it again") from error
             if not chunk:
                 break
             view[filled : filled + len(chunk)] = chunk
@@ -214,7 +214,7 @@ def _refuse_constant(text: str) -> float:
 
 def _reason(error: Exception) -> object:
     if isinstance(error, UnicodeEncodeError):
-        return f"half a character, {error.object[error.start]!r}, is no text"
+        return f"the lone surrogate {error.object[error.start]!r} is not valid Unicode"
     return error.msg if isinstance(error, json.JSONDecodeError) else error
 
 
@@ -233,9 +233,9 @@ def _listed_rows(file: BinaryIO, name: str) -> Iterator[Row]:
         if text.skip("]"):
             break
         if not text.skip(","):
-            raise InputError(f"{name}: a comma or ] must follow row {number} of its list, got {text.shown()}")
+            raise InputError(f"{name}: row {number} of the list must be followed by a comma or ], got {text.shown()}")
     if text.shown() != "its end":
-        raise InputError(f"{name}: nothing may follow its list, got {text.shown()}; write one list, or JSON lines")
+        raise InputError(f"{name}: the file must end after its list, got {text.shown()}; write one list, or JSON lines")
 
 
 class _Text:
@@ -313,10 +313,10 @@ def _csv_rows(file: BinaryIO, name: str) -> Iterator[Row]:
             else:
                 raise InputError(
                     f"{name} row {number} (line {records.line_num}) must have {len(header)} cells like its header, got"
-                    f" {len(cells)}; put a cell that holds the separator in quotes"
+                    f" {len(cells)}; quote cells that contain the separator"
                 )
     except csv.Error as error:
-        raise InputError(f"{name}:{records.line_num} is not CSV: {error}; mend its quotes") from error
+        raise InputError(f"{name}:{records.line_num} is not CSV: {error}; fix its quotes") from error
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} must be UTF-8, got byte {error.object[error.start]:#04x}; save it as UTF-8"
@@ -339,7 +339,7 @@ def _delimiter(line: str, name: str) -> str:
         try:
             cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
         except csv.Error as error:
-            raise InputError(f"{name}:1 is not CSV: {error}; mend it, or save it as UTF-8") from error
+            raise InputError(f"{name}:1 is not CSV: {error}; fix the header, or save the file as UTF-8") from error
         if any(cell.strip() in COLUMNS for cell in cells):
             return delimiter
     raise InputError(
@@ -353,7 +353,9 @@ def _header(cells: list[str], name: str) -> list[str]:
     names = [cell or f"Unnamed: {index}" for index, cell in enumerate(cells)]
     padded = next((cell for cell in names if cell != cell.strip()), None)
     if padded is not None:
-        raise InputError(f"{name}:1 must name its columns without blanks around them, got {padded!r}; take them away")
+        raise InputError(
+            f"{name}:1 must name its columns without surrounding spaces, got {padded!r}; remove the spaces"
+        )
     _refuse_twice(names, name)
     return names
 
@@ -384,7 +386,7 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{name} cannot be read as {word}: {' '.join(str(error).split())[:200]}") from error
     except (ValueError, OverflowError) as error:  # invalid UTF-8, a date out of range
-        raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise InputError(f"{name} contains values that cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def _declared(found: Any) -> int:
@@ -460,35 +462,37 @@ def together(paths: Iterable[Path], word: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
-            raise InputError(f"{word}: several paths must be files, got the folder {path}; give its files, or it alone")
+            raise InputError(
+                f"{word}: several paths must be files, got the folder {path}; give its files, or only the folder"
+            )
         if path.name in files:
             raise InputError(f"{word}: files must have different names, got {path.name} twice; rename one")
         files[path.name] = path
     if not files:
         raise NotFoundError(f"{word}: no file matches; check the pattern")
     if len(files) > _MOST_FILES:
-        raise InputError(f"{word}: a data set must be of at most {_MOST_FILES} files, got {len(files)}; join them")
+        raise InputError(f"{word}: a data set must have at most {_MOST_FILES} files, got {len(files)}; merge them")
     return dict(sorted(files.items()))
 
 
 def _folder(folder: Path, word: str) -> dict[str, Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = _described(folder / "dataset_dict.json", "splits", word)
-        raise InputError(f"{word} holds the splits {_listed(splits)}; name one: {_beside(word, str(splits[0]))}")
+        raise InputError(f"{word} has the splits {_listed(splits)}; name one: {_beside(word, str(splits[0]))}")
     if (folder / "state.json").is_file():
         shards = [str(file.get("filename")) for file in _described(folder / "state.json", "_data_files", word)]
         lost = next((name for name in shards if Path(name).name != name or not (folder / name).is_file()), None)
         if lost is not None:
-            raise NotFoundError(f"{word}: state.json names {lost}, which is not there; save the data set again")
+            raise NotFoundError(f"{word}: state.json names {lost}, which does not exist; save the data set again")
         return together([folder / name for name in shards], word)
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and _counts(path.relative_to(folder))]
     if stranger := next((path for path in found if not _is_data(path.name)), None):
         raise InputError(
-            f"{word}: a data set's folder must hold data only ({', '.join(SUFFIXES)}, with {' or '.join(PACKED)}), got"
-            f" {stranger.relative_to(folder)}; take it away, or name the files: {_beside(word, '*.jsonl')}"
+            f"{word}: a data set's folder must contain data only ({', '.join(SUFFIXES)}, with {' or '.join(PACKED)}), "
+            f"got {stranger.relative_to(folder)}; remove it, or name the files: {_beside(word, '*.jsonl')}"
         )
     if not found:
-        raise NotFoundError(f"{word}: the folder holds no data file; give one with {', '.join(SUFFIXES)} files")
+        raise NotFoundError(f"{word}: the folder has no data file; give one with {', '.join(SUFFIXES)} files")
     _refuse_mixed(found, folder, word)
     return together(found, word)
 
@@ -496,13 +500,13 @@ def _folder(folder: Path, word: str) -> dict[str, Path]:
 def _refuse_mixed(found: list[Path], folder: Path, word: str) -> None:
     folders = sorted({path.parent.relative_to(folder).as_posix() for path in found})
     if len(folders) > 1:
-        raise InputError(f"{word} holds data in the folders {_listed(folders)}; name one: {_beside(word, folders[-1])}")
+        raise InputError(f"{word} has data in the folders {_listed(folders)}; name one: {_beside(word, folders[-1])}")
     splits = {path: _split(path.name) for path in found}
     if len(set(splits.values())) > 1:
         first = next(path for path, split in splits.items() if split)
         place = Path(folders[0], re.sub(r"\d+-of-\d+", "*", first.name)).as_posix()
         words = sorted({split or "others" for split in splits.values()})
-        raise InputError(f"{word} holds the splits {_listed(words)}; name one: {_beside(word, place)}")
+        raise InputError(f"{word} has the splits {_listed(words)}; name one: {_beside(word, place)}")
 
 
 def _described(file: Path, key: str, word: str) -> list[Any]:
@@ -510,7 +514,7 @@ def _described(file: Path, key: str, word: str) -> list[Any]:
     try:
         found = json.loads(file.read_bytes())[key]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise InputError(f"{word}: {file.name} must say {key}: {error!r:.100}; save the data set again") from error
+        raise InputError(f"{word}: {file.name} must contain {key}: {error!r:.100}; save the data set again") from error
     wanted = str if key == "splits" else dict
     if not found or not isinstance(found, list) or not all(isinstance(entry, wanted) for entry in found):
         raise InputError(f"{word}: {file.name} must list {key}, got {found!r:.60}; save the data set again")

@@ -130,7 +130,7 @@ def check_answers(rows: Sequence[Row], name: str) -> None:
             shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
             raise InputError(
                 f"{name} row {number} must have an answer as text, got answer {shown} ({type(answer).__name__}); "
-                "write it in quotes or drop the row"
+                "quote it or drop the row"
             )
 
 
@@ -205,7 +205,7 @@ def _refuse_longer(length: int, longest: int | None, context: int | None, what: 
 def _begun(prompt: rendering.Ids) -> rendering.Ids:
     """Return a prompt's tokens; refuse an empty prompt, since the first token of a document is not predicted."""
     if not prompt:
-        raise InputError("a prompt must have a token at least, got none; write one, or drop the row")
+        raise InputError("a prompt must have at least one token, got none; write one, or drop the row")
     return prompt
 
 
@@ -307,7 +307,7 @@ def _environment() -> Any:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _huge(operator, left, right):
-                raise TemplateError(f"makes something too large with {operator}")
+                raise TemplateError(f"creates a value that is too large with {operator}")
             return super().call_binop(context, operator, left, right)
 
     def raise_exception(message: str) -> None:

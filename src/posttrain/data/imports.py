@@ -30,7 +30,7 @@ _DATA, _MODEL = "data set", "base model"
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was registered."""
+    """The registered assets and the record of an import."""
 
     assets: tuple[Asset, ...]  # data sets, the history, the model
     record: Mapping[str, Any]
@@ -61,7 +61,7 @@ def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun,
     name = name or _name_from(run.source)
     refuse_name("model", name)
     if run.model is None and not len(run.points):
-        raise InputError(f"{run.source}: has neither a model nor a metric, so nothing is to be registered")
+        raise InputError(f"{run.source}: must have a model or a metric, got neither; check the path")
     with blobs.holding():
         about, model = _store_model(blobs, cache, run)
         history = {"digest": blobs.put(_parquet(run.points, run.source, run.stage)), **_summary(run.points)}
@@ -101,7 +101,7 @@ def _name_from(source: str) -> str:
     """Return a name reduced to valid characters; raise InputError where none remain."""
     found = _NO_LETTER.sub("-", source.lower()).strip("-._")[:63].rstrip("-._")
     if not found:
-        raise InputError(f"{source!r} makes no name of an asset; say one with --name")
+        raise InputError(f"{source!r} contains no valid asset name; set one with --name")
     return found
 
 
@@ -250,8 +250,8 @@ def begins_at(record: Mapping[str, Any]) -> str:
     """Return the unknown part of the lineage, as text."""
     bases = [row["name"] for row in record["named"] if row["role"] == _MODEL and "digest" not in row]
     data = [row for row in record["named"] if row["role"] == _DATA]
-    base = f"what {os.fspath(bases[0])} is made of" if bases else "the model it began from"
+    base = f"the origin of {os.fspath(bases[0])}" if bases else "the base model"
     if not data:
-        return f"{base}; the data it was trained on"
+        return f"{base}; the training data"
     unseen = any("digest" not in row for row in data)
     return f"{base}; the rows of data sets known by name only" if unseen else base

@@ -40,7 +40,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = Function | ast.ClassDef | ast.expr | ast.alias
 _TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # keep parameters
 UNCONFINED = (
-    "a server runs a dataflow of one's own only in an image, which confines it; name one that the project allows: "
+    "a server runs a custom dataflow only in an image, which confines it; name an image that the project allows: "
     "image: NAME@sha256:…"
 )
 _FOLDER: ContextVar[Path | None] = ContextVar("posttrain_confined", default=None)
@@ -129,7 +129,7 @@ def signature_of(module: ast.Module, entry: str) -> Signature | str:
 def _signature(known: dict[str, _Definition | None], name: str, depth: int) -> Signature | str:
     node = known.get(name)
     if node is None or not depth:
-        return f"{name} is bound in several ways"
+        return f"{name} is assigned more than once"
     if isinstance(node, ast.alias):
         return f"{name} is imported"
     if isinstance(node, Function):
@@ -142,7 +142,7 @@ def _signature(known: dict[str, _Definition | None], name: str, depth: int) -> S
         return _of_arguments(node.args)
     if isinstance(node, ast.Call):
         return _of_call(known, name, node, depth - 1)
-    return f"{name} is made by an expression"
+    return f"{name} is assigned from an expression"
 
 
 def _of_call(known: dict[str, _Definition | None], name: str, node: ast.Call, depth: int) -> Signature | str:
@@ -151,7 +151,7 @@ def _of_call(known: dict[str, _Definition | None], name: str, node: ast.Call, de
         whole = _signature(known, node.args[0].id, depth)
         plain = not any(isinstance(a, ast.Starred) for a in node.args) and all(k.arg for k in node.keywords)
         if isinstance(whole, str) or not plain or whole.nameless:
-            return whole if isinstance(whole, str) else f"{name} is made by partial with arguments of its own"
+            return whole if isinstance(whole, str) else f"{name} is a partial whose arguments cannot be read"
         given = {keyword.arg for keyword in node.keywords}
         rest = whole.names[len(node.args) - 1 :]
         return replace(whole, names=rest, required=tuple(n for n in whole.required if n in rest and n not in given))
@@ -159,7 +159,7 @@ def _of_call(known: dict[str, _Definition | None], name: str, node: ast.Call, de
         return _VERIFIERS
     if isinstance(node.func, ast.Name) and isinstance(known.get(node.func.id), ast.ClassDef):
         return _signature(known, node.func.id, depth)
-    return f"{name} is made by calling {_last(node.func) or 'something'}"
+    return f"{name} is the result of calling {_last(node.func) or 'an expression'}"
 
 
 def _of_class(node: ast.ClassDef) -> Signature | str:
@@ -167,7 +167,7 @@ def _of_class(node: ast.ClassDef) -> Signature | str:
         return _VERIFIERS
     call = next((part for part in node.body if isinstance(part, Function) and part.name == "__call__"), None)
     if call is None or node.decorator_list:
-        return f"class {node.name} gets its __call__ from elsewhere"
+        return f"class {node.name} does not define its __call__ here"
     found = _of_function(call)
     if isinstance(found, str):
         return found
@@ -181,7 +181,7 @@ def _of_function(node: Function) -> Signature | str:
     for decorator in node.decorator_list:
         name = _last(decorator.func if isinstance(decorator, ast.Call) else decorator)
         if name not in _TRANSPARENT:
-            return f"{node.name} is decorated by {name or 'something'}"
+            return f"{node.name} is decorated by {name or 'an expression'}"
     return _of_arguments(node.args)
 
 
@@ -236,11 +236,12 @@ def imported_reward(word: str) -> ImportedReward:
     owners = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise InputError(
-            f"reward {word}: {module} is of the standard library: no version to pin; call it in a file of yours"
+            f"reward {word}: {module} is in the standard library, which has no version to pin; call it from your "
+            "own file"
         )
     if not files or not owners:
         raise NotFoundError(
-            f"reward {word}: no installed package has a module {module}; install it beside posttrain, or give a file"
+            f"reward {word}: no installed package has a module {module}; install it next to posttrain, or give a file"
         )
     parsed = {path: _parsed(path, word) for path in files}
     homes = [p for p, tree in parsed.items() if not isinstance(definitions(tree).get(function), ast.alias | None)]
@@ -310,8 +311,8 @@ def refuse_elsewhere(word: str, path: Path) -> None:
     leaves = plain.is_absolute() or word.startswith("~") or ".." in plain.parts or "\0" in word
     if leaves or not path.resolve().is_relative_to(folder):
         raise InputError(
-            f"{word[:120]!a}: a server reads no files but those that are sent with the request; the command line sends "
-            "what a run file names, or name a registered asset"
+            f"{word[:120]!a}: a server reads only files that are sent with the request; the command line sends the "
+            "files that a run file names, or name a registered asset"
         )
 
 
@@ -401,7 +402,7 @@ def parse_ref(text: str, kind: str) -> AssetRef:
     if head not in KINDS:
         raise InputError(f"ref {text!r}: unknown kind {head!r}{nearest(head, KINDS)}; expected {kind}:NAME@VERSION")
     if head != kind:
-        raise InputError(f"ref {text!r}: a {kind} is expected here, got a {head}; write {kind}:NAME@VERSION")
+        raise InputError(f"ref {text!r}: expected a {kind}, got a {head}; write {kind}:NAME@VERSION")
     if not (NAME.fullmatch(name) or trained):
         raise InputError(f"ref {text!r}: name must match {NAME.pattern}, got {name!r}")
     return AssetRef(kind, Source.REGISTRY, name, _number("version", version, text) if at else None)
@@ -416,7 +417,7 @@ def _number(what: str, written: str, text: str) -> int:
 def _made_ref(source: Source, rest: str, kind: str, text: str) -> AssetRef:
     """Parse `channel:NAME[@RELEASE]` or `run:RUN[/STAGE]`."""
     if kind != "model":
-        raise InputError(f"ref {text!r}: a {kind} is expected here, and a {source} names a model; write {kind}:NAME")
+        raise InputError(f"ref {text!r}: expected a {kind}, and a {source} names a model; write {kind}:NAME")
     name, mark, more = rest.partition("@" if source is Source.CHANNEL else "/")
     if not _MADE[source].fullmatch(name) or (mark and not more):
         form = "channel:NAME or channel:NAME@RELEASE" if source is Source.CHANNEL else "run:RUN or run:RUN/STAGE"
@@ -458,7 +459,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         NotFoundError: no such file; for the hub, with the command that fetches it.
     """
     if not ref.on_disk:
-        raise InputError(f"ref {ref} names what is in the workspace, not a file")
+        raise InputError(f"ref {ref} names an asset of the workspace, not a file")
     if ref.source is Source.HUB:
         return _hub_snapshot(ref, environment)
     try:
@@ -466,7 +467,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         refuse_elsewhere(ref.name, path)
         there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
     except (OSError, RuntimeError, ValueError) as error:  # name too long, no permission, no such ~user
-        raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
+        raise InputError(f"{ref.kind} {ref.name[:60]}: is not a readable path: {error}") from error
     if not there:
         hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)
         way = f"write hf:{ref.name}@REVISION for the hub's, or " if hub else ""

@@ -96,7 +96,7 @@ def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str
 
 
 def named(file: str, name: str, files: int) -> str:
-    """Return the name in errors of a data set's file: `dataset:train@1/shard-2.jsonl` where there are several."""
+    """Return the name in errors of a data set's file: `dataset:train@1/shard-2.jsonl`if there are several."""
     return (name or file) if files == 1 else f"{name}/{file}" if name else file
 
 
@@ -154,7 +154,9 @@ def _split_preference(row: Row, place: str) -> None:
     pairs = zip(chosen, rejected, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if _without_nulls(a) != _without_nulls(b)), None)
     if not shared:
-        raise InputError(f"{place}: chosen and rejected must share a prompt and then differ, got none; add prompt")
+        raise InputError(
+            f"{place}: chosen and rejected must share a prompt and then differ, got no shared prompt; add prompt"
+        )
     row["prompt"], row["chosen"], row["rejected"] = chosen[:shared], chosen[shared:], rejected[shared:]
 
 
@@ -244,21 +246,23 @@ def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> li
         if rows[earlier].get("answer") != row.get("answer"):
             raise InputError(
                 f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got"
-                f" another: no response can be right on both; drop one"
+                f" another: no response can be correct for both; drop one row"
             )
         columns = sorted({*row, *rows[earlier]}) if whole else ()
         other = next((column for column in columns if rows[earlier].get(column) != row.get(column)), None)
         if other is not None:
             raise InputError(
                 f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got"
-                f" another: the reward reads it, and one prompt is one item; drop one"
+                f" another: the reward reads it, and a prompt must be one item; drop one row"
             )
     return [rows[index] for index in first.values()]
 
 
 def repeated_rows(name: str, rows: int, items: int) -> str:
     """Return the warning for a suite with repeated rows."""
-    return f"{name}: {rows - items} of {rows} rows repeat another; they count once, so the suite has {items} items"
+    return (
+        f"{name}: {rows - items} of {rows} rows repeat another row; repeats count once, so the suite has {items} items"
+    )
 
 
 def _content_text(content: Any) -> str:
@@ -293,9 +297,9 @@ class ContaminationReport:
     def __str__(self) -> str:
         near = f"near-duplicate{'' if len(self.similar) == 1 else 's'}"
         near += f" ({self.overlap:.0%} of {self.ngram}-grams in one prompt)"
-        parts = [(self.exact, "equal"), (self.alike, "equal but for case and blanks"), (self.similar, near)]
+        parts = [(self.exact, "equal"), (self.alike, "equal except for case and whitespace"), (self.similar, near)]
         told = ", ".join(f"{len(rows)} {word}, first row {rows[0]}" for rows, word in parts if rows)
-        left = f"; {self.left} prompts were not looked at for near-duplicates" if self.left else ""
+        left = f"; {self.left} prompts were not checked for near-duplicates" if self.left else ""
         return f"{self.found} of {self.rows} evaluation rows are in the training data{': ' if told else ''}{told}{left}"
 
 
