@@ -86,7 +86,7 @@ REWARD = """
 def last_digit(completions, answer, **kwargs):
     return [float(completion == right) for completion, right in zip(completions, answer)]
 """
-WRITTEN = {  # what each script sets → where its report must name it: carried, reported, or without a meaning
+WRITTEN = {  # what each script sets → where its report must name it: carried, reported, or ignored
     "sft": {
         "carried": ["max_steps", "per_device_train_batch_size", "learning_rate", "seed", "model", "data_files.train"],
         "reported": ["load_best_model_at_end", "metric_for_best_model", "eval_strategy", "eval_dataset", "callbacks"],
@@ -151,7 +151,7 @@ def journey(empty: Workbench, tmp_path: Path) -> Iterator[Journey]:
 
 def sections(report: str) -> dict[str, str]:
     """The report of `init --from trl` by its headings."""
-    titles = {"carried": "carried over", "reported": "not as it was there", "meaningless": "without a meaning"}
+    titles = {"carried": "carried over", "reported": "set differently", "meaningless": "ignored"}
     parts = re.split(r"^(\S.*):$", report, flags=re.MULTILINE)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
     return {

@@ -175,7 +175,7 @@ def test_a_run_of_an_mlflow_store(world: Path, store: str, monkeypatch: pytest.M
 
     bare = mlflow_run(client, world, "bare", other / "artifacts", model=False)
     said = refused(world, "import", "mlflow", "theirs")
-    assert "holds 2 runs; name one with --run" in said
+    assert "contains 2 runs; name one with --run" in said
     assert run in said
     assert bare in said
     alone = posttrain(world, "import", "mlflow", "theirs", "--run", bare, "-o", "json")
@@ -191,7 +191,7 @@ def test_what_is_no_mlflow_store(world: Path) -> None:
     assert not (world / "nowhere").exists()
     assert "is no MLflow store" in refused(world, "import", "mlflow", "tiny")
     (world / "x.db").write_bytes(b"no database" * 100)
-    assert "is no file of sqlite" in refused(world, "import", "mlflow", "x.db")
+    assert "is not a readable SQLite file" in refused(world, "import", "mlflow", "x.db")
     sqlite3.connect(world / "empty.db").execute("create table t (a)").connection.close()
     assert "has no table of experiments" in refused(world, "import", "mlflow", "sqlite:///empty.db")
 

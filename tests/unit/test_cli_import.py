@@ -95,7 +95,7 @@ class TestTheModel:
 
     def test_pickles_stay_where_they_are_and_it_is_said(self, world: World, out: Path) -> None:
         told = world.json("import", "trl-output", "out")
-        assert told["left_out"]["checkpoint-4/optimizer.pt"] == "a pickle, which is never opened"
+        assert told["left_out"]["checkpoint-4/optimizer.pt"] == "a pickle, which Posttrain never opens"
         assert told["left_out"]["checkpoint-2/"] == "another checkpoint"
         assert set(model_files(world, "model:out")) == {"config.json", "model.safetensors"}
 
@@ -109,7 +109,7 @@ class TestTheModel:
         (world.root / "out").mkdir()
         with_model(world.root / "out", 3.0)
         world.write("out/README.md", CARD)
-        assert "the metrics of this run are not known" in world.ok("import", "trl-output", "out")
+        assert "the metrics of this run are unknown" in world.ok("import", "trl-output", "out")
         assert [ref for ref in known(world) if ":out@" in ref] == ["model:out@1"]
 
 
@@ -145,7 +145,7 @@ class TestTheHistory:
         page = (world.root / "page.html").read_text()
         assert page.count("B history:out@1") >= 2, "its loss lies over those of both stages"
         for words, said in (
-            (["history:out", "history:out@1"], "one run must stand beside"),
+            (["history:out", "history:out@1"], "at least one run must be named"),
             (["sort", "history:typo"], "typo"),
         ):
             result = world("compare", *words)
@@ -163,7 +163,7 @@ class TestTheHistory:
 
     def test_what_is_no_number_is_told(self, world: World) -> None:
         trl_output(world.root / "out", rows=[{"step": 1, "loss": 0.5, "table": [1], "note": "x"}])
-        assert "2 entries of log_history are no numbers" in world.ok("import", "trl-output", "out")
+        assert "2 entries of log_history are not numbers" in world.ok("import", "trl-output", "out")
 
     @pytest.mark.slow
     def test_a_million_rows(self, world: World) -> None:
@@ -180,7 +180,7 @@ class TestTheHistory:
         spec["data"]["train"] = "history:out"
         result = world("plan", world.write("bad.yaml", yaml.safe_dump(spec)))
         assert result.exit_code == 2
-        assert "a dataset is expected here, got a history" in result.stderr
+        assert "expected a dataset, got a history" in result.stderr
         assert "posttrain import" in world("asset", "add", "history:x", "run.yaml").stderr
 
 
@@ -220,7 +220,7 @@ class TestLineage:
         assert named == {"Qwen/Qwen3-0.6B", "trl-lib/Capybara"}
         end = children(tree, "end")[0]
         assert end["name"] == "before this: unknown"
-        assert "what Qwen/Qwen3-0.6B is made of" in dict(end["details"])["not known"]
+        assert "the origin of Qwen/Qwen3-0.6B" in dict(end["details"])["not known"]
 
     def test_of_the_model_itself(self, world: World, out: Path) -> None:
         world.ok("import", "trl-output", "out")
@@ -267,16 +267,16 @@ class TestRefused:
 
     def test_no_run(self, world: World) -> None:
         (world.root / "empty").mkdir()
-        assert "is no output_dir" in refused(world, "trl-output", "empty")
+        assert "is not an output_dir" in refused(world, "trl-output", "empty")
         write_model(world.root / "base", 0.1)
         assert "posttrain asset add model:NAME" in refused(world, "trl-output", "base")
 
     @pytest.mark.parametrize(
         ("text", "why"),
         [
-            (state(4)[:-30], "is not JSON or cut short"),
-            ("", "is not JSON or cut short"),
-            ("[" * 100_000, "is not JSON or cut short"),
+            (state(4)[:-30], "is not JSON or is truncated"),
+            ("", "is not JSON or is truncated"),
+            ("[" * 100_000, "is not JSON or is truncated"),
             ("[1]", "must be a JSON map, got list"),
             (state(4, rows=["x"]), "log_history[0] must be a map, got str"),
             (json.dumps({"log_history": {}}), "log_history must be a list, got dict"),
@@ -306,7 +306,7 @@ class TestRefused:
         for step in (2, 4):
             place = out / f"checkpoint-{step}"
             (place / "model.safetensors").rename(place / "pytorch_model.bin")
-        assert "pytorch_model.bin), which is never read" in refused(world, "trl-output", "out")
+        assert "pytorch_model.bin), which Posttrain never reads" in refused(world, "trl-output", "out")
 
     def test_weights_that_were_cut_short(self, world: World, out: Path) -> None:
         (out / "checkpoint-4" / "model.safetensors").write_bytes(weights(1.0)[:-2])
@@ -335,7 +335,7 @@ class TestRefused:
             assert "name must match" in refused(world, "trl-output", "out", "--name", name)
         else:
             out.rename(world.root / "モデル")
-            assert "say one with --name" in refused(world, "trl-output", "モデル")
+            assert "set one with --name" in refused(world, "trl-output", "モデル")
 
     @pytest.mark.parametrize("what", ["put", "transaction"])
     def test_a_full_disk_registers_nothing(
@@ -406,8 +406,8 @@ class TestWandbExport:
             ("history.jsonl", "[" * 100_000, "cannot be read"),
             ("history.jsonl", "[1]\n", "must be a JSON map"),
             ("history.parquet", "PAR1", "cannot be read"),
-            ("run-x.wandb", "no file of wandb's", "wandb"),
-            ("notes.txt", "", "is no W&B run"),
+            ("run-x.wandb", "is not a wandb file", "wandb"),
+            ("notes.txt", "", "is not a W&B run"),
         ],
     )
     def test_what_is_no_history(self, world: World, name: str, text: str, why: str) -> None:
@@ -418,7 +418,7 @@ class TestWandbExport:
     def test_two_histories_or_a_link_out(self, world: World) -> None:
         exported(world.root / "w", ".csv")
         world.write("w/history-2.csv", "_step,loss\n")
-        assert "must hold one history" in refused(world, "wandb-export", "w")
+        assert "must contain one history" in refused(world, "wandb-export", "w")
         (world.root / "w/history-2.csv").unlink()
         (world.root / "w/history.csv").rename(world.root / "elsewhere.csv")
         (world.root / "w/history.csv").symlink_to(world.root / "elsewhere.csv")

@@ -118,7 +118,7 @@ def test_what_a_script_computes_is_told(world: World) -> None:
     draft, stage = trl(world, "computed.py", text)
     assert list(stage["stop"]) == ["</answer>"]
     told = {line.partition(": ")[0]: line for line in draft.changed}
-    assert "there are no adapters yet" in told["peft_config"]
+    assert "adapters are not supported yet" in told["peft_config"]
     assert "the file does not define this value" in told["beta"]
     assert "run_name" in draft.inert
     assert "train_dataset" not in told
@@ -141,7 +141,7 @@ def test_switches_of_verl_are_told_by_their_whole_names(world: World) -> None:
 def test_a_generation_that_fills_no_optimiser_steps_is_told(world: World) -> None:
     text = "trl grpo --reward_funcs f --max_steps 10 --gradient_accumulation_steps 4 --steps_per_generation 6"
     draft, _ = trl(world, "uneven.sh", text)
-    assert any("48 completions of a generation: are no multiple of the 32" in line for line in draft.changed)
+    assert any("48 completions per generation: not a multiple of the 32" in line for line in draft.changed)
 
 
 def test_a_stop_that_is_no_text_is_told(world: World) -> None:
@@ -249,7 +249,7 @@ def test_verls_settings_train_here_as_they_do_there(world: World) -> None:
     assert (stage["critic"]["clip"], stage["critic"]["warmup"]) == (0.4, 1)
     assert stage["critic"]["optimizer"]["learning_rate"] == 3e-5
     assert stage["epochs"] == 3
-    assert any("verl leaves out rows of a pass that fill no step" in item for item in draft.changed), (
+    assert any("verl drops the last rows of an epoch that fill no step" in item for item in draft.changed), (
         "40 rows, 16 a step"
     )
     assert (stage["optimizer"]["warmup_steps"], stage["optimizer"]["schedule"]) == (4, "constant")  # half of 8 steps
@@ -316,7 +316,7 @@ def test_a_command_as_people_write_it(world: World) -> None:
     assert stage["critic"]["optimizer"] | {"betas": None} == stage["optimizer"] | {"learning_rate": 3e-5, "betas": None}
     assert any(item.startswith("data.val_files: ") for item in draft.changed)
     assert (draft.inert, draft.dropped) == (["logger"], [])
-    assert "Without a meaning for the result:\n#   - logger" in draft.text()
+    assert "Ignored (no effect on the result):\n#   - logger" in draft.text()
 
 
 def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> None:
@@ -327,7 +327,7 @@ def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> 
         "GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs=mine, args=GRPOConfig(max_steps=3), train_dataset=data)\n"
     )
     draft, _ = trl(world, "grpo.py", script)
-    assert any("data.map (line 8): the rows are changed by code" in item for item in draft.changed)
+    assert any("data.map (line 8): code changes the rows" in item for item in draft.changed)
     assert any("copy mine into reward.py: importing grpo.py would start the training" in i for i in draft.fill_in)
     draft, _ = trl(world, "grpo.yaml", "reward_funcs: [accuracy_reward]\nmax_steps: 3\n")
     assert draft.run["rewards"] == {"reward": "trl.rewards:accuracy_reward"}
@@ -360,27 +360,27 @@ def test_functions_of_a_script_become_entries_and_computed_ones_are_told(world: 
     assert draft.run["rewards"]["reward-3"] == {"ref": "reward.py", "entry": "reward_3"}
     told = " ".join(draft.changed)
     assert "number 3 is computed in the script" in told
-    assert "org/judge.v1: is a model" in told
+    assert "org/judge.v1: a model" in told
 
 
 def test_weights_that_are_all_zero_are_told(world: World) -> None:
     draft, stage = trl(world, "c.yaml", "reward_funcs: [f, g]\nreward_weights: [0, 0]\nmax_steps: 3\n")
     assert stage["reward"] == {"f": 1.0, "g": 0.0}
-    assert any("where all are 0 nothing is learnt" in item for item in draft.fill_in)
+    assert any("with all at 0 the model learns nothing" in item for item in draft.fill_in)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
-        ("ppo.sh", "trl ppo --beta 0.1", "trains by PPO, which is kind: ppo here, and not read from there yet"),
-        ("kto.py", "from trl import KTOTrainer\nKTOTrainer(model='m', beta=1)", "trains by KTO"),
+        ("ppo.sh", "trl ppo --beta 0.1", "trains with PPO, which is kind: ppo here, but is not converted yet"),
+        ("kto.py", "from trl import KTOTrainer\nKTOTrainer(model='m', beta=1)", "trains with KTO"),
         ("a.yaml", "learning_rate: fast", "learning_rate must be a number, got 'fast'"),
         ("a.yaml", "- 1\n- 2\n", "must be a map of settings, got list"),
         ("a.yaml", "a: [", "is not YAML"),
         ("a.py", "def f(:", "is not Python"),
-        ("a.py", "print(1)", "must hold settings, and none was found"),
+        ("a.py", "print(1)", "must contain settings, got none"),
         ("a.sh", "echo 'open", "cannot be read as shell commands"),
-        ("a.sh", "", "must hold settings"),
+        ("a.sh", "", "must contain settings"),
         ("a.yaml", "reward_funcs: [f, g]\nreward_weights: [1]\n", "must be one for each of 2 reward_funcs, got 1"),
         ("a.yaml", "reward_funcs: [f]\nreward_weights: [.inf]\n", "reward_weights must be finite numbers, got inf"),
     ],

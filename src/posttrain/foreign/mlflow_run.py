@@ -116,8 +116,8 @@ def _place(where: str) -> Path | None:
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"{where}: cannot be read: {error}; check the path") from error
     if not path.is_dir():
-        raise NotFoundError(f"{where}: no such folder or file; give MLflow's folder, file of sqlite, or URI")
-    raise InputError(f"{where}: is no MLflow store: it has no mlflow.db, no mlruns and no experiment; check the path")
+        raise NotFoundError(f"{where}: no such folder or file; give MLflow's folder, SQLite file or URI")
+    raise InputError(f"{where}: is not an MLflow store: it has no mlflow.db, mlruns or experiment; check the path")
 
 
 def _copied(file: Path, copy: Path) -> None:
@@ -127,10 +127,10 @@ def _copied(file: Path, copy: Path) -> None:
             closing(sqlite3.connect(copy)) as target,
         ):
             if not source.execute("select 1 from sqlite_master where name = 'experiments'").fetchone():
-                raise InputError(f"{file}: is no MLflow store: it has no table of experiments; check the path")
+                raise InputError(f"{file}: is not an MLflow store: it has no table of experiments; check the path")
             source.backup(target)
     except sqlite3.Error as error:
-        raise InputError(f"{file}: is no file of sqlite that can be read: {error}; check the path") from error
+        raise InputError(f"{file}: is not a readable SQLite file: {error}; check the path") from error
 
 
 def _read(client: MlflowClient, base: Path | None, where: str, wanted: str | None) -> OutsideRun:
@@ -166,7 +166,7 @@ def _the_run(client: MlflowClient, where: str, wanted: str | None) -> Run:
     if len(chosen) == 1:
         return chosen[0]
     if not found:
-        raise InputError(f"{where}: holds no runs; check the path")
+        raise InputError(f"{where}: contains no runs; check the path")
     told = "; ".join(
         f"{run.info.run_id} ({run.info.run_name}, experiment {experiments[str(run.info.experiment_id)]},"
         f" {run.info.status})"
@@ -175,8 +175,8 @@ def _the_run(client: MlflowClient, where: str, wanted: str | None) -> Run:
     more = len(chosen or found) - _SHOWN
     rest = f" and {more} more" if more > 0 else ""
     if not chosen:
-        raise NotFoundError(f"{where}: has no run {wanted!r}; there are {told}{rest}")
-    raise InputError(f"{where}: holds {len(chosen)} runs; name one with --run ID: {told}{rest}")
+        raise NotFoundError(f"{where}: has no run {wanted!r}; it contains {told}{rest}")
+    raise InputError(f"{where}: contains {len(chosen)} runs; name one with --run ID: {told}{rest}")
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
@@ -207,7 +207,9 @@ def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) 
         if root is None:
             scheme = urlsplit(location).scheme
             away = scheme not in ("", "file")
-            notes.append(f"its artifacts ({scheme}) were not fetched" if away else "it has no folder of artifacts here")
+            notes.append(
+                f"its artifacts ({scheme}) were not fetched" if away else "its artifact folder does not exist here"
+            )
             continue
         for place in _folders(root):
             if model_files(place, root):
@@ -251,5 +253,7 @@ def _folders(root: Path) -> Iterator[Path]:
     for count, (folder, below, _) in enumerate(os.walk(root)):
         below.sort()
         if count >= _MOST_FOLDERS:
-            raise InputError(f"{root}: must have at most {_MOST_FOLDERS} folders of artifacts; add its model by itself")
+            raise InputError(
+                f"{root}: must have at most {_MOST_FOLDERS} artifact folders, got more; add its model alone"
+            )
         yield Path(folder)

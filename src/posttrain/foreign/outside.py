@@ -231,9 +231,11 @@ def inside(path: Path, folder: Path) -> Path:
     except (OSError, RuntimeError) as error:
         raise InputError(f"{name} of {folder}: cannot be read: {error}; check it") from error
     if not real.is_relative_to(folder):
-        raise InputError(f"{name} of {folder}: must not be a link out of the folder; put a copy of the file there")
+        raise InputError(
+            f"{name} of {folder}: must not be a link out of the folder; replace it with a copy of the file"
+        )
     if not plain:
-        raise InputError(f"{name} of {folder}: must be a plain file; put a copy of it there")
+        raise InputError(f"{name} of {folder}: must be a plain file; replace it with a copy")
     return path
 
 
@@ -263,7 +265,7 @@ def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} of {folder}: is not JSON or cut short: {error}; copy the folder again") from error
+        raise InputError(f"{name} of {folder}: is not JSON or is truncated: {error}; copy the folder again") from error
     if not isinstance(value, dict):
         raise InputError(f"{name} of {folder}: must be a JSON map, got {type(value).__name__}; copy the folder again")
     return value
@@ -287,7 +289,7 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
     if not any(name.endswith(".safetensors") and MODEL_FILES.fullmatch(name) for name in names):
         if pickle := next((name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")), ""):
             raise InputError(
-                f"{folder}: {where} has its weights as a pickle ({pickle}), which is never read; save them as"
+                f"{folder}: {where} has its weights as a pickle ({pickle}), which Posttrain never reads; save them as"
                 " safetensors (save_pretrained does) and import again"
             )
         return {}
@@ -296,7 +298,7 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
 
 def why_left_out(name: str) -> str:
     """Return why a file next to a model is left out."""
-    return "a pickle, which is never opened" if name.endswith(PICKLES) else "no part of a model"
+    return "a pickle, which Posttrain never opens" if name.endswith(PICKLES) else "not part of a model"
 
 
 def carry(run: OutsideRun, folder: Path) -> Path:
@@ -340,7 +342,9 @@ def carried(folder: Path) -> OutsideRun:
     folder = folder.resolve()
     said = read_json(folder / RUN, folder, _MOST)
     if said.get("format") != FORMAT:
-        raise InputError(f"{RUN}: must be a run of format {FORMAT}, got {str(said.get('format'))[:40]!r}; update")
+        raise InputError(
+            f"{RUN}: must be a run of format {FORMAT}, got {str(said.get('format'))[:40]!r}; update posttrain"
+        )
     try:
         return _run(said, folder)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -386,5 +390,5 @@ def _files(said: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 def _file(place: str, folder: Path) -> Path:
     path = folder / place
     if os.path.isabs(place) or ".." in Path(place).parts or not path.exists():
-        raise NotFoundError(f"{RUN}: names {place[:80]!a}, which was not sent along")
+        raise NotFoundError(f"{RUN}: names {place[:80]!a}, which the request does not include")
     return path if path.is_dir() else inside(path, folder)

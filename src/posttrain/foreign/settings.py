@@ -116,19 +116,20 @@ def read_settings(path: Path) -> Settings:
         data = path.read_bytes()
         if len(data) > _MOST_BYTES:
             raise InputError(
-                f"{path}: must be at most {_MOST_BYTES // 2**20} MiB, got {len(data)} bytes; name the script"
+                f"{path}: must be at most {_MOST_BYTES // 2**20} MiB, got {len(data)} bytes; give the script or its "
+                "configuration"
             )
         text = data.decode()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}: must be text in UTF-8: {error.reason}; name the script or its configuration"
+            f"{path}: must be text in UTF-8: {error.reason}; give the script or its configuration"
         ) from error
     read = {".yaml": _of_yaml, ".yml": _of_yaml, ".json": _of_yaml, ".py": _of_python}.get(path.suffix, _of_shell)
     found = read(text, str(path))
     if not found.values:
-        raise InputError(f"{path}: must hold settings, and none was found; name the file that holds the arguments")
+        raise InputError(f"{path}: must contain settings, got none; name the file that contains the arguments")
     return found
 
 
@@ -227,8 +228,8 @@ def _of_python(text: str, source: str) -> Settings:
             script.unknown["callbacks"] = ", ".join(ast.unparse(one) for one in call.args)
         elif called in ("map", "filter") and isinstance(call.func, ast.Attribute):
             script.notes.append(
-                f"{ast.unparse(call.func)[:60]} (line {call.lineno}): the rows are changed by code; "
-                "write the result to JSON lines and register that"
+                f"{ast.unparse(call.func)[:60]} (line {call.lineno}): code changes the rows; "
+                "write the result to JSON lines and register that file"
             )
     script.read_rows()
     unknown = {k: v for k, v in script.unknown.items() if k not in script.values}
@@ -260,7 +261,7 @@ class _Script:
             else:
                 self.notes.append(
                     f"**{ast.unparse(value)[:60]} (line {value.lineno}): cannot be read without running the script; "
-                    "none of what it sets is carried over: write it out as keywords"
+                    "its settings are not carried over; write them as keywords"
                 )
 
     def placed(self, call: ast.Call, called: str) -> list[tuple[str | None, ast.expr]]:
@@ -272,7 +273,7 @@ class _Script:
             said = ", ".join(ast.unparse(one)[:40] for one in left)
             self.notes.append(
                 f"{called}(… {said} …) (line {call.lineno}): these positional arguments have no known names and are "
-                "not carried over: write them as keywords"
+                "not carried over; write them as keywords"
             )
         self._rows += [value for name, value in known if name == "train_dataset"]
         return [*known]
@@ -420,7 +421,7 @@ class Draft:
         odd = [one for one in found if not isinstance(one, str)]
         fault = f"must be text, got {odd[0]!r}" if odd else stop_fault(found)
         if fault:
-            self.changed.append(f"{name}: {_short(given)}: is not carried over: stop {fault}")
+            self.changed.append(f"{name}: {_short(given)}: not carried over: stop {fault}")
             return
         stage["stop"] = list(found)
         self.carry(name, list(found), "stop", list(found))
@@ -451,7 +452,7 @@ class Draft:
         for name, value in settings.left().items():
             last, why = name.rpartition(".")[2], _told(told, name)
             if why and (name in same or last in same) and value in same.get(name, same.get(last, ())):
-                self.carried.append(f"{name}: {_short(value)} → as here")
+                self.carried.append(f"{name}: {_short(value)} → the same here")
             elif why and (value not in _ABSENT or name in same):
                 self.changed.append(f"{name}: {_short(value)}: {why}")
             elif why or name in harmless or last in harmless:
@@ -478,9 +479,9 @@ class Draft:
         lines = [f"# From {self.source} ({self.trainer}) by `posttrain init --from`; check it with `posttrain plan`."]
         for title, items in (
             ("To do before the first run", self.fill_in),
-            ("Not as it was there", self.changed),
-            ("Left out, without a counterpart here", self.dropped),
-            ("Without a meaning for the result", [", ".join(self.inert)] if self.inert else []),
+            ("Set differently", self.changed),
+            ("Left out (no counterpart)", self.dropped),
+            ("Ignored (no effect on the result)", [", ".join(self.inert)] if self.inert else []),
         ):
             if items:
                 lines += [f"# {title}:", *(f"#   - {' '.join(item.split())}"[:300] for item in items)]

@@ -27,32 +27,32 @@ _BUILDERS = ("json", "csv", "parquet", "arrow")  # builders of `load_dataset`, w
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
 _PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
-_NEVER_CUT = "a longer row is refused by `plan`, never cut"
+_NEVER_CUT = "`plan` refuses a longer row; rows are never truncated"
 _WHY = {  # reason → settings that change the result or the output for people
-    "there are no adapters yet: all weights are trained, which takes more memory and other learning rates": (
+    "adapters are not supported yet: all weights are trained, which needs more memory and other learning rates": (
         "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
         "lora_task_type use_rslora use_dora peft_config"
     ),
-    "weights are trained as they are, without quantisation": (
+    "weights are trained without quantisation": (
         "load_in_8bit load_in_4bit quantization_config bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
     ),
     "training samples from the whole distribution": "top_p top_k min_p repetition_penalty generation_kwargs",
     _PROBE: "load_best_model_at_end metric_for_best_model greater_is_better",
-    f"a callback may change the training, and none is run; for EarlyStoppingCallback {_PROBE}": "callbacks",
+    f"callbacks are not run, and may change the training; for EarlyStoppingCallback {_PROBE}": "callbacks",
     "placement: assigns devices to roles": "deepspeed fsdp fsdp_config parallelism_config",
     "there is no entropy bonus": (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
     ),
-    "the loss is the one of aggregation and clip_low, clip_high": (
+    "aggregation, clip_low and clip_high define the loss": (
         "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
         "top_entropy_quantile off_policy_mask_threshold"
     ),
     _PAIRS: "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau",
-    "the weights that train sample; lag: {steps: 0, correction: tis, cap: …} weighs as this does": (
+    "the trained weights also sample; lag: {steps: 0, correction: tis, cap: …} corrects in the same way": (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
     ),
-    "a pass goes over all rows once, in an order that seed determines; a batch may span two passes": (
+    "an epoch covers all rows once, in an order that seed determines; a batch may span two epochs": (
         "shuffle_dataset train_sampling_strategy data_seed dataloader_drop_last ignore_data_skip"
     ),
     "put it into the model's folder, as save_pretrained writes it": (
@@ -61,51 +61,51 @@ _WHY = {  # reason → settings that change the result or the output for people
     "the optimiser is AdamW, with the fields of optimizer:": (
         "optim optim_args optim_target_modules optimizers optimizer_cls_and_kwargs"
     ),
-    "it is 1e-8": "adam_epsilon",
+    "epsilon is 1e-8": "adam_epsilon",
     "the schedule has warmup_steps and final_ratio, and no other field": "lr_scheduler_kwargs",
-    "kind: dataflow has turns, and a class of yours that observes between them": (
+    "kind: dataflow has turns, and your class observes between them": (
         "tools rollout_func environment_factory max_tool_calling_iterations"
     ),
     _NEVER_CUT: "truncation_mode",
     "batch_size counts rows, where TRL counts sequences of max_length that several rows fill": (
         "packing packing_strategy"
     ),
-    "rows are read as they are; write what it makes of them": "formatting_func dataset_kwargs",
+    "rows are read unchanged; write its result to the file": "formatting_func dataset_kwargs",
     "a row is rendered by the model's chat template; a custom mask has no counterpart": "data_collator",
     "the loss is that of the stage's kind": "compute_loss_func label_names",
     "a suite of an evaluate stage measures": "compute_metrics preprocess_logits_for_metrics",
     "code that comes with a model is never run": "trust_remote_code",
     "add an evaluate stage with a suite, or probe: to the stage": "eval_dataset eval_strategy",
-    "register the rows of this part alone": "dataset_config dataset_train_split",
-    "is of another part": "data_files",
-    "is not read; write the rows that it gives to JSON lines": "load_dataset",
-    "the model is read from its folder, and only dtype and revision have a place": "model_init_kwargs",
+    "register the rows of this split only": "dataset_config dataset_train_split",
+    "is in another split": "data_files",
+    "is not read; write its rows to JSON lines": "load_dataset",
+    "the model is read from its folder; only dtype and revision can be set": "model_init_kwargs",
     "repeating the command resumes; a run does not start from another run's checkpoint": "resume_from_checkpoint",
     NOT_HERE["stop_token_ids"]: "stop_token_ids",
-    "the chat template is given the messages and nothing else": "chat_template_kwargs",
+    "the chat template receives only the messages": "chat_template_kwargs",
     "sampling is not constrained by a grammar": "vllm_structured_outputs_regex",
-    "a rollout batch is passed over once; importance ratios of old batches do not arise": "num_iterations",
-    "truncated responses are scored and learnt from": "mask_truncated_completions",
-    "there is no second clip": "delta",
+    "each rollout batch is used once; there are no importance ratios of old batches": "num_iterations",
+    "truncated responses are scored and trained on": "mask_truncated_completions",
+    "there is no two-sided clipping": "delta",
     "ratios are per token": "importance_sampling_level",
     "rewards are summed by their weights before they are normalised": "multi_objective_aggregation",
-    "rewards are taken as they are": "normalize_advantages reward_clip_range",
+    "rewards are used unchanged": "normalize_advantages reward_clip_range",
     "a reward model uses the tokenizer in its folder": "reward_processing_classes",
     "rewards are not centred": "center_rewards_coefficient",
     "the head computes in the stage's dtype": "cast_lm_head_to_fp32",
     "there is no loss on the experts' load": "router_aux_loss_coef",
-    "dropout acts in sft and reward_model, as the model's configuration has it, and nowhere else": "disable_dropout",
+    "dropout applies only in sft and reward_model, as the model's configuration sets it": "disable_dropout",
     "lag: {steps: N} samples ahead, in a separate pool": "max_staleness weight_sync_steps",
-    "the contents of that file are not read: posttrain init --from trl THAT.yaml reads it": "config",
-    "the reference is the starting policy and stays": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    "the contents of that file are not read; posttrain init --from trl THAT.yaml reads it": "config",
+    "the reference is the starting policy and stays fixed": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "the reference is the starting policy": "ref_model",
-    "the loss is always on what the assistant wrote, and on nothing else": "assistant_only_loss",
-    "the loss is on the completion, and never on the prompt": "completion_only_loss",
-    "the column must be called text, or prompt and completion, or messages": "dataset_text_field",
+    "the loss covers only the tokens of the assistant": "assistant_only_loss",
+    "the loss covers the completion, not the prompt": "completion_only_loss",
+    "the columns must be text, prompt and completion, or messages": "dataset_text_field",
     "there is no noise on embeddings": "neftune_noise_alpha",
     "there is no label smoothing": "label_smoothing_factor",
     "a step's loss is divided by the tokens of all devices": "average_tokens_across_devices",
-    "the batch is as written; micro_batch_tokens bounds the memory": "auto_find_batch_size",
+    "the batch size is fixed; micro_batch_tokens bounds the memory": "auto_find_batch_size",
     "float16 is not supported; dtype: float32 or bfloat16": "fp16",
 }
 _CHANGES = {name: why for why, names in _WHY.items() for name in names.split()}
@@ -214,7 +214,7 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
         stage["batch_size"] = per_step
         if settings.given("max_length", "max_seq_length"):
             stage["max_length"] = settings.count("max_length", "max_seq_length", default=1024)
-            draft.fill_in.append(f"max_length {stage['max_length']}: {_NEVER_CUT}; drop or split it")
+            draft.fill_in.append(f"max_length {stage['max_length']}: {_NEVER_CUT}; drop or split such rows")
         _losses_of_rows(settings, draft, stage, kind)
     steps = _length(settings, draft, stage, rows)
     stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
@@ -250,9 +250,9 @@ def _trainer(settings: Settings) -> str:
     for other in _OTHERS:
         if other in named:
             kind = other.removeprefix("online").removeprefix("_")
-            by_hand = f"is kind: {kind} here, and not read from there yet; write the stage by hand"
-            told = by_hand if other in OWN else KINDS.get(kind, "is not there yet")
-            raise InputError(f"{settings.source}: trains by {other.upper()}, which {told}")
+            by_hand = f"is kind: {kind} here, but is not converted yet; write the stage by hand"
+            told = by_hand if other in OWN else KINDS.get(kind, "is not supported yet")
+            raise InputError(f"{settings.source}: trains with {other.upper()}, which {told}")
     if found := next((kind for kind in _TRAINERS if kind in named), None):
         return found
     return "grpo" if settings.values.keys() & {"num_generations", "reward_funcs", "max_completion_length"} else "sft"
@@ -267,7 +267,7 @@ def _data(settings: Settings, draft: Draft) -> str:
     if path and (name in _BUILDERS or Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv")):
         return path if path.startswith((".", "/", "~")) else f"./{path}"
     if settings.given("datasets"):
-        draft.changed.append("datasets: a mixture is one data set here; write its rows into one file")
+        draft.changed.append("datasets: a mixture is one data set here; write all its rows to one file")
     told = " ".join(str(one) for one in files) if name in _BUILDERS and files else "FILE"
     fetch = f"hf download --repo-type dataset {name}, then " if isinstance(name, str) and "/" in name else ""
     draft.fill_in.append(f"register the training rows: {fetch}posttrain asset add dataset:train {told}")
@@ -287,7 +287,7 @@ def _batch(settings: Settings, draft: Draft) -> int:
     accumulated = settings.count("gradient_accumulation_steps", default=1)
     if not settings.given("num_processes", "nproc_per_node"):
         draft.changed.append(
-            "devices: counted as one, since the file names no number of processes; multiply the batch otherwise"
+            "devices: counted as one, since the file sets no number of processes; else multiply the batch"
         )
     return max(1, size * accumulated * processes)
 
@@ -301,8 +301,8 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     stage |= {"reward": "reward", "prompts_per_step": max(1, generated // group), "group_size": group}
     if generated % per_step:
         draft.changed.append(
-            f"{generated} completions of a generation: are no multiple of the {per_step} of an optimiser step; here "
-            "every step trains on all that it samples, so the sums differ"
+            f"{generated} completions per generation: not a multiple of the {per_step} per optimiser step; here "
+            "every step trains on all its samples, so the gradients differ"
         )
     if generated // per_step > 1:
         stage["mini_batches"] = generated // per_step
@@ -318,12 +318,14 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     if kind == "rloo":
         stage["advantage"] = "rloo"
         if beta:
-            draft.changed.append("beta: TRL takes the KL off the reward; here it is in the loss (kind: rloo has both)")
+            draft.changed.append(
+                "beta: TRL subtracts the KL from the reward; here it is in the loss (kind: rloo has both)"
+            )
         return
     loss = str(settings.take("loss_type", default="dapo"))
     stage["aggregation"] = _AGGREGATIONS.get(loss, "token-mean")
     if loss not in _AGGREGATIONS:
-        draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean is what dapo does")
+        draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean is the one of dapo")
     scale = str(settings.take("scale_rewards", default="group")).lower()
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
@@ -350,7 +352,7 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
     known |= {"constant_with_warmup": ("constant", 1.0), "cosine_with_min_lr": ("cosine", 0.1)}
     ours, final = known.get(schedule, ("linear", 0.0))
     if schedule not in known:
-        draft.changed.append(f"lr_scheduler_type: {schedule}: is linear here")
+        draft.changed.append(f"lr_scheduler_type: {schedule}: not supported, linear here")
     warmup = settings.number("warmup_steps", default=0.0)
     share = settings.number("warmup_ratio", default=0.0)
     if 0 < warmup < 1:  # a share of the steps, as of transformers 5
@@ -415,7 +417,7 @@ def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[st
         found[name] = _one_of_several(settings, draft, function, number)
         stage["reward"][name] = weight
     if not any(numbers):
-        draft.fill_in.append("reward: give one of them a weight; where all are 0 nothing is learnt")
+        draft.fill_in.append("reward: give at least one reward a weight; with all at 0 the model learns nothing")
         stage["reward"][next(iter(found))] = 1.0
     return found
 
@@ -437,7 +439,7 @@ def _one_of_several(settings: Settings, draft: Draft, function: str | None, numb
         return _installed(draft, f"{module or 'trl.rewards'}:{name}")
     entry = name if name.isidentifier() else f"reward_{number}"
     if function and "/" in function:
-        draft.changed.append(f"reward_funcs: {function}: is a model; write a function {entry}, or use kind: ppo")
+        draft.changed.append(f"reward_funcs: {function}: a model; write a function {entry}, or use kind: ppo")
     elif function is None:
         draft.changed.append(f"reward_funcs: number {number} is computed in the script; write it as {entry}")
     draft.fill_in.append(f"put {entry} into reward.py: {_alone(settings)}")
@@ -452,7 +454,7 @@ def _alone(settings: Settings) -> str:
 
 
 def _installed(draft: Draft, ref: str) -> str:
-    draft.fill_in.append(f"the reward {ref} comes from an installed package: pip install {re.split('[:.]', ref)[0]}")
+    draft.fill_in.append(f"the reward {ref} is in a package; install it: pip install {re.split('[:.]', ref)[0]}")
     return ref
 
 

@@ -55,9 +55,9 @@ def read_trl_output(path: Path) -> OutsideRun:
     card_file = next((p / CARD for p in (folder, place) if p and (p / CARD).is_file()), None)
     card = _Card(read_bytes(card_file, folder, _MOST_CARD).decode("utf-8", "replace") if card_file else "")
     if state_file is None and not (place and (card.of_a_trainer or (place / ARGUMENTS).is_file())):
-        hint = "a model alone is registered by posttrain asset add model:NAME DIR" if place else "check the path"
-        raise InputError(f"{folder}: is no output_dir: it has no {STATE}, nor a checkpoint-N with one; {hint}")
-    notes = [] if state_file else [f"no {STATE}: the metrics of this run are not known"]
+        hint = "register a model alone with posttrain asset add model:NAME DIR" if place else "check the path"
+        raise InputError(f"{folder}: is not an output_dir: it has no {STATE} and no checkpoint-N with one; {hint}")
+    notes = [] if state_file else [f"no {STATE}: the metrics of this run are unknown"]
     points = _points(state, state_file.name if state_file else "", folder, notes)
     settings = {**card.settings, **{key: state[key] for key in _STATE_PARAMS if state.get(key) is not None}}
     params, withheld = public_params(settings)
@@ -85,7 +85,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoint folders by step."""
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.fullmatch(p.name)) and p.is_dir()]
     if odd := next((path for _, path in found if not path.resolve().is_relative_to(folder)), None):
-        raise InputError(f"{odd.name} of {folder}: must not be a link out of the folder; put a copy there")
+        raise InputError(f"{odd.name} of {folder}: must not be a link out of the folder; replace it with a copy")
     return [path for _, path in sorted(found)]
 
 
@@ -109,7 +109,7 @@ def _model_place(folder: Path, checkpoints: list[Path], state: Mapping[str, Any]
             measured = number_of(state.get("best_metric"), STATE)
             value = "" if measured is None else f", its metric {measured:.6g}"
             return path, f"{path.name}, the best {among} by {STATE}{value}"
-    return held[-1], f"{held[-1].name}, the newest {among} (no best is named)"
+    return held[-1], f"{held[-1].name}, the newest {among} ({STATE} names no best)"
 
 
 def _points(state: Mapping[str, Any], name: str, folder: Path, notes: list[str]) -> Points:
@@ -124,7 +124,7 @@ def _points(state: Mapping[str, Any], name: str, folder: Path, notes: list[str])
         metrics = {metric: value for metric, value in row.items() if metric != "step"}
         others += points.add_row(metrics, step_of(row.get("step"), place), place)
     if others:
-        notes.append(f"{others} entries of log_history are no numbers and were left out")
+        notes.append(f"{others} entries of log_history are not numbers and were left out")
     return points
 
 

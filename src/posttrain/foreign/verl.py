@@ -18,16 +18,16 @@ _AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _ESTIMATES = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
 _CHANGES = {
     **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "target_modules"), "there are no adapters yet: all weights are trained"
+        ("lora_rank", "lora_alpha", "target_modules"), "adapters are not supported yet: all weights are trained"
     ),
     **dict.fromkeys((f"{_ROLLOUT}.top_p", f"{_ROLLOUT}.top_k"), "training samples from the whole distribution"),
     "stop_token_ids": NOT_HERE["stop_token_ids"],
     "entropy_coeff": "there is no entropy bonus",
-    "clip_ratio_c": "there is no dual clip",
-    "loss_mode": "the loss is PPO's clipped one",
+    "clip_ratio_c": "there is no dual clipping",
+    "loss_mode": "the loss is the clipped one of PPO",
     **dict.fromkeys(
         ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "bypass_mode"),
-        "a response is sampled with the weights that train; lag (steps: 0 too) has a correction and its cap",
+        "the trained weights also sample; lag (also with steps: 0) has a correction and its cap",
     ),
     **dict.fromkeys(
         ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches"),
@@ -35,19 +35,19 @@ _CHANGES = {
     ),
     "use_pf_ppo": "is not supported yet",
     "kl_ctrl.type": "the coefficient is fixed",
-    "multi_turn.enable": "kind: dataflow has turns, and a class of yours that observes between them",
-    "reward_model.enable": "write reward_model: with a model of kind: reward_model in the place of reward",
+    "multi_turn.enable": "kind: dataflow has turns, and your class observes between them",
+    "reward_model.enable": "write reward_model: with a model of kind: reward_model instead of reward",
     **dict.fromkeys(
         ("val_kwargs.top_p", "val_kwargs.top_k", "val_kwargs.temperature", "val_kwargs.n", "val_kwargs.do_sample"),
         "a suite of an evaluate stage has samples, temperature, top_k and top_p",
     ),
-    "reward_manager": "the reward is a function of yours, called by its parameters' names",
+    "reward_manager": "the reward is your function, called by the names of its parameters",
     "overlong_buffer.enable": "kind: dapo has overlong: {buffer, penalty}",
-    "filter_groups.enable": "kind: dapo replaces groups without signal",
+    "filter_groups.enable": "kind: dapo replaces groups without a learning signal",
     "n_gpus_per_node": "placement: assigns devices to roles",
     "nnodes": "placement: assigns devices to roles",
     "total_training_steps": "steps counts them",
-    "custom_cls.path": "rows are read as they are; write another file",
+    "custom_cls.path": "rows are read unchanged; write another file",
     "val_files": "add an evaluate stage with a suite, and a gate on it",
 }
 _HARMLESS = frozenset(  # without effect on the result
@@ -99,7 +99,7 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
             stage["advantage"] = "dr_grpo"
         stage["aggregation"] = str(settings.take(f"{_ACTOR}.loss_agg_mode", default="token-mean"))
         if stage["aggregation"] not in _AGGREGATIONS:
-            draft.changed.append(f"loss_agg_mode: {stage['aggregation']}: is token-mean here")
+            draft.changed.append(f"loss_agg_mode: {stage['aggregation']}: not supported, token-mean here")
             stage["aggregation"] = "token-mean"
     else:
         _critic(settings, stage)
@@ -132,7 +132,7 @@ def _reward(settings: Settings, draft: Draft) -> str:
     name = settings.take("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
     if not path:
         draft.changed.append(
-            "reward: verl chooses one by data_source; here it is a file: write compute_score or copy verl's"
+            "reward: verl chooses one by data_source; here it is a file: write compute_score or copy the one of verl"
         )
     draft.fill_in.append(f"register the reward: posttrain asset add reward:reward {path or 'reward.py'} --entry {name}")
     return "reward:reward"
@@ -150,7 +150,7 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
         "temperature": settings.number(f"{_ROLLOUT}.temperature", default=1.0),
     }
     if stage["group_size"] != group:
-        draft.changed.append(f"{_ROLLOUT}.n: {group}: a group of one has no baseline, so it is 2 here")
+        draft.changed.append(f"{_ROLLOUT}.n: {group}: a group of one response has no baseline, so it is 2 here")
     draft.stops(settings, stage, f"{_ROLLOUT}.stop")
     both = settings.number(f"{_ACTOR}.clip_ratio", default=0.2)
     stage["clip_low"] = settings.number(f"{_ACTOR}.clip_ratio_low", default=both)
@@ -159,7 +159,7 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
     if kind == "ppo":
         stage["ppo_epochs"] = epochs
     elif epochs > 1:
-        draft.changed.append(f"{_ACTOR}.ppo_epochs: {epochs}: a rollout batch is passed over once")
+        draft.changed.append(f"{_ACTOR}.ppo_epochs: {epochs}: each rollout batch is used once")
     draft.carry("data.train_batch_size", prompts, "prompts_per_step", prompts)
     draft.carry(f"{_ROLLOUT}.n", group, "group_size", stage["group_size"])
     draft.carry(f"{_ACTOR}.ppo_mini_batch_size", mini, "mini_batches", stage["mini_batches"])
@@ -194,7 +194,7 @@ def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> N
         draft.carry(f"{_ACTOR}.kl_loss_coef", coefficient, "kl.coefficient", coefficient)
     elif settings.flag("algorithm.use_kl_in_reward"):
         if kind == "grpo":
-            draft.changed.append("use_kl_in_reward: grpo has its penalty in the loss; kl: {coefficient: …} turns it on")
+            draft.changed.append("use_kl_in_reward: grpo has the penalty in the loss; kl: {coefficient: …} enables it")
         else:
             stage["kl"] = {"coefficient": in_reward, "estimator": _ESTIMATES.get(penalty, "k1"), "place": "reward"}
 
@@ -212,7 +212,8 @@ def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int |
     draft.carry("trainer.total_epochs", plainly(epochs), "epochs", plainly(epochs))
     if rows is None or rows % per_step:
         draft.changed.append(
-            f"total_epochs: {epochs:g}: verl leaves out rows of a pass that fill no step; here the next pass fills it"
+            f"total_epochs: {epochs:g}: verl drops the last rows of an epoch that fill no step; here the next epoch "
+            "fills it"
         )
     return passes_of(epochs, rows, per_step).steps if rows else None
 

@@ -84,7 +84,7 @@ def read_wandb_export(path: Path) -> OutsideRun:
     source = logs[0] if logs else _table(folder)
     points = _points(log.rows if log else _rows(source, folder), f"{source.name} of {folder}", notes)
     if log and not log.ended:
-        notes.append(f"{source.name} has no end: the run was killed, or is still running")
+        notes.append(f"{source.name} is incomplete: the run was killed or is still running")
     written, config_file = _config(folder)
     config = {**written, **(log.config if log else {})}
     params, withheld = public_params({key: value for key, value in config.items() if key != "_wandb"})
@@ -112,7 +112,7 @@ def _the_run(folder: Path) -> Path:
     if len(runs) > 1:
         more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
         told = ", ".join(run.name for run in runs[:_SHOWN])
-        raise InputError(f"{folder}: holds {len(runs)} runs: {told}{more}; give the folder of one")
+        raise InputError(f"{folder}: contains {len(runs)} runs: {told}{more}; give the folder of one run")
     return runs[0].resolve() if runs else folder
 
 
@@ -123,12 +123,13 @@ def _table(folder: Path) -> Path:
     named = [path for path in tables if "history" in path.stem.lower()] or tables
     if not named:
         raise InputError(
-            f"{folder}: is no W&B run: it has no run-ID.wandb, nor a history as CSV, JSONL or Parquet; check the path"
+            f"{folder}: is not a W&B run: it has no run-ID.wandb and no history as CSV, JSONL or Parquet; check "
+            "the path"
         )
     if len(named) > 1:
         names = ", ".join(path.name for path in named[:_SHOWN])
         raise InputError(
-            f"{folder}: must hold one history, got {names}; leave one, or name it history{named[0].suffix}"
+            f"{folder}: must contain one history, got {names}; keep one, or name it history{named[0].suffix}"
         )
     return inside(named[0], folder)
 
@@ -142,7 +143,7 @@ def _points(rows: Iterator[Row], place: str, notes: list[str]) -> Points:
         where = f"{place}: row {number}"
         if row.get(_STEP) is None:
             raise InputError(
-                f"{where}: must have {_STEP}, got {', '.join(map(str, row))[:80]}; export it with its steps"
+                f"{where}: must have {_STEP}, got {', '.join(map(str, row))[:80]}; export the history with its steps"
             )
         step, at = step_of(row[_STEP], where), number_of(row.get(_TIME), where)
         said = {
@@ -152,7 +153,7 @@ def _points(rows: Iterator[Row], place: str, notes: list[str]) -> Points:
         }
         others += points.add_row(said, step, where, math.nan if at is None else at)
     if others:
-        notes.append(f"{others} entries of its history are no numbers and were left out")
+        notes.append(f"{others} entries of its history are not numbers and were left out")
     return points
 
 
@@ -165,7 +166,7 @@ def _rows(path: Path, folder: Path) -> Iterator[Row]:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 for row in csv.DictReader(file, strict=True):
                     if None in row or None in row.values():
-                        raise InputError(f"{name}: a row must have as many cells as the first line; copy it again")
+                        raise InputError(f"{name}: a row must have as many cells as the header; copy the file again")
                     yield {key: _cell(text) for key, text in row.items()}
         else:
             with path.open(encoding="utf-8") as file:
@@ -209,13 +210,11 @@ class _Log:
     def __init__(self, path: Path, folder: Path) -> None:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise InputError(f"{path.name} of {folder}: is no file of wandb's; copy the folder again")
+                raise InputError(f"{path.name} of {folder}: is not a wandb file; copy the folder again")
         try:
             from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined, unused-ignore]
         except ImportError as error:
-            raise InputError(
-                f"{path.name} needs the wandb package to be read; pip install 'posttrain[wandb]'"
-            ) from error
+            raise InputError(f"reading {path.name} needs the wandb package; pip install 'posttrain[wandb]'") from error
         self._path, self._folder, self._record = path, folder, Record
         self.config: dict[str, Any] = {}
         self.tools: dict[str, str] = {}
