@@ -185,9 +185,9 @@ def _tell(path: Path, draft: Draft) -> None:
     say(f"run file {path}")
     titles = {
         "carried over": draft.carried,
-        "not as it was there": draft.changed,
-        "left out, without a counterpart here": draft.dropped,
-        "without a meaning for the result": (", ".join(draft.inert),) if draft.inert else (),
+        "set differently": draft.changed,
+        "left out (no counterpart)": draft.dropped,
+        "ignored (no effect on the result)": (", ".join(draft.inert),) if draft.inert else (),
         "to do before the first run": (*draft.fill_in, f"posttrain plan {path}"),
     }
     for title, items in titles.items():
