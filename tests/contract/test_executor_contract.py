@@ -436,9 +436,9 @@ def test_a_gang_is_seen_pod_by_pod_and_says_which_of_them_ended_it(spec: Make) -
 def test_what_is_said_of_a_job_that_is_gone() -> None:
     said = {
         "exit code 3": Observation(JobState.EXITED, 3),
-        "its process is gone": Observation(JobState.LOST),
+        "its process has ended": Observation(JobState.LOST),
         "its supervisor has ended": Observation(JobState.LOST, detail="its supervisor has ended"),
-        "the executor has no job of that name any more": Observation(JobState.UNKNOWN),
+        "the executor no longer has a job of that name": Observation(JobState.UNKNOWN),
         "pod b-0: exit code 3": Observation(
             JobState.EXITED, 3, pods=(PodSeen("a-0", JobState.EXITED, 0), PodSeen("b-0", JobState.EXITED, 3))
         ),

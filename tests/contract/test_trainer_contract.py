@@ -110,8 +110,8 @@ GRPO = {"data": "d", "reward": "r", "steps": 1}
     [
         ("</answer>", "stop: must be a list, got '</answer>'"),
         ([1], "stop.0: must be text, got 1"),
-        ([""], r"stop: must hold strings of 1 to 256 characters, got 0: ''; mend or remove it"),
-        (["ok", "x" * 257], r"stop: must hold strings of 1 to 256 characters, got 257: 'x{20}'; mend or remove it"),
+        ([""], r"stop: must hold strings of 1 to 256 characters, got 0: ''; cut or remove it"),
+        (["ok", "x" * 257], r"stop: must hold strings of 1 to 256 characters, got 257: 'x{20}'; cut or remove it"),
         (["x"] * 17, "stop: must be at most 16 strings, got 17; leave some out"),
         (["a\ufffd"], "stop: must hold text, got 'a\ufffd', of which a part stands for no character"),
         ({"a": 1}, "stop: must be a list"),
@@ -146,7 +146,7 @@ def test_what_is_not_asked_for_is_in_no_parameters() -> None:
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
 def test_training_is_told_why_it_samples_from_the_whole_distribution(key: str, place: str) -> None:
     params = {**GRPO, "probe": {"data": "d", key: 0.9}} if place else {**GRPO, key: 0.9}
-    says = f"^grpo: {place}{key}: unknown key here: is of a suite with samples; training samples from the whole distrib"
+    says = f"^grpo: {place}{key}: unknown key here: only suites with samples have it; training samples the full distrib"
     with pytest.raises(InputError, match=says) as caught:
         NativeTrainer().check("grpo", params)
     assert "\n" not in str(caught.value)

@@ -227,7 +227,7 @@ def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: Worl
 def test_a_policy_may_let_owners_approve(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"]))
     run = waits(world)
-    assert "too few may approve who are not its owner: have the policy name more approvers" in told(world, run)
+    assert "too few users other than its owner may approve: name more approvers in the policy" in told(world, run)
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"], self_approval=True))
     assert ends(world, run, 9)["reason"] == "PolicyNotMet"
     run = waits(world)
@@ -269,7 +269,7 @@ def test_a_rejection_of_ones_own_run_is_taken_back_and_approves_nothing(world: W
     assert "rejection withdrawn; needs 1 approval, has none; user:ann may approve" in pasted(world, said)
     world.ok("approve", run)  # said again
     assert "rejection withdrawn by user:eve" in told(world, run)
-    assert "counts nothing: it takes a rejection back" in told(world, run)
+    assert "does not count: it withdraws a rejection" in told(world, run)
     assert "needs 1 approval, has none; user:ann may approve" in refused(world, "promote", run, code=9)
     user("ann")
     world.ok("approve", run)
@@ -300,10 +300,13 @@ def test_why_an_approval_counts_nothing_is_said(world: World, user: As) -> None:
     said = [Approval(request.digest, name, APPROVED, 0.0) for name in ("user:eve", "user:bob", "user:ann")]
     found = weigh(request, Terms(("user:eve", "user:ann"), 1), {"user:eve"}, said)
     assert [one.actor for one in found.given] == ["user:ann"]
-    assert [why for _, why in found.void] == ["it is its owner's", "user:bob is no approver of the channel"]
+    assert [why for _, why in found.void] == [
+        "it is by the owner of the request",
+        "user:bob is not an approver of the channel",
+    ]
     lines = [line.plain for line in approval_lines([found])]
-    assert lines[1].endswith("; counts nothing: it is its owner's")
-    assert lines[2].endswith("; counts nothing: user:bob is no approver of the channel")
+    assert lines[1].endswith("; does not count: it is by the owner of the request")
+    assert lines[2].endswith("; does not count: user:bob is not an approver of the channel")
 
 
 @pytest.mark.slow
@@ -318,7 +321,7 @@ def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: 
     assert refused(world, "approve", run, code=9)
     user("eve")
     assert ends(world, run, 9)["reason"] == "PolicyNotMet"
-    assert "counts nothing: the policy has changed" in told(world, run)
+    assert "does not count: the policy has changed" in told(world, run)
     second = waits(world)
     user("bob")
     world.ok("approve", second)
@@ -340,7 +343,7 @@ def test_approvals_count_nothing_when_the_channel_has_moved(world: World, user: 
     world.ok("approve", first)
     user("eve")
     ends(world, second)
-    assert "counts nothing: another release is live now" in told(world, first)
+    assert "does not count: another release is live now" in told(world, first)
     user("bob")
     assert "must still be at release 1" in refused(world, "approve", first, code=9)
     user("eve")
@@ -714,10 +717,8 @@ def test_an_approval_counts_nothing_while_whoever_gave_it_is_no_approver_of_the_
     grant(bench, "user:bob", Role.SUBMITTER)
     while (tick := bench.reconciler.tick(run_id)) is not None and tick.changed:
         pass
-    lacking = (
-        "too few may approve who are not its owner: have the policy name more approvers, or give user:ann or user:bob"
-    )
-    assert f"has none; {lacking} the role approver" in bench.stage(run_id, "release").message
+    lacking = "too few users other than its owner may approve: name more approvers in the policy, or give user:ann"
+    assert f"has none; {lacking} or user:bob the role approver" in bench.stage(run_id, "release").message
     with pytest.raises(ApprovalError, match="has none"):
         promote(bench.stores, run_id, "prod")
     bench.clock.time += 1000
@@ -937,7 +938,7 @@ def test_audit_3_no_promotion_is_written_that_a_protection_overtook(bench: Bench
         record = transaction.snapshot.channel_record("prod")
         transaction.set_channel(record, "channel.protected", protected=True)
     with (
-        pytest.raises(StaleWriteError, match="was protected meanwhile"),
+        pytest.raises(StaleWriteError, match="was protected since it was read"),
         bench.ledger.transaction("user:eve") as transaction,
     ):
         transaction.append_release("prod", f"sha256:{'1' * 64}", None, "promote", 0)
@@ -988,7 +989,7 @@ def test_audit_27_what_an_approval_counted_stays_after_a_rollback(world: World, 
         (asked,) = world.json("get", run)["approvals"]
         assert (asked["outdated"], asked["missing"]) == ("", 0)
         assert reason in told(world, run)
-        assert "counts nothing" not in told(world, run)
+        assert "does not count" not in told(world, run)
     proved()
 
 

@@ -98,10 +98,10 @@ def test_a_run_says_its_warnings_before_it_begins(world: World) -> None:
     [
         (
             GATE.replace("0.9", "0.99"),
-            "at_least: 0.99 cannot be proven by 200 items at confidence 0.95, not even of a perfect model; "
+            "at_least: 0.99 cannot be proven by 200 items at confidence 0.95, not even for a perfect model; "
             "give its suite 299 items or change at_least",
         ),
-        (GATE.replace("0.9", "1.0"), "not even of a perfect model; change at_least"),
+        (GATE.replace("0.9", "1.0"), "not even for a perfect model; change at_least"),
         (
             GATE.replace("}", ", min_items: 201}"),
             "needs min_items: 201 to be judged, its suite has 200; add items or lower min_items",

@@ -132,7 +132,7 @@ def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ({"environment": {"HF_TOKEN": "x"}}, "HF_TOKEN must not be written down; name it in secrets"),
+        ({"environment": {"HF_TOKEN": "x"}}, "HF_TOKEN must not be in plain text; name it in secrets"),
         ({"environment": {"aws_secret_access_key": "x"}}, "aws_secret_access_key must not"),
         ({"gang": ()}, "got none"),
         ({"gang": (PodGroup("a"), PodGroup("a"))}, "got a, a"),

@@ -110,7 +110,7 @@ REFUSED = [
     (gated({**BETTER, "better_than": "judge"}, judge={"kind": "reward_model", "data": "train", "steps": 1}),
      "gates.rl-helped.better_than: must be a model that answers, got 'judge', which is a reward model"),
     (gated({**BETTER, "if_channel_empty": "pass"}),
-     "if_channel_empty has no meaning beside better_than: sft, got pass"),
+     "if_channel_empty has no meaning with better_than: sft, got pass"),
     (gated({**BETTER, "better_than": "A stage"}), "better_than"),
     (gated(BETTER, channel=FILE["stages"]["sft"]), "stages.channel: this name is reserved"),
 ]

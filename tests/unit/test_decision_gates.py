@@ -218,7 +218,7 @@ def test_unusable_evidence_is_an_error(rule: GateRule, candidate: Evidence | Non
         (evidence([1.0] * 199 + [float("nan")]), "of the channel's model is NaN"),
         (evidence([1.0] * 200, prefix="other"), "different items: 400 are not in both"),
         (evidence([1.0] * 201), "different items: 1 are not in both, e.g. 'item-0200'"),
-        (evidence([1.0] * 200, SHARE), "has another declared range on the baseline"),
+        (evidence([1.0] * 200, SHARE), "has a different declared range on the baseline"),
     ],
 )
 def test_an_unusable_baseline_is_an_error(baseline: Evidence | None, words: str) -> None:

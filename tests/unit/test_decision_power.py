@@ -163,7 +163,7 @@ def test_a_mean_has_no_power_before_its_spread_is_known() -> None:
     assert (note.power, note.needed, note.warning) == (None, None, None)
     least = (63 + 0.5) * (0.05 ** (-1 / items) - 1)
     spreads = (stats.norm.ppf(0.95) + stats.norm.ppf(0.8)) / math.sqrt(items)
-    assert f"alone asks for {least:.2g} beyond the threshold" in note.assumption
+    assert f"alone requires {least:.2g} beyond the threshold" in note.assumption
     assert f"about {spreads:.2g} standard deviations more" in note.assumption
     ids = tuple(f"{index:03d}" for index in range(items))
     before = Evidence(ids, np.full(items, 30.0), possible)

@@ -143,8 +143,8 @@ def test_an_unknown_kind_is_told_of_those_that_are_installed(site: Path) -> None
         ('StageKind("distil", contract, module="m; rm")', LACKS),
         ('algorithm_kind("distil", "no path", "a:b")', LACKS),
         ('StageKind("distil", contract, ships=True, module="m")', "must ship nothing"),
-        ('StageKind("distil", contract, from_nothing=True, module="m")', "must say its models' sizes"),
-        ("1 / 0", "loading kind_bad_{}:KIND raised ZeroDivisionError: division by zero; mend or uninstall it"),
+        ('StageKind("distil", contract, from_nothing=True, module="m")', "must declare its models' sizes"),
+        ("1 / 0", "loading kind_bad_{}:KIND raised ZeroDivisionError: division by zero; fix or uninstall it"),
     ],
     ids=["number", "name", "driver", "no-module", "no-contract", "module", "path", "ships", "nothing", "raises"],
 )
@@ -167,12 +167,12 @@ def test_a_kind_that_is_none_is_one_line(site: Path, kind: str, says: str, reque
         ('StageContract({"runtime": "fast"}, {}, {"model": "tree"})', "runtime must be a map whose threads are"),
         ('StageContract({"placement": {}}, {}, {"model": "tree"})', "placement decides no result and needs a load"),
         ('StageContract({}, {"m": ("weights", "w")}, {"model": "tree"})', "input 'm' must be one of model, dataset"),
-        ("StageContract({}, {}, {})", "must leave at least one output"),
+        ("StageContract({}, {}, {})", "must have at least one output"),
         ('StageContract({}, {}, {"model": "file"})', "output 'model' must be a tree, got 'file'"),
-        ('StageContract({}, {}, {"model": "tree", "report": "file"})', "output 'report' is a gate's alone"),
-        ('StageContract({}, {}, {"model": "tree"}, {"a": RATE})', "metrics are in the output 'metrics'"),
+        ('StageContract({}, {}, {"model": "tree", "report": "file"})', "output 'report' is for gates only"),
+        ('StageContract({}, {}, {"model": "tree"}, {"a": RATE})', "metrics require the output 'metrics'"),
         ('StageContract({}, {}, {"other": "tree"})', "its contract must leave model as the kind does"),
-        ('params["no"]', "its contract raised KeyError: 'no'; mend or uninstall it"),
+        ('params["no"]', "its contract raised KeyError: 'no'; fix or uninstall it"),
     ],
     ids=["none", "json", "runtime", "placement", "input", "outputs", "form", "report", "metrics", "lacks", "raises"],
 )
@@ -283,7 +283,7 @@ def test_a_run_whose_package_is_gone_says_so(world: World, site: Path) -> None:
     for file in ("run.yaml", "run.lock.json"):
         result = world("run", file)
         assert result.exit_code == 2, result.stdout
-        says = "unknown stage kind 'distil'" if file == "run.yaml" else "kind 'distil' must be installed; install the"
+        says = "unknown stage kind 'distil'" if file == "run.yaml" else "kind 'distil' must be installed; install its"
         assert says in result.stderr
 
 

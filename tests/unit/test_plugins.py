@@ -70,7 +70,7 @@ def test_a_name_that_posttrain_has_itself_looks_at_no_package(site: Path, monkey
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("raise OSError('no\\nlicence')", "raised OSError: no licence; mend or uninstall it"),
+        ("raise OSError('no\\nlicence')", "raised OSError: no licence; fix or uninstall it"),
         ("import nothing_of_that_name", "raised ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
         ("coach = 1", "raised AttributeError: module '{}' has no attribute 'Coach'"),
@@ -125,7 +125,7 @@ def test_the_same_package_twice_on_the_path_is_one(site: Path, tmp_path: Path, m
 def test_a_listing_that_cannot_be_read_hinders_nothing_but_what_may_be_in_it(site: Path) -> None:
     install(site, "posttrain-torn", "1.0", "[posttrain.trainers]\nno equals sign\n", {})
     assert trainers()["fake"].name == "fake"
-    with pytest.raises(InputError, match=r"'coach' may be of an installed package that cannot be read: posttrain-torn"):
+    with pytest.raises(InputError, match=r"'coach' may be in an installed package that cannot be read: posttrain-torn"):
         trainers()["coach"]
     coach(site, "gym_beside")
     plugins._scan.cache_clear()
@@ -179,7 +179,7 @@ def test_doctor_names_what_is_installed_and_what_is_wrong_with_it(site: Path) ->
     assert found.state == "warn"
     for part in (
         "must be of one installed package, got posttrain-club 1.0 and posttrain-gym 1.0",
-        "trainer 'native' of posttrain-odd 1: Posttrain has one of that name",
+        "trainer 'native' of posttrain-odd 1: Posttrain itself has this name",
         "trainer 'Camel' of posttrain-odd 1: names have small letters",
         "mood 'x' of posttrain-odd 1: there is no group posttrain.moods",
     ):

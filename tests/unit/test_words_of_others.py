@@ -37,11 +37,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 6,", "steps: 6, gradient_checkpointing: true,", "'activation_checkpointing' under 'runtime'"),
         ("steps: 4,", "steps: 4, train_batch_size: 8,", "(did you mean 'batch_size'?)"),
         ("steps: 6,", "steps: 6, train_batch_size: 8,", "(did you mean 'prompts_per_step'?)"),
-        ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not there yet; kind: dpo is nearest"),
+        ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not supported yet; kind: dpo is nearest"),
         (
             "kind: grpo",
             "kind: GSPO",
-            "unknown stage kind 'GSPO': it is not there yet; kind: grpo is nearest (kinds: sft,",
+            "unknown stage kind 'GSPO': it is not supported yet; kind: grpo is nearest (kinds: sft,",
         ),
         ("kind: grpo", "kind: gpro", "unknown stage kind 'gpro' (did you mean 'grpo'?)"),
         ("model: model:tiny", "model: Qwen/Qwen3-0.6B", "write hf:Qwen/Qwen3-0.6B@REVISION for the hub's"),

@@ -251,10 +251,10 @@ def approval_lines(statuses: Iterable[ApprovalStatus]) -> Iterator[Text]:
     for one in statuses:
         what = f"channel {one.request.channel}, {one.request.words} ({digest(one.request.digest)}):"
         for approval in [*one.given, *([one.refusal] if one.refusal else [])]:
-            void = f"; counts nothing: {one.outdated}" if one.outdated else ""
+            void = f"; does not count: {one.outdated}" if one.outdated else ""
             yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}{void}")
         yield from (
-            Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: {one.outdated or why}")
+            Text(f"approval: {what} {approval.words}, {ago(approval.at)}; does not count: {one.outdated or why}")
             for approval, why in one.void
         )
 
@@ -392,7 +392,7 @@ def channel_lines(
         recall: the recall of the served model, or of a version that it was made from.
     """
     if recall:
-        words = f"recalled: what it serves comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}"
+        words = f"recalled: its live model comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}"
         yield Text(words, style=style("warn"))
     if record.policy:
         yield Text(as_typed(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})"), style="dim")
@@ -400,7 +400,7 @@ def channel_lines(
         words = "protected: releases and changes of its policy wait for another person's approval"
         yield Text(words, style=style("warn"))
     if record.frozen:
-        still = "and rollbacks are stopped" if record.frozen == "all" else "rollbacks go on"
+        still = "and rollbacks are stopped" if record.frozen == "all" else "rollbacks are allowed"
         words = as_typed(f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})")
         yield Text(words, style=style("warn"))
         if frozen is not None:

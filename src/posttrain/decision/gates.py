@@ -243,7 +243,7 @@ def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], val
 def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Evidence:
     theirs = _usable(rule, baseline, whose_words(str(rule.rival)))
     if ours.range != theirs.range:
-        raise InputError(f"{rule.metric} has another declared range on the baseline; measure both by one evaluator")
+        raise InputError(f"{rule.metric} has a different declared range on the baseline; use one evaluator for both")
     if ours.item_ids != theirs.item_ids:
         odd = set(ours.item_ids) ^ set(theirs.item_ids)
         raise InputError(
@@ -371,7 +371,7 @@ def _judge_empty_channel(rule: GateRule, ours: Evidence, baseline: Evidence | No
     outcome = Outcome.PASS if rule.if_channel_empty == "pass" else Outcome.FAIL
     reason = (
         f"the channel is empty, so {rule.metric} ({_number(mean)} on {items} items) has nothing to be compared with,"
-        f" and the rule says if_channel_empty: {rule.if_channel_empty}."
+        f" and the rule has if_channel_empty: {rule.if_channel_empty}."
     )
     return _verdict(rule, outcome, reason, items=items, estimate=mean)
 

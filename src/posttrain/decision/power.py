@@ -113,7 +113,7 @@ def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
         None,
         None,
         "not computed",
-        f"gate {rule.name}: power unknown: {trouble}; the gate judges all the same",
+        f"gate {rule.name}: power unknown: {trouble}; the gate still judges",
     )
 
 
@@ -141,7 +141,7 @@ def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
     perfect = "a perfect model, against one that gets nothing right," if rule.needs_baseline else "a perfect model"
     return (
         f"{key}: {getattr(rule, key):g} cannot be proven by {items} items at confidence {rule.confidence:g}, not even "
-        f"of {perfect}; {more}change {key}"
+        f"for {perfect}; {more}change {key}"
     )
 
 
@@ -295,12 +295,12 @@ def _wanted(items: int, losses: np.ndarray, threshold: float, level: float) -> n
 
 
 def _empty_channel(rule: GateRule, items: int) -> PowerNote:
-    assumption = "assumed that the channel is still empty when the gate looks"
+    assumption = "assumed that the channel is still empty when the gate judges"
     if items < rule.min_items:
         return PowerNote(rule.name, items, NOT_TESTED, 0.0, rule.min_items, assumption, _too_few(rule, items))
     if rule.if_channel_empty == "pass":
         return PowerNote(rule.name, items, NOT_TESTED, 1.0, rule.min_items, assumption)
-    warning = f"gate {rule.name} cannot pass: the channel is empty and the rule says if_channel_empty: fail"
+    warning = f"gate {rule.name} cannot pass: the channel is empty and the rule has if_channel_empty: fail"
     return PowerNote(
         rule.name,
         items,
@@ -325,7 +325,7 @@ def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNot
     spreads = (_NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)) / math.sqrt(max(items, 1))
     of = f"the per-item difference in {rule.metric}" if rule.needs_baseline else rule.metric
     assumption = (
-        f"spread of {of} not known yet: its range alone asks for {least:.2g} beyond the threshold,"
+        f"spread of {of} not known yet: its range alone requires {least:.2g} beyond the threshold,"
         f" and for {ENOUGH:.0%} about {spreads:.2g} standard deviations more"
     )
     warning = _too_few(rule, items) if items < rule.min_items else None
@@ -408,7 +408,7 @@ def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float 
     if len(measured) < len(settings):
         notes.append(f"{len(settings) - len(measured)} of {len(settings)} settings were not measured")
     if not several and any(settings):
-        notes.append("with one seed the intervals are of these models; another seed may order the settings otherwise")
+        notes.append("with one seed the intervals are of these models; another seed may order the settings differently")
     few = sum(not one.enough for one in found)
     if few:
         notes.append(

@@ -52,7 +52,7 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
     times = f"{len(found)} times" if found else "never"
     raise ConflictError(
         f"promotion: the gates compared with {report.baseline}, which channel {channel} held {times}, and the report "
-        "does not say at which release; judge again: posttrain run RUN.yaml --again"
+        "does not record at which release; judge again: posttrain run RUN.yaml --again"
     )
 
 

@@ -17,7 +17,7 @@ APPROVED, REJECTED = "approved", "rejected"
 WITHDRAWN = "withdrawn"  # a rejection, by a person who may not approve
 _SHOWN = 19  # characters of a digest
 _CHANGES = {  # bound value → message where it has changed
-    "policy": "the policy is another now",
+    "policy": "the policy has changed",
     "live": "another release is live now",
     "revision": "the policy or the protection of the channel was changed since",
 }
@@ -96,7 +96,7 @@ class ApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """What one person says of a request; it may be said anew."""
+    """The verdict of one person on a request; a later verdict of that person replaces it."""
 
     request: str
     actor: str
@@ -113,7 +113,7 @@ class Approval:
 
 @dataclass(frozen=True, slots=True)
 class ApprovalStatus:
-    """Where a request stands."""
+    """The status of a request."""
 
     request: ApprovalRequest
     needed: int
@@ -121,7 +121,7 @@ class ApprovalStatus:
     refusal: Approval | None = None  # a single rejection refuses it
     may: tuple[str, ...] = ()  # the people who may still approve
     void: tuple[tuple[Approval, str], ...] = ()  # approvals that do not count, and why
-    outdated: str = ""  # why no verdict on it counts any more
+    outdated: str = ""  # why its verdicts no longer count
     done: bool = False  # the channel serves it now
     ownerless: bool = False  # its owner's name was erased, so who may approve is undetermined
     roleless: tuple[str, ...] = ()  # approvers of the policy who are not approvers of the project
@@ -160,11 +160,11 @@ class ApprovalStatus:
         has = f"{len(self.given)} ({', '.join(one.actor for one in self.given)})" if self.given else "none"
         counted = f"needs {self.needed} approval{'s' if self.needed > 1 else ''}, has {has}"
         if self.outdated:
-            return f"{counted}, which count nothing: {self.outdated}"
+            return f"{counted}, which do not count: {self.outdated}"
         if self.ownerless:
-            return f"{counted}; nobody may approve, since the name of its owner was erased; {self.request.anew}"
+            return f"{counted}; no one may approve, since the name of its owner was erased; {self.request.anew}"
         if self.missing > len(self.may):
-            few = "too few may approve who are not its owner: have the policy name more approvers"
+            few = "too few users other than its owner may approve: name more approvers in the policy"
             return f"{counted}; {few}{f', or give {one_of(self.roleless)} the role approver' if self.roleless else ''}"
         return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
 
@@ -202,7 +202,7 @@ def weigh(
         own: canonical names of the request's owners, who may not approve. Once one name is erased, no one may: a later
             person of that name has another identity in the ledger.
         said: verdicts on this request, one per person.
-        outdated: why no verdict counts any more.
+        outdated: why the verdicts no longer count.
         done: whether the requested action was carried out.
     """
     approvers, roleless = terms.approvers, terms.roleless
@@ -224,11 +224,11 @@ def weigh(
 def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> str:
     """Return why an approval does not count."""
     if said.verdict == WITHDRAWN:
-        return "it takes a rejection back"
+        return "it withdraws a rejection"
     if canonical(said.actor) in own:
-        return "it is its owner's"
+        return "it is by the owner of the request"
     if any(name.startswith(NOBODY) for name in own):
         return "the name of its owner was erased"
     if said.actor in roleless:
-        return f"{said.actor} is no approver of the project any more"
-    return f"{said.actor} is no approver of the channel"
+        return f"{said.actor} is no longer an approver of the project"
+    return f"{said.actor} is not an approver of the channel"

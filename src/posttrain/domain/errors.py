@@ -169,7 +169,7 @@ class RecalledError(ConflictError):
 
 
 class PolicyError(ConflictError):
-    """The gates were judged under another policy than the channel's current one."""
+    """The gates were judged under a policy other than the channel's current one."""
 
 
 class ApprovalError(ConflictError):

@@ -35,7 +35,7 @@ _RELATIVE_KEYS = ("margin", "by", "direction", "if_channel_empty")
 class Outcome(StrEnum):
     """What a gate says. Only PASS ships."""
 
-    PASS = "pass"
+    PASS = "pass"  # the confidence limit meets the threshold
     INCONCLUSIVE = "inconclusive"  # the estimate meets the threshold, its confidence limit does not; or too few items
     FAIL = "fail"  # the estimate itself misses the threshold
     ERROR = "error"  # the evidence cannot be used
@@ -128,13 +128,13 @@ class GateRule(Frozen):
         }.get(form, ())
         if self.if_channel_empty is not None and self.rival not in (None, CHANNEL):
             raise ValueError(
-                f"gate {self.name!r}: if_channel_empty has no meaning beside {form}: {self.rival}, got "
+                f"gate {self.name!r}: if_channel_empty has no meaning with {form}: {self.rival}, got "
                 f"{self.if_channel_empty}: this run makes that model; remove it"
             )
         for key in _RELATIVE_KEYS:
             if getattr(self, key) is not None and key not in used:
                 raise ValueError(
-                    f"gate {self.name!r}: {key} has no meaning beside {form}, got {getattr(self, key)}; remove it"
+                    f"gate {self.name!r}: {key} has no meaning with {form}, got {getattr(self, key)}; remove it"
                 )
         if form == "not_worse_than" and self.margin is None:
             raise ValueError(
@@ -154,12 +154,12 @@ class GateRule(Frozen):
         up, threshold = self.higher_is_better, self.threshold
         key = next(key for key in (*_FORMS[:2], "margin", "by") if getattr(self, key) is not None)
         written, what = getattr(self, key), f"its difference in {self.metric}" if self.needs_baseline else self.metric
-        lies = f"{what} lies in {low:g} to {high:g}"
+        lies = f"{what} is from {low:g} to {high:g}"
         beyond = threshold > high if up else threshold < low
         if beyond or (self.strict and threshold == (high if up else low)):
-            raise InputError(f"{key} must be what a model could reach, got {written:g}, and {lies}; change {key}")
+            raise InputError(f"{key} must be a value that a model can reach, got {written:g}, and {lies}; change {key}")
         if threshold <= low if up else threshold >= high:
-            raise InputError(f"{key} must be what a model could miss, got {written:g}, and {lies}; change {key}")
+            raise InputError(f"{key} must be a value that a model can miss, got {written:g}, and {lies}; change {key}")
 
     @property
     def needs_baseline(self) -> bool:
@@ -202,7 +202,7 @@ def whose_words(rival: str) -> str:
 
 
 class Verdict(Frozen):
-    """What one gate said, with the numbers it said it from. All numbers are finite, so it is canonical JSON.
+    """The verdict of one gate, with the numbers that decided it. All numbers are finite, so it is canonical JSON.
 
     `limit` and `threshold` are in the metric's units; for a relative rule both are about `difference`, which is
     candidate - baseline.

@@ -162,7 +162,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for a person: a warning, or what is going on."""
+    """One line for people: a warning, or a report of progress."""
 
     message: str
     at: float
@@ -383,7 +383,8 @@ class Capacity:
             return ""
         if wanted > self.devices:
             raise InputError(
-                f"placement: asks for {wanted} devices, this machine has {self.devices}; ask for fewer, or go elsewhere"
+                f"placement: requests {wanted} devices, this machine has {self.devices}; request fewer, or use "
+                "another machine"
             )
         who = "; ".join(f"{name} is held by {holder}" for name, holder in self.held.items())
         return f"needs {wanted} of {self.devices} devices, {free} free: {who}"
@@ -461,9 +462,9 @@ class Observation:
     def why(self) -> str:
         """Why the job ended, as text; of a gang, by the pod that failed."""
         if self.state is JobState.UNKNOWN:
-            return "the executor has no job of that name any more"
+            return "the executor no longer has a job of that name"
         culprit = next((str(pod) for pod in self.pods if pod.failed), "")
-        code = "its process is gone" if self.exit_code is None else f"exit code {self.exit_code}"
+        code = "its process has ended" if self.exit_code is None else f"exit code {self.exit_code}"
         return culprit or self.detail or code
 
     @property

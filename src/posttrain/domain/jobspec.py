@@ -116,10 +116,10 @@ class JobSpec:
     def __post_init__(self) -> None:
         names = [group.name for group in self.gang]
         if not names or len(set(names)) < len(names):
-            raise InputError(f"gang: must have groups, each with a name of its own, got {', '.join(names) or 'none'}")
+            raise InputError(f"gang: must have groups with unique names, got {', '.join(names) or 'none'}")
         for name in self.environment:
             if SECRET_NAME.search(name):
-                raise InputError(f"environment: {name} must not be written down; name it in secrets")
+                raise InputError(f"environment: {name} must not be in plain text; name it in secrets")
 
     @property
     def mailbox(self) -> str | None:
@@ -178,7 +178,7 @@ def image_reference(text: str) -> str:
         return text
     if _named(name) or _named(name.rpartition(":")[0]):
         raise ValueError(
-            f"must be pinned by digest, {_WHERE}, since a tag may mean another image tomorrow, got {text[:_SHOWN]!a}; "
+            f"must be pinned by digest, {_WHERE}, since the image of a tag may change, got {text[:_SHOWN]!a}; "
             "podman image inspect --format '{{.Digest}}' shows it"
         )
     raise ValueError(f"must be a whole reference, {_WHERE} with its registry's host, got {text[:_SHOWN]!a}")

@@ -215,19 +215,19 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
             f"{told}: runtime.stall_after must be at least {LEAST_STALL:g} seconds, as a number, got {limit!r:.80}"
         )
     if "placement" in contract.params and contract.load is None:
-        raise InputError(f"{told}: placement decides no result and needs a load; call the parameter otherwise")
+        raise InputError(f"{told}: placement decides no result and needs a load; rename the parameter")
     for slot, (kind, _) in contract.inputs.items():
         if kind not in _TAKEN:
             raise InputError(f"{told}: input {slot!r} must be one of {', '.join(_TAKEN)}, got {kind!r}")
     if not contract.outputs:
-        raise InputError(f"{told}: must leave at least one output, got none")
+        raise InputError(f"{told}: must have at least one output, got none")
     for name, form in contract.outputs.items():
         wanted = _FORM_OF.get(name)
         if form not in FORMS or wanted not in (None, form) or name == REPORT:
-            words = "is a gate's alone" if name == REPORT else f"must be a {wanted or ' or '.join(FORMS)}, got {form!r}"
+            words = "is for gates only" if name == REPORT else f"must be a {wanted or ' or '.join(FORMS)}, got {form!r}"
             raise InputError(f"{told}: output {name!r} {words}")
     if contract.metrics and METRICS not in contract.outputs:
-        raise InputError(f"{told}: metrics are in the output {METRICS!r}, which it does not leave")
+        raise InputError(f"{told}: metrics require the output {METRICS!r}, which it does not have")
 
 
 class Driver(StrEnum):
@@ -461,7 +461,7 @@ def _loaded(plugin: Plugin) -> InstalledKind:
         raise InputError(f"{plugin}: driver must be {Driver.JOB}, got {kind.driver}: only a job runs a package's code")
     wrong = {
         "ship nothing": kind.ships,
-        "say its models' sizes, so none is from_nothing": kind.from_nothing,
+        "declare its models' sizes, without from_nothing": kind.from_nothing,
         "have an algorithm, or a contract and the module of a job": not (
             _PATH.match(kind.algorithm.config) and _PATH.match(kind.algorithm.algorithm) and kind.module == _TRAIN
             if isinstance(kind.algorithm, AlgorithmSpec)

@@ -22,40 +22,40 @@ _ALL = (_RUN, _STAGE, _ATTEMPT)
 
 
 class RunState(StrEnum):
-    PENDING = "pending"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-    SUCCEEDED = "succeeded"
+    PENDING = "pending"  # submitted; no process drives it yet
+    RUNNING = "running"  # its stages are under way
+    STOPPING = "stopping"  # a user asked it to stop; its jobs write a checkpoint
+    STOPPED = "stopped"  # `posttrain retry` continues it
+    SUCCEEDED = "succeeded"  # every stage ended, and the model is released if the file has a release
     REJECTED = "rejected"  # a gate did not pass: the run worked, the model was not released
-    FAILED = "failed"
+    FAILED = "failed"  # a stage failed; `posttrain retry` continues it
 
 
 class StageState(StrEnum):
     PENDING = "pending"  # inputs do not exist yet
     READY = "ready"  # inputs exist, no live attempt
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
+    RUNNING = "running"  # an attempt is live, or a wait has begun
+    SUCCEEDED = "succeeded"  # its outputs exist, computed here or reused
     SKIPPED = "skipped"  # nothing to do (for example: the channel is empty, so there is no baseline to judge)
-    REJECTED = "rejected"
-    STOPPED = "stopped"
-    FAILED = "failed"
+    REJECTED = "rejected"  # a gate did not pass
+    STOPPED = "stopped"  # with its run
+    FAILED = "failed"  # its last attempt failed, or its wait reached its deadline
 
 
 class AttemptState(StrEnum):
     PLANNED = "planned"  # the intent is committed, the job may not be submitted yet
-    LAUNCHED = "launched"
-    SUCCEEDED = "succeeded"
-    STOPPED = "stopped"
-    FAILED = "failed"
+    LAUNCHED = "launched"  # the executor has the job
+    SUCCEEDED = "succeeded"  # the job wrote its result
+    STOPPED = "stopped"  # the job ended because it was asked to
+    FAILED = "failed"  # the job reported a failure, or could not be launched
     LOST = "lost"  # ended without a result: another attempt follows
 
 
 class ReleaseState(StrEnum):
-    PROPOSED = "proposed"
-    LIVE = "live"
-    SUPERSEDED = "superseded"
-    ROLLED_BACK = "rolled_back"
+    PROPOSED = "proposed"  # the channel does not point at it yet
+    LIVE = "live"  # the channel points at it
+    SUPERSEDED = "superseded"  # a later release is live
+    ROLLED_BACK = "rolled_back"  # a user pointed the channel back at an earlier release
 
 
 Table = Mapping[str, frozenset[str]]
@@ -164,7 +164,7 @@ class Reason(StrEnum):
         return self
 
     # --- waiting ------------------------------------------------------------------------------------------------------
-    SUBMITTED = "Submitted", (_RUN,), "No driver has looked at the run yet.", "`attach` drives it"
+    SUBMITTED = "Submitted", (_RUN,), "No driver has read the run yet.", "`attach` drives it"
     WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
     READY = "Ready", (_STAGE,), "Its inputs are available; it starts at the next pass.", _NOTHING
     WAITING_FOR_SLOT = (
@@ -188,7 +188,7 @@ class Reason(StrEnum):
     WAITING_FOR_IDENTICAL_STAGE = (
         "WaitingForIdenticalStage",
         (_STAGE,),
-        "A stage of another run computes the same, and its result will be reused.",
+        "A stage of another run computes the same result, which will be reused.",
         _NOTHING,
     )
     WAITING_FOR_TIME = "WaitingForTime", (_STAGE,), "It waits for the time that the run file names.", _NOTHING
@@ -290,7 +290,7 @@ class Reason(StrEnum):
     POLICY_NOT_MET = (
         "PolicyNotMet",
         _ENDED,
-        "The gates were judged under another policy than the channel's current one.",
+        "The gates were judged under a policy other than the channel's current one.",
         "`run` plans it under the policy",
     )
     APPROVAL_REJECTED = (
@@ -413,13 +413,13 @@ class StopCause(StrEnum):
         return self
 
     PERSON = "person", "a person stopped the run"
-    BUDGET = "budget", "what the attempt reserved of the budget is spent"
+    BUDGET = "budget", "the attempt has spent its share of the budget"
     STALLED = "stalled", "it reported no progress for `runtime.stall_after`"
-    PREEMPTED = "preempted", "a scheduler or a signal from outside took its place"
+    PREEMPTED = "preempted", "a scheduler or a signal from outside preempted it"
     DRAINED = "drained", "its node is being emptied"
     SUPERSEDED = "superseded", "another job of the same attempt computes"
     OUT_OF_MEMORY = "out_of_memory", "it exceeded its memory"
-    INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node is gone"
+    INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node was lost"
 
 
 def stop_cause(code: str) -> StopCause:

@@ -64,7 +64,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
     """Parse several overrides; paths must be unique.
 
     Raises:
-        InputError: as `parse_override`.
+        InputError: see `parse_override`.
     """
     found = tuple(parse_override(text) for text in texts)
     paths = [one.path.removeprefix("stages.") for one in found]
@@ -84,7 +84,7 @@ def single(texts: Sequence[str]) -> Setting:
     """Return the single setting of overrides with one value each.
 
     Raises:
-        InputError: as `parse_overrides`; or an override has several values.
+        InputError: see `parse_overrides`; or an override has several values.
     """
     found = parse_overrides(texts)
     many = next((one for one in found if len(one.values) > 1), None)

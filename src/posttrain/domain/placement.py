@@ -67,9 +67,9 @@ class Resources(Frozen):
     def _consistent(self) -> Resources:
         if self.with_ is not None and self.model_fields_set != {"with_"}:
             others = ", ".join(name for name in Resources.model_fields if name in self.model_fields_set - {"with_"})
-            raise ValueError(f"with must stand alone, got it beside {others}: a pool has one set of resources")
+            raise ValueError(f"with must be the only field, got it next to {others}: a pool has one set of resources")
         if self.kind is not None and not self.gpus:
-            raise ValueError(f"kind needs gpus >= 1, got kind {self.kind!r} with gpus: 0; say how many")
+            raise ValueError(f"kind needs gpus >= 1, got kind {self.kind!r} with gpus: 0; set gpus")
         for name, amount in (("gpus", self.gpus), ("cpus", self.cpus or 0)):
             if amount % self.rank_count:
                 raise ValueError(f"{name} must be a multiple of ranks ({self.rank_count}), got {amount}")
@@ -147,11 +147,11 @@ class Placement(Frozen):
     def _consistent(self) -> Placement:
         if self.collocated is not None and self.placed:
             raise ValueError(
-                f"{COLLOCATED} puts every role into one pool, got it beside {', '.join(self.placed)}; "
+                f"{COLLOCATED} puts every role into one pool, got it next to {', '.join(self.placed)}; "
                 f"write policy instead of {COLLOCATED}: roles that are not mentioned live with it"
             )
         if self.collocated is not None and self.collocated.with_ is not None:
-            raise ValueError(f"{COLLOCATED} must have resources of its own, got with: {self.collocated.with_}")
+            raise ValueError(f"{COLLOCATED} must have its own resources, got with: {self.collocated.with_}")
         for role in ROLES:
             self._head(role)
         return self

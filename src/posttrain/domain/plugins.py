@@ -65,7 +65,7 @@ class Plugin:
             raise
         except (Exception, SystemExit) as error:
             said = " ".join(str(error).split())[:300]
-            raise InputError(f"{self}: {what} raised {type(error).__name__}: {said}; mend or uninstall it") from error
+            raise InputError(f"{self}: {what} raised {type(error).__name__}: {said}; fix or uninstall it") from error
 
     def code_digest(self, *modules: str) -> str:
         """Return the digest of its code: name and version, every file of its package on the disk, and the versions of
@@ -99,7 +99,7 @@ def find_plugin(group: str, name: str) -> Plugin | None:
         owners = " and ".join(sorted(plugin.distribution for plugin in plugins))
         raise InputError(f"{plugins[0]}: must be of one installed package, got {owners}; uninstall one of them")
     if not plugins and troubles:
-        raise InputError(f"{name!r} may be of an installed package that cannot be read: {troubles[0]}")
+        raise InputError(f"{name!r} may be in an installed package that cannot be read: {troubles[0]}")
     return plugins[0] if plugins else None
 
 
@@ -120,7 +120,7 @@ def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[
         if group not in own:
             troubles.append(f"{mine[0]}: there is no group {group}, only {', '.join(sorted(own))}")
         elif name in own[group]:
-            troubles.append(f"{mine[0]}: Posttrain has one of that name, which is taken; rename it")
+            troubles.append(f"{mine[0]}: Posttrain itself has this name; rename it")
         elif len(mine) > 1:
             owners = " and ".join(sorted(plugin.distribution for plugin in mine))
             troubles.append(f"{mine[0]}: must be of one installed package, got {owners}; uninstall one of them")

@@ -80,12 +80,12 @@ class ChannelPolicy(Frozen):
             if suite_of(gate.metric) not in self.suites:
                 raise ValueError(
                     f"gates.{gate.name}.metric: must be SUITE/METRIC of a suite below `suites`, got {gate.metric!r}; "
-                    "without it a run could measure it on data of its own"
+                    "without it a run could measure it on its own data"
                 )
             if gate.rival not in (None, CHANNEL):
                 raise ValueError(
-                    f"gates.{gate.name}: must compare with channel or with a number, got {gate.rival!r}, which every "
-                    "run file gives a meaning of its own"
+                    f"gates.{gate.name}: must compare with channel or with a number, got {gate.rival!r}, which has "
+                    "another meaning in every run file"
                 )
         wrong = next((name for name in self.approvers if not is_principal(name)), None)
         if wrong is not None:

@@ -124,7 +124,7 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """That a run was told to go on where it waits for this."""
+    """A signal that a run received, so that a stage waiting for it continues."""
 
     run_id: str
     name: str
@@ -135,7 +135,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class RunNote:
-    """What somebody wrote down of a run: a text, or a tag that lists are filtered by."""
+    """A user's note on a run: a text, or a tag that filters lists."""
 
     run_id: str
     number: int  # within the run, from 1
@@ -223,7 +223,7 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEntry:
-    """One line of a channel's append-only history; its deployments say which one is live."""
+    """One line of a channel's append-only history; its deployments name the live one."""
 
     sequence: int
     channel: str
@@ -273,7 +273,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token that somebody shows."""
+    """The recorded facts about a token that a caller presents."""
 
     id: str
     actor: str  # its owner
@@ -342,7 +342,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fact of the audit log. `sequence` is None until the sealer has passed."""
+    """One fact of the audit log. The sealer assigns `sequence`; before that it has none."""
 
     id: int  # insertion order, may have gaps
     kind: str  # run.running, stage.succeeded, channel.promote …

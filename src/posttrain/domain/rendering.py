@@ -33,8 +33,8 @@ Row = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 _BATCH = 1000  # rows with their texts in memory at a time
 _BROKEN = (
-    "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
-    "completions; use a template whose output only grows"
+    "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be separated "
+    "from completions; use a template whose output only grows"
 )
 # errors of a template or a tokenizer; SyntaxError: jinja's compiled code nests too many blocks for Python
 _RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
@@ -264,7 +264,7 @@ def stop_fault(stop: Sequence[str]) -> str | None:
         return f"must be at most {MOST_STOPS} strings, got {len(stop)}; leave some out"
     for one in stop:
         if not 1 <= len(one) <= MOST_STOP:
-            return f"must hold strings of 1 to {MOST_STOP} characters, got {len(one)}: {one[:20]!r}; mend or remove it"
+            return f"must hold strings of 1 to {MOST_STOP} characters, got {len(one)}: {one[:20]!r}; cut or remove it"
         if any(sign == "\ufffd" or "\ud800" <= sign <= "\udfff" for sign in one):
             return f"must hold text, got {one!r}, of which a part stands for no character; remove it"
     return None
@@ -323,7 +323,7 @@ _WATCHER = _Watcher()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the block with `TimeLimitError` after so many seconds. Blocks do not nest.
+    """Interrupt the block with `TimeLimitError` after this many seconds. Blocks do not nest.
 
     Raises:
         TimeLimitError: the block took longer.

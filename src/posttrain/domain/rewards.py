@@ -116,7 +116,7 @@ def detect(signature: Signature) -> str:
     if dialect is not None:
         return dialect
     raise SignatureError(
-        f"parameters ({', '.join(signature.words())}) are of no known dialect; name the text `completion`, or give "
+        f"parameters ({', '.join(signature.words())}) match no known dialect; name the text `completion`, or give "
         f"its dialect, in run.yaml (dialect:) or when you register it: asset add --dialect {'|'.join(DIALECTS)}"
     )
 

@@ -67,7 +67,7 @@ def parse_count(value: Any) -> Any:
 
 
 class Budget(Frozen):
-    """Hard limits of a run. None means that nobody declared one."""
+    """Hard limits of a run; None: no limit."""
 
     tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1, lt=2**53)] | None = (
         None  # read, generated and trained on: see facts.Progress
@@ -77,7 +77,7 @@ class Budget(Frozen):
 
 
 class RunRuntime(Frozen):
-    """How every job of a run is run, where its stage says nothing else."""
+    """Runtime settings of all jobs of a run; those of a stage have priority."""
 
     stall_after: StallAfter  # seconds without progress after which a job counts as hung
 
@@ -163,7 +163,7 @@ class RewardUse(Frozen):
         names = [Path(file).name for file in self.files]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"files: must have names of their own beside the source, got {twice!r} twice; rename one")
+            raise ValueError(f"files: names must be unique and not the source's, got {twice!r} twice; rename one")
         high = next((word for word in self.network if not 0 < int(word.rpartition(":")[2]) < 65536), None)
         if high is not None:
             raise ValueError(f"network: ports must be from 1 to 65535, got {high!r}")
@@ -174,7 +174,7 @@ class RewardUse(Frozen):
         other = next((name for name in self.secrets if not may_be_secret(name)), None)
         if other is not None:
             raise ValueError(
-                f"secrets: must name variables of its own, which no program or store reads, got {other!r}; call it "
+                f"secrets: must name dedicated variables, which no program or store reads, got {other!r}; call it "
                 "JUDGE_KEY, for example"
             )
         number = next((word for word in self.network if _ADDRESS.match(word)), None)

@@ -21,7 +21,7 @@ BY_PERSON, BY_FAILURE = "person", "failing"  # why a sink is paused
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Of which events a sink is told: `Rule(on=("run-ended",), run="sort*")`. What is empty limits nothing."""
+    """The events that a sink receives: `Rule(on=("run-ended",), run="sort*")`. An empty field limits nothing."""
 
     on: tuple[str, ...] = FOR_PEOPLE
     run: str = ""  # pattern of a run's name: * ? [abc]
@@ -39,12 +39,12 @@ class Rule:
         for name in given:
             if name not in cls.__dataclass_fields__:
                 known = ", ".join(cls.__dataclass_fields__)
-                raise InputError(f"rule: must have no other field than {known}, got {name!r}")
+                raise InputError(f"rule: fields must be {known}, got {name!r}")
         on = tuple(dict.fromkeys(str(word) for word in given.get("on") or FOR_PEOPLE))
         for word in on:
             if word not in OCCASIONS:
                 hint = nearest(word, OCCASIONS)
-                raise InputError(f"rule: on must be of {', '.join(OCCASIONS)}, got {word!r}{hint}")
+                raise InputError(f"rule: on must be one of {', '.join(OCCASIONS)}, got {word!r}{hint}")
         texts = {name: str(given.get(name) or "") for name in ("run", "owner", "channel")}
         return cls(on, **texts, words=bool(given.get("words")))
 
@@ -83,7 +83,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class SinkView:
-    """How a sink stands."""
+    """The status of a sink."""
 
     name: str
     kind: str

@@ -85,13 +85,13 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_tokens_total", "token_budget"), ("tokens", "budget")),
     **dict.fromkeys(("timeout", "time_limit", "max_time"), ("wall_clock", "reward_timeout", "budget")),
 }
-# names with another unit than the field's
+# names whose unit differs from the field's
 UNITS: Mapping[str, str] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
     **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
     **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
 }
-_WHOLE = "is of a suite with samples; training samples from the whole distribution, which its log-probabilities are of"
+_WHOLE = "only suites with samples have it; training samples the full distribution, as its log-probabilities require"
 # names of run.yaml, or of other trainers, that a place lacks → why
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
@@ -99,19 +99,19 @@ NOT_HERE: Mapping[str, str] = {
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
         "responses are drawn without penalties, from the distribution that the log-probabilities are of",
     ),
-    "lag": "is of a policy gradient, which alone weighs what an older policy sampled",
-    "stop": "is of a stage that samples, whose probe it holds for too, and of a suite",
+    "lag": "only policy gradients have it, since only they correct for samples of an older policy",
+    "stop": "only suites and stages that sample have it; that of a stage also applies to its probe",
     "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
 }
-_BY_PAIRS = "is not there yet; kind: dpo is nearest, or a judge from pairs (kind: reward_model) and kind: ppo"
+_BY_PAIRS = "is not supported yet; kind: dpo is nearest, or a judge from pairs (kind: reward_model) and kind: ppo"
 # kinds of other trainers → the alternative here
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("ipo", "orpo", "simpo", "cpo", "kto"), _BY_PAIRS),
-    "vapo": "is not there yet; kind: ppo is nearest",
+    "vapo": "is not supported yet; kind: ppo is nearest",
     "reinforce": "is kind: rloo with a group's baseline, or kind: reinforce_plus_plus without groups",
     **dict.fromkeys(("reinforce++", "reinforce-plus-plus"), "is kind: reinforce_plus_plus"),
     "dr-grpo": "is kind: dr_grpo",
-    "gspo": "is not there yet; kind: grpo is nearest",
+    "gspo": "is not supported yet; kind: grpo is nearest",
     **dict.fromkeys(("rl", "rlvr", "online"), "is kind: grpo, or kind: ppo with a critic"),
     **dict.fromkeys(("rm", "reward", "reward-model"), "is kind: reward_model"),
     **dict.fromkeys(("eval", "test", "benchmark"), "is kind: evaluate"),
@@ -129,7 +129,7 @@ def validated(model: type[M], raw: Any, source: str) -> M:
     """Return the validated model of raw data; `source` names the data in errors.
 
     Raises:
-        InputError: as `explain` returns it.
+        InputError: see `explain` returns it.
     """
     try:
         return model.model_validate(raw)

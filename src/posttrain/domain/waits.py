@@ -85,7 +85,7 @@ def wait_of(manifest: Manifest, stage: str) -> Wait:
     """
     found = dict(waits(manifest)).get(stage)
     if found is None:
-        raise InputError(f"stage {stage!r} must be one that waits; it is not")
+        raise InputError(f"stage {stage!r} must be a wait stage")
     return found
 
 

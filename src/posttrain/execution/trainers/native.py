@@ -99,7 +99,7 @@ class NativeTrainer:
         """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting costs 9x)."""
         kind = kind_of(order.kind)
         if not kind.module:
-            raise InputError(f"kind {order.kind!r} must be installed; install the package that it came from")
+            raise InputError(f"kind {order.kind!r} must be installed; install its package")
         threads = str(order.params.get("runtime", {}).get("threads", 1))
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
