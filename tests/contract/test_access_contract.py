@@ -167,7 +167,7 @@ def test_who_has_no_role_is_admin_only_where_nobody_has_one_and_the_system_lets_
         ({}, None),
     ):
         assert role_of(ledger, Identity("user:bob", "token", scopes)) is role, "never more than the role, nor the scope"
-    last = pytest.raises(ConflictError, match="must have an admin, got user:ann as the last")
+    last = pytest.raises(ConflictError, match="must have an admin, and user:ann is the last")
     with last, ledger.transaction("user:bob") as transaction:
         transaction.set_role("user:ann", Role.VIEWER)
     with ledger.transaction("user:ann") as transaction:

@@ -53,9 +53,9 @@ def test_a_password_comes_from_the_environment_or_a_file(
     postgres: Server, postgres_ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = postgres.over_tcp(postgres_ledger)
-    assert "it asks for a password; give it by PGPASSWORD or ~/.pgpass" in said(lambda: Database(address))
+    assert "it requires a password; set it in PGPASSWORD or ~/.pgpass" in said(lambda: Database(address))
     monkeypatch.setenv("PGPASSWORD", "wrong")
-    assert "it refuses the password; give the right one by PGPASSWORD" in said(lambda: Database(address))
+    assert "it refuses the password; set the right one in PGPASSWORD" in said(lambda: Database(address))
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
     Database(address).close()
     monkeypatch.delenv("PGPASSWORD")
@@ -78,16 +78,16 @@ def test_a_server_that_is_not_there_is_named(postgres: Server) -> None:
     for address in ("postgresql://ann@127.0.0.1:1/x", f"postgresql://ann@/x?host={postgres.folder}/none"):
         line = said(lambda address=address: Database(address))  # type: ignore[misc]
         assert "it cannot be reached" in line
-        assert "see to it and run the command again" in line
+        assert "check it and run the command again" in line
 
 
 def test_a_user_that_may_not_make_tables_is_told_so(postgres: Server, postgres_ledger: str) -> None:
     postgres.sql("DROP ROLE IF EXISTS reader")
     postgres.sql("CREATE ROLE reader LOGIN")
     address = postgres_ledger.replace("://posttrain@", "://reader@")
-    assert "this user may not do that there" in said(lambda: Database(address))
+    assert "this user lacks a permission" in said(lambda: Database(address))
     Database(postgres_ledger).close()
-    assert "this user may not do that there" in said(lambda: Database(address))
+    assert "this user lacks a permission" in said(lambda: Database(address))
 
 
 def test_a_user_that_may_only_read_reads(postgres: Server, postgres_ledger: str) -> None:

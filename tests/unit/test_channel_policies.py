@@ -496,7 +496,7 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     assert "(release 2, frozen)" in world.ok("ls")
     assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
     assert "it stays frozen" in world.ok("rollback", "prod")
-    assert "channel prod: is frozen (rollbacks go on)" in refused(world, "run", "run.yaml", "--again", code=9)
+    assert "channel prod: is frozen (rollbacks are allowed)" in refused(world, "run", "run.yaml", "--again", code=9)
     run = world.newest()
     assert world.json("get", run)["reason"] == "ChannelFrozen"
     assert next_of(world, run) == ["channel", "unfreeze", "prod"]
@@ -554,7 +554,7 @@ def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it
         ("remove-policy", "prod"),
     ):
         said = refused(world, "channel", *words, code=9)
-        assert "is protected, so a change of its policy needs an approval, and no one else could give it" in said
+        assert "is protected, so a change of its policy needs an approval, and no other user can give it" in said
         assert "run posttrain channel unprotect prod first" in said
     assert "has this policy already" in world.ok("channel", "set-policy", "prod", policy_file(world))
     assert world("run", "run.yaml", "--again").exit_code == 3
@@ -594,7 +594,7 @@ def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(
 
     monkeypatch.setattr(actions, "refuse_lift", overtaken)
     said = refused(world, "rollback", "prod", "--to", second, "--lift-quarantine", "hush", code=9)
-    assert "channel prod was changed meanwhile; check it and decide again" in said
+    assert "channel prod has changed since it was read; check it and decide again" in said
     assert len(world.json("get", "prod")["history"]) == 3
 
 

@@ -66,8 +66,8 @@ def test_what_breaks_again_and_again_is_set_aside_told_and_goes_on(world: World,
     [
         (("dead", "nobody"), 2, "there is no run 'nobody'"),
         (("dead", "--retry"), 2, "--retry needs the run or stage"),
-        (("dead", "sort"), 2, "was set aside; posttrain dead lists those that were"),
-        (("dead", "sort/sft", "--retry"), 2, "was set aside; posttrain dead lists those that were"),
+        (("dead", "sort"), 2, "was set aside; posttrain dead lists the objects set aside"),
+        (("dead", "sort/sft", "--retry"), 2, "was set aside; posttrain dead lists the objects set aside"),
     ],
 )
 def test_what_was_not_set_aside_is_told_in_one_line(world: World, words: tuple[str, ...], code: int, said: str) -> None:

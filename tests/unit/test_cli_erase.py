@@ -125,7 +125,7 @@ def test_what_cannot_be_erased_is_refused_and_nothing_changes(world: World) -> N
     world("run", "--timeout", "100", "run.yaml")
     run = world.newest()
     for words, said in (
-        ((run, "--reason", "x"), "still writes text; stop it, then erase"),
+        ((run, "--reason", "x"), "still writes text; stop it first"),
         ((f"user:{WHO}", "--reason", " "), "--reason must not be empty"),
         ((f"user:{WHO}", "--reason", f"{WHO} left"), "the reason must not contain"),
         (("user:nobody", "--reason", "x"), "there is no principal 'user:nobody'"),

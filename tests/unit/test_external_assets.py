@@ -305,8 +305,8 @@ def test_what_is_asked_wrongly_is_refused(world: World, place: Elsewhere) -> Non
         (("dataset:far", *far, "--checksum", checksum[7:]), "checksum must be sha256: and 64 hex digits"),
         (("dataset:far", *far, "--checksum", "sha256:" + "0" * 64), f"check the URI, or write --checksum {checksum}"),
         (("dataset:far", "train.jsonl", *far, "--checksum", checksum), "give --external URI or PATH, got both"),
-        (("dataset:far", "train.jsonl", "--checksum", checksum), "are of --external URI, got none"),
-        (("dataset:far",), "must be given a PATH, or --external URI"),
+        (("dataset:far", "train.jsonl", "--checksum", checksum), "need --external URI, got none"),
+        (("dataset:far",), "needs a PATH or --external URI"),
         (("model:far", *far, "--checksum", checksum), "--external is for data sets only, got a model"),
         (("dataset:far", "--external", "s3://bucket/no.jsonl", "--checksum", checksum), "there is no object s3://bu"),
     ):

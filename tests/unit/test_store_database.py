@@ -134,7 +134,7 @@ def test_an_older_ledger_is_refused_and_not_touched(tmp_path: Path) -> None:
         Database(path)
     assert str(caught.value) == (
         f"ledger {path} has schema 0003, this Posttrain needs {schema.SCHEMA_VERSION}; "
-        "use the Posttrain that made it, or `posttrain init` in another folder"
+        "use the Posttrain version that made it, or `posttrain init` in another folder"
     )
     assert path.read_bytes() == before
 
@@ -181,7 +181,7 @@ def test_a_database_that_holds_no_ledger_is_filled_only_when_asked(tmp_path: Pat
     connection.execute("VACUUM")  # a header and an empty first page
     connection.close()
     assert (tmp_path / "l.db").stat().st_size
-    with pytest.raises(WorkspaceError, match="holds nothing: it was cut off; restore it from a copy"):
+    with pytest.raises(WorkspaceError, match="is empty: it was truncated; restore it from a copy"):
         Database(tmp_path / "l.db", create=False)
     Database(tmp_path / "l.db").close()
     Database(tmp_path / "l.db", create=False).close()

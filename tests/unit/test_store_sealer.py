@@ -199,7 +199,7 @@ def test_an_event_rewritten_below_a_tile_is_found_by_it(tmp_path: Path, ledger: 
         f"UPDATE events SET audited = '{{\"word\": \"lie\"}}', leaf = X'{leaf}' WHERE id = {FIRST + 2}",
         f"UPDATE leaves SET leaf = X'{leaf}' WHERE event = {FIRST + 2}",
     )
-    with pytest.raises(IntegrityError, match="at sequence 256: tile 0 of level 0 is not what its leaves say"):
+    with pytest.raises(IntegrityError, match="at sequence 256: tile 0 of level 0 does not match its leaves"):
         verify_chain(ledger)
     tamper(tmp_path, "DELETE FROM tiles")
     with pytest.raises(IntegrityError, match="at sequence 256: tile 0"):

@@ -66,7 +66,7 @@ def test_a_bucket_that_is_not_there_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: HostileProxy
 ) -> None:
     said = init(tmp_path / "new", monkeypatch, "s3://artefacts/team")
-    assert "artifact store s3://artefacts/team: there is no such bucket" in said
+    assert "artifact store s3://artefacts/team: this address has no such bucket" in said
 
 
 def test_a_panic_of_the_store_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: HostileProxy) -> None:

@@ -28,7 +28,7 @@ def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> 
     """Return the identity of a token.
 
     Args:
-        unknown: the error message where there is no token.
+        unknown: the error message without a token.
 
     Raises:
         AccessError: there is no token, or it was revoked or has expired.
@@ -36,7 +36,7 @@ def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> 
     if token is None or token.actor.startswith(NOBODY):
         raise AccessError(unknown)
     if token.revoked_at is not None:
-        raise AccessError(f"token {token.id} was revoked; ask an admin for another one")
+        raise AccessError(f"token {token.id} was revoked; request another one from an admin")
     if moment >= token.expires_at:
-        raise AccessError(f"token {token.id} has expired; ask an admin for another one")
+        raise AccessError(f"token {token.id} has expired; request another one from an admin")
     return Identity(token.actor, auth, {name: Role(role) for name, role in token.scopes.items()})

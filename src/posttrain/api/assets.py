@@ -233,7 +233,7 @@ class Access(Verbs):
         """Create a project with the caller as its admin.
 
         Raises:
-            InputError: an invalid project name, or a request to another project than `default`.
+            InputError: an invalid project name, or a request to a project other than `default`.
             ConflictError: a project of that name exists.
         """
 

@@ -122,7 +122,11 @@ class Submissions(Verbs):
 
     @verb("POST /locks", Role.VIEWER, "app.runs", heavy=True, run_file=True)
     def lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
-        """Return the locked manifest of a run file. Raises as `plan`."""
+        """Return the locked manifest of a run file.
+
+        Raises:
+            InputError: see `plan`.
+        """
 
     @verb("POST /runs", Role.SUBMITTER, "app.runs", heavy=True, command="run", run_file=True)
     def submit(
@@ -429,7 +433,7 @@ class Channels(Verbs):
 
         Args:
             what: the id of a run whose model is to be released, or the digest of a request or a prefix of it.
-            channel: of a run: another channel than its run file names.
+            channel: of a run: overrides the channel that its run file names.
 
         Raises:
             AccessError: the policy does not name the principal, or it is the principal's own request.

@@ -129,7 +129,7 @@ class Run:
         """Approve the release of the run's model, as the principal of the control.
 
         Args:
-            channel: another channel than the run file names.
+            channel: overrides the channel that the run file names.
         """
         return self.control.approve(self.id, channel, reason)
 

@@ -73,7 +73,7 @@ class Locked:
     place: Path  # of its lock by default
 
     def write(self, path: Path) -> None:
-        """Write the manifest, so that the file's SHA-256 is its digest. Raises as `preflight.locks.write_lock`."""
+        """Write the manifest, so that the file's SHA-256 is its digest. Errors: see `preflight.locks.write_lock`."""
         from posttrain.preflight.locks import write_lock
 
         write_lock(self.manifest, path)

@@ -10,7 +10,7 @@ name. The caller's files are first uploaded by digest, and named by a `FileRef` 
 are fetched by digest. Callbacks stay on the client.
 
 Lists have pages, and a cursor marks the end of a page. A cursor contains the key of the last entry, not the number of
-entries before, so the next page begins after that entry whatever was added meanwhile. It is valid for one list of one
+entries before, so the next page begins after that entry even if others were added. It is valid for one list of one
 project with the same parameters only.
 """
 
@@ -354,7 +354,7 @@ def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any
             raise ValueError("it is not whole")
         of_project, of_verb, asked, key = json.loads(body)
         if not _is_key(verb, key):
-            raise ValueError("it names nothing that such a list has")
+            raise ValueError("it names no entry of such a list")
     except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise CursorError(
             f"cursor must be the `next` of the page before, got {text[:40]!a}; ask without one for the first page"

@@ -133,7 +133,7 @@ def _approval(event: Envelope) -> _Text:
     return (
         f"{who} waits for an approval",
         what,
-        f"Asked for: {str(asked.get('action', '')).replace('_', ' ')}.",
+        f"Requested: {str(asked.get('action', '')).replace('_', ' ')}.",
         f"posttrain approve {run or digest}",
     )
 
@@ -158,7 +158,7 @@ def _dead(event: Envelope) -> _Text:
     name = event.subject
     return (
         f"{name} was set aside",
-        f"Checks of {name} failed repeatedly, and it was set aside: nothing is tried until a person asks for it.",
+        f"Checks of {name} failed repeatedly, and it was set aside: nothing is retried until a user requests it.",
         "",
         f"posttrain dead {name}",
     )
@@ -166,7 +166,7 @@ def _dead(event: Envelope) -> _Text:
 
 def _sink_paused(event: Envelope) -> _Text:
     name = event.subject
-    what = f"Sink {name} failed for a long time and was paused: it receives no events until a person resumes it."
+    what = f"Sink {name} failed for a long time and was paused: it receives no events until a user resumes it."
     return f"sink {name} was paused", what, "", f"posttrain sink ls, then posttrain sink resume {name}"
 
 
@@ -182,7 +182,7 @@ _TEXTS: Mapping[str, Callable[[Envelope], _Text]] = {
 
 
 def _reason(event: Envelope, table: str) -> str:
-    """Return `Reason: GateFailed: A gate measured less than it asks for.`; empty without a reason."""
+    """Return `Reason: GateFailed: A gate measured less than it requires.`; empty without a reason."""
     code = event.row(table).get("reason")
     if not code:
         return ""

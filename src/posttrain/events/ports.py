@@ -403,7 +403,7 @@ class NetworkSink(ABC):
         unknown = sorted(settings.keys() - self.fields)
         if unknown:
             known = ", ".join(sorted(self.fields))
-            raise InputError(f"{self.kind}: must have no other setting than {known}, got {unknown[0]}")
+            raise InputError(f"{self.kind}: settings must be among {known}, got {unknown[0]}")
         self._admit, self._seconds = admit, patience
 
     @property

@@ -10,7 +10,7 @@ failure (`IntegrityError`); an error of a disk or a network file system is not.
 
 The lock of an artifact store admits many processes that record blobs, or one that deletes blobs. Between the put of
 bytes (or the check that they exist) and the commit of the rows that name them, the ledger does not show that they are
-needed. A process that does both holds the store's lock meanwhile, shared; a process that deletes holds it alone. The
+needed. A process that does both holds the store's lock shared; a process that deletes holds it alone. The
 lock is a file of the workspace, which all writers of its ledger share, and also a lock of the database if a ledger has
 several hosts; both are released when a process dies, however it dies.
 """
@@ -92,10 +92,10 @@ def read_untrusted(path: Path, most: int, *, follow: bool = False) -> bytes:
     """Return the bytes of a file.
 
     Args:
-        follow: as `open_plain`.
+        follow: see `open_plain`.
 
     Raises:
-        FileNotFoundError, IntegrityError: as `open_plain`, or it has more than `most` bytes.
+        FileNotFoundError, IntegrityError: see `open_plain`, or it has more than `most` bytes.
     """
     with open_plain(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -214,7 +214,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
     """Replace `path` by the bytes that `fill` writes into the open file; if `fill` raises, `path` is unchanged.
 
     Raises:
-        WorkspaceError: as `write_atomic`.
+        WorkspaceError: see `write_atomic`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     with writing(path):
@@ -287,7 +287,7 @@ def write_json(path: Path, value: Any) -> None:
     """Replace `path` by JSON. NaN and infinities are written as Python writes them: a metric may be one.
 
     Raises:
-        WorkspaceError: as `write_atomic`.
+        WorkspaceError: see `write_atomic`.
     """
     write_atomic(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
 
@@ -301,7 +301,7 @@ def create_file(path: Path, data: bytes) -> bool:
     """Write a file if the path does not exist; False: it exists, and stays. Of several writers one wins.
 
     Raises:
-        WorkspaceError: as `write_atomic`, or the file system has no hard links.
+        WorkspaceError: see `write_atomic`, or the file system has no hard links.
     """
     whole = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.new")
     try:
@@ -355,7 +355,7 @@ class StoreLock(Protocol):
             patience: seconds to wait for processes that record.
 
         Raises:
-            DeadlineError: a process still records. WorkspaceError: as `shared`.
+            DeadlineError: a process still records. WorkspaceError: see `shared`.
         """
 
 

@@ -221,7 +221,7 @@ class AttemptFolder:
         """The samples whose path was recorded, in the order of their reports; empty if the job recorded none.
 
         Args:
-            unreadable: as `facts`.
+            unreadable: see `facts`.
 
         Raises:
             IntegrityError: a segment cannot be read.
@@ -322,7 +322,7 @@ class AttemptFolder:
 
 
 def _unreadable(path: Path, error: Exception) -> IntegrityError:
-    return IntegrityError(f"{path} does not have the fields it should: {error}; it is damaged or of another version")
+    return IntegrityError(f"{path} has invalid fields: {error}; it is damaged or from another version")
 
 
 def _json_of(path: Path, most: int) -> Any:

@@ -66,7 +66,7 @@ def answering(url: str, digest: str) -> Iterator[None]:
         if type(error).__name__ != _PANIC:
             raise
         raise UnavailableError(
-            f"artifact store {url} cannot be asked: {str(error).splitlines()[0]}; check its address in the environment"
+            f"artifact store {url} is not usable: {str(error).splitlines()[0]}; check its address in the environment"
         ) from error
 
 
@@ -75,7 +75,7 @@ def _failure(url: str, error: Exception) -> PosttrainError:
     if not url.startswith(_HERE):
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return UnavailableError(
-                f"artifact store {url} refuses this process: {line}; check its keys, and what they may do there"
+                f"artifact store {url} refuses this process: {line}; check its keys and their permissions"
             )
         return UnavailableError(f"artifact store {url} does not answer: {line}; try again")
     found = _OS_ERROR.search(str(error))
@@ -119,7 +119,7 @@ def blobs_url(location: str | Path) -> str:
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query:
         shown = f"{parts.scheme}://…@{parts.netloc.rpartition('@')[2]}{parts.path}"
-        raise InputError(f"artifact store URL {shown} must not hold credentials; give them by the environment")
+        raise InputError(f"artifact store URL {shown} must not contain credentials; set them in the environment")
     return url
 
 
@@ -202,7 +202,7 @@ class ObjectBlobs:
 
         def changed(_: str) -> IntegrityError:
             return IntegrityError(
-                f"file {path} changed while it was stored; store it again when no process writes to it"
+                f"file {path} changed while it was stored; store it again while no process writes to it"
             )
 
         with self._translated(digest):
@@ -239,7 +239,7 @@ class ObjectBlobs:
         """Write the verified bytes to `path`, atomically and in constant memory; the folder must exist.
 
         Raises:
-            NotFoundError, IntegrityError: as `get`; `path` is unchanged then.
+            NotFoundError, IntegrityError: see `get`; `path` is unchanged then.
             WorkspaceError: `path` cannot be written.
         """
         write_stream(path, lambda file: file.writelines(self.stream(digest)))
@@ -248,7 +248,7 @@ class ObjectBlobs:
         """Hash a blob again in constant memory; return its size in bytes.
 
         Raises:
-            NotFoundError, IntegrityError: as `get`.
+            NotFoundError, IntegrityError: see `get`.
         """
         return sum(len(chunk) for chunk in self.stream(digest))
 
@@ -306,7 +306,7 @@ class ObjectBlobs:
                 bytes(obstore.get(self._store, _PROBE).bytes())
         except NotFoundError as error:
             raise UnavailableError(
-                f"artifact store {self.url}: there is no such bucket at this address; make it, or name another one"
+                f"artifact store {self.url}: this address has no such bucket; create it, or name another one"
             ) from error
 
     def note(self, name: str, said: str) -> None:
@@ -320,7 +320,7 @@ class ObjectBlobs:
         found = dict[str, str]()
         with self._translated(folder):
             for name in [str(one["path"]) for some in obstore.list(self._store, prefix=folder) for one in some]:
-                with suppress(FileNotFoundError):  # dropped meanwhile
+                with suppress(FileNotFoundError):  # dropped since it was listed
                     said = bytes(obstore.get(self._store, name).bytes())
                     found[name.rpartition("/")[2]] = said.decode("utf-8", "replace")
         return found

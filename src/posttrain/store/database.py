@@ -130,7 +130,7 @@ def refuse_cut_short(file: Path, create: bool) -> None:
     counted = header[24:28] == header[92:96]  # else an older version of SQLite wrote the count
     wanted = max(_HEADER, (65536 if page == 1 else page) * int.from_bytes(header[28:32]) if counted else 0)
     if size < wanted:
-        raise WorkspaceError(f"ledger {file} is cut short ({size} of {wanted} bytes); restore it from a copy")
+        raise WorkspaceError(f"ledger {file} is truncated ({size} of {wanted} bytes); restore it from a copy")
 
 
 def writable(file: Path) -> bool:
@@ -371,10 +371,10 @@ class Database:
         if version is not None:
             raise WorkspaceError(
                 f"ledger {self.place} has schema {version}, this Posttrain needs {SCHEMA_VERSION}; "
-                "use the Posttrain that made it, or `posttrain init` in another folder"
+                "use the Posttrain version that made it, or `posttrain init` in another folder"
             )
         if not self._create:
-            raise WorkspaceError(f"ledger {self.place} holds nothing: it was cut off; restore it from a copy")
+            raise WorkspaceError(f"ledger {self.place} is empty: it was truncated; restore it from a copy")
         with self.write(across="a ledger is made") as connection:
             hold_off_others(connection)
             if schema_version(connection) is None:
@@ -403,13 +403,13 @@ class Database:
             yield
         except exc.IntegrityError as error:
             raise ConflictError(
-                f"the ledger refused a row: {_line(error.orig)}; another process wrote it first, read it again"
+                f"the ledger refused a row: {_line(error.orig)}; another process wrote it first; read it again"
             ) from error
         except exc.DBAPIError as error:
             raise self._translate(error.orig) from error
         except exc.TimeoutError as error:
             raise LedgerUnavailableError(
-                f"ledger {self.place}: all connections of this process are taken; ask again in a while"
+                f"ledger {self.place}: all connections of this process are in use; try again later"
             ) from error
         except sqlite3.Error as error:
             raise self._translate(error) from error

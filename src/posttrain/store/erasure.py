@@ -92,7 +92,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         _refuse_newer(connection)
         state = connection.execute(select(runs.c.state).where(runs.c.id == subject)).scalar()
         if state in _GOING_ON:
-            raise InputError(f"run {subject}: is {state} and still writes text; stop it, then erase")
+            raise InputError(f"run {subject}: is {state} and still writes text; stop it first")
         found = {one.id: one for one, _ in _told(connection, mine & _below(events.c.subject, subject))}
         rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)}
         rows |= _looks(connection, subject) | _approvals(connection, subject)

@@ -84,10 +84,10 @@ class External:
 
 
 class ChangedError(IntegrityError):
-    """The object has another checksum than recorded."""
+    """The checksum of the object differs from the recorded one."""
 
     def __init__(self, place: External, checksum: str, found: str) -> None:
-        super().__init__(f"{place} has checksum {found}, and must have {checksum}")
+        super().__init__(f"{place}: checksum must be {checksum}, got {found}")
         self.found = found
 
 
@@ -104,7 +104,7 @@ def external(uri: str, version: str = "") -> External:
     if "@" in parts.netloc or parts.query or parts.fragment:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise InputError(
-            f"external URI {shown} must hold no credentials, query or fragment; give credentials by the environment"
+            f"external URI {shown} must contain no credentials, query or fragment; set credentials in the environment"
         )
     if parts.scheme not in SCHEMES:
         raise InputError(f"external URI must begin with {', '.join(f'{s}://' for s in SCHEMES)}, got {uri!r}")
@@ -129,7 +129,7 @@ def fetch_external(place: External, checksum: str, path: Path) -> None:
     """Write an object's bytes to `path`, atomically and in constant memory, if they have this checksum.
 
     Raises:
-        ChangedError, NotFoundError, InfrastructureError: as `check_external`; `path` is unchanged then.
+        ChangedError, NotFoundError, InfrastructureError: see `check_external`; `path` is unchanged then.
         WorkspaceError: `path` cannot be written.
     """
     write_stream(path, lambda file: file.writelines(_verified(place, checksum)))

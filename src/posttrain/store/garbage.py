@@ -271,7 +271,7 @@ def sweep(
 
 
 def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> int:
-    """Delete answers to requests before this moment, which no client repeats any more; return their number."""
+    """Delete answers to requests before this moment, which no client will repeat; return their number."""
     old = (requests.c.state == _DONE) & (requests.c.at < before)
     if dry_run:
         with ledger.database.read(across="garbage of every project") as connection:

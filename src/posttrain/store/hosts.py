@@ -103,7 +103,7 @@ class Hosts:
             self._let_go(connection)
 
     def announce(self, url: str, server: str) -> None:
-        """Record the URL and process of this host's server, for other servers; empty: it has no server any more."""
+        """Record the URL and process of this host's server, for other servers; empty: it no longer has a server."""
         with self._database.write() as connection:
             self._say(connection, (url, server))
 
@@ -323,7 +323,7 @@ class Ledger:
     Args:
         project: all reads and writes are limited to it.
         auth: how the actor was authenticated, as events record it.
-        entropy: returns so many random bytes, for ids and salts.
+        entropy: returns this many random bytes, for ids and salts.
         request: id of the request; its transactions have numbered ids, so that events and logs identify them. Empty:
             each transaction has a random id.
     """
@@ -392,7 +392,7 @@ class Ledger:
             with self.database.write() as connection:
                 yield connection
         except LostAnswerError as error:
-            raise InfrastructureError(f"{error}; looking again") from error
+            raise InfrastructureError(f"{error}; trying again") from error
 
     @contextmanager
     def written(self) -> Iterator[list[Any]]:

@@ -61,7 +61,7 @@ SALT = 16  # bytes
 FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "audited", "words")
 _EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
 ADDED, CHANGED, REMOVED = "+", "~", "-"
-Entropy = Callable[[int], bytes]  # returns so many random bytes
+Entropy = Callable[[int], bytes]  # returns this many random bytes
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
 # Another process may have erased the name of a cached principal. Then no row has this id and this name, and the column,
 # which may not be NULL, refuses the event: so this rare case costs no extra statement.

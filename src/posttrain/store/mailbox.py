@@ -70,7 +70,7 @@ class MailboxObjects(Protocol):
         """Replace an object that only one process writes; it need not survive a power cut.
 
         Raises:
-            WorkspaceError, InfrastructureError: as `create`.
+            WorkspaceError, InfrastructureError: see `create`.
         """
 
     def get(self, key: str) -> bytes | None:
@@ -133,7 +133,7 @@ class Mailbox:
     """One attempt's mailbox over `objects`. Making the object touches nothing.
 
     Args:
-        pause: waits so many seconds between retries.
+        pause: waits this many seconds between retries.
     """
 
     def __init__(self, objects: MailboxObjects, pause: Callable[[float], None] = time.sleep) -> None:
@@ -223,7 +223,7 @@ class Mailbox:
     def segments(
         self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> Iterator[tuple[int, bytes]]:
-        """(number, bytes) of the segments after `after`, in order, each once, even if they are packed meanwhile.
+        """(number, bytes) of the segments after `after`, in order, each once, even if a writer packs them.
 
         Args:
             unreadable: called for a pack that cannot be read, which is then left out, or for a segment that is not a
@@ -259,7 +259,7 @@ class Mailbox:
             number = first + PACK
 
     def backwards(self, stream: str) -> Iterator[bytes]:
-        """Segments from the newest to the oldest; a segment that is packed meanwhile may come twice."""
+        """Segments from the newest to the oldest; a segment that a writer packs at the same time may come twice."""
         for number in reversed(self._objects.numbers(stream)):
             data = self._objects.get(_segment(stream, number))
             if data is not None:
@@ -334,7 +334,7 @@ class Mailbox:
                 if wait is None:
                     raise
             self._pause(wait or 0.0)
-        raise InfrastructureError(f"{self._objects.place}/{key} is there and cannot be read; try again")
+        raise InfrastructureError(f"{self._objects.place}/{key} exists but cannot be read; try again")
 
     def _unpacked(self, stream: str, group: int, whole: bytes) -> list[bytes]:
         head, _, body = whole.partition(b"\n")
@@ -365,7 +365,7 @@ class Mailbox:
 
     def _unreadable(self, key: str, error: Exception) -> IntegrityError:
         where = f"{self._objects.place}/{key}"
-        return IntegrityError(f"{where} cannot be read: {error}; it is damaged or of another version")
+        return IntegrityError(f"{where} cannot be read: {error}; it is damaged or from another version")
 
 
 def _start(epoch: int, process: str = "", cancelled: str = "") -> Start:

@@ -66,7 +66,7 @@ class Begun:
     document: str  # the status last reported, as JSON
     ago: float  # seconds since that report
     over: bool
-    lost: bool  # no server carries it out any more, and its result is unknown
+    lost: bool  # no server carries it out, and its result is unknown
 
 
 class Operations:
@@ -83,7 +83,7 @@ class Operations:
     def begin(self, number: str, project: str, principal: str, verb: str, body: str, document: str) -> Begun | None:
         """Record that this server carries out an operation; return the existing one if a server carries it out.
 
-        Operations that no client asks about any more are deleted.
+        Operations that no client queries any longer are deleted.
         """
         row = {"id": number, "project": project, "principal": principal, "verb": verb, "body": body}
         fresh = {"server": self._server, "document": document, "over": 0, "ending": 0}
@@ -110,7 +110,7 @@ class Operations:
             connection.execute(update(operations).where(*self._mine(number)).values(told))
 
     def heard(self, number: str) -> tuple[float, bool]:
-        """Seconds since a client asked for it, and whether it was cancelled; infinity and False if it is another's."""
+        """Seconds since a client requested it, and whether it was cancelled; infinity and False if it is another's."""
         with self._database.read(across="a server has operations of every project") as connection:
             now = now_in(connection, self._clock)
             row = connection.execute(
@@ -250,7 +250,7 @@ class PartStore:
         self._store = self._backend.open()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a part. Raises as the methods of `BlobStore`."""
+        """Write a part. Errors: see `BlobStore`."""
         with answering(self.url, name):
             obstore.put(self._store, f"{_UPLOADS}/{name}", data)
             self._backend.settle(f"{_UPLOADS}/{name}")
@@ -367,7 +367,7 @@ def named_parts(ledger: Ledger) -> frozenset[str]:
 
 
 def _quicker(digest: str) -> ConflictError:
-    return ConflictError(f"upload {digest}: another request sent these bytes; ask for its offset and continue there")
+    return ConflictError(f"upload {digest}: another request sent these bytes; request its offset and continue there")
 
 
 class PendingUploads:

@@ -29,11 +29,11 @@ _NOTICED = {  # so that a lost server is detected within a minute
     "tcp_user_timeout": 40_000,  # milliseconds
 }
 _WORDS = {
-    "password authentication failed": "it refuses the password; give the right one by PGPASSWORD or ~/.pgpass",
-    "no password supplied": "it asks for a password; give it by PGPASSWORD or ~/.pgpass",
-    "no pg_hba.conf entry": "it does not let this user in from here; ask its administrator",
-    "does not exist": "it has no such database or user; have them made first (createuser, createdb)",
-    "too many clients": "it has no connection left; end others or raise its max_connections",
+    "password authentication failed": "it refuses the password; set the right one in PGPASSWORD or ~/.pgpass",
+    "no password supplied": "it requires a password; set it in PGPASSWORD or ~/.pgpass",
+    "no pg_hba.conf entry": "it does not accept this user from this host; ask its administrator",
+    "does not exist": "it has no such database or user; create them first (createuser, createdb)",
+    "too many clients": "it has no free connection; close other connections or raise its max_connections",
     "starting up": "it is starting; run the command again",
     "shutting down": "it is shutting down; start it and run the command again",
 }
@@ -42,13 +42,13 @@ _STATES: Mapping[str, str] = {
     "28P01": _WORDS["password authentication failed"],
     "28000": _WORDS["no pg_hba.conf entry"],
     "3D000": _WORDS["does not exist"],
-    "3F000": "it has no schema to make tables in; set the user's search_path",
-    "42501": "this user may not do that there; grant it what it lacks, or name the owner",
+    "3F000": "it has no schema for the tables; set the user's search_path",
+    "42501": "this user lacks a permission; grant it, or use the owner",
     "53100": "its disk is full; free some space and run the command again",
     "53300": _WORDS["too many clients"],
-    "25006": "it may only be read; name the server that takes writes",
-    "40001": "two transactions met; run the command again",
-    "40P01": "two transactions waited for each other; run the command again",
+    "25006": "it is read-only; name the server that accepts writes",
+    "40001": "two transactions conflicted; run the command again",
+    "40P01": "two transactions were deadlocked; run the command again",
 }
 _LATE = ("55P03", "57014")  # lock_timeout, statement_timeout
 _RETRIED = ("40001", "40P01")
@@ -95,7 +95,7 @@ def refuse_secrets(url: URL) -> None:
         InputError: the URL contains a password.
     """
     if url.password is not None or any(name in url.query for name in _SECRETS):
-        raise InputError(f"ledger address {shown(url)} must not hold a password; give it by PGPASSWORD or ~/.pgpass")
+        raise InputError(f"ledger address {shown(url)} must not contain a password; set it in PGPASSWORD or ~/.pgpass")
 
 
 def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def translate(error: BaseException | None, place: str, busy_seconds: float) -> P
     if reason is None and not state:
         reason = next((reason for words, reason in _WORDS.items() if words in said), None)
     if reason is None and (not state or state.startswith(_LOST)):
-        reason = f"it cannot be reached, or ended the connection ({said}); see to it and run the command again"
+        reason = f"it cannot be reached, or ended the connection ({said}); check it and run the command again"
         return LedgerUnavailableError(f"cannot use the ledger {place}: {reason}")
     if reason in _PASSING:
         return LedgerUnavailableError(f"cannot use the ledger {place}: {reason}")

@@ -160,7 +160,7 @@ class Reach:
 
         Raises:
             UnavailableError: the server was unreachable for longer than a job waits.
-            InfrastructureError: the attempt has no access any more.
+            InfrastructureError: the attempt no longer has access.
         """
         url = why = ""
 
@@ -183,7 +183,7 @@ class Reach:
 
 
 def refusal() -> InfrastructureError:
-    """Return the error for a server that does not accept the token any more."""
+    """Return the error for a server that no longer accepts the token."""
     return InfrastructureError("the server refuses this attempt: it has ended, or another one took over")
 
 

@@ -182,7 +182,7 @@ def verify_chain(ledger: Ledger) -> TreeReport:
                 _check_beginning(row)
             for tile in tree.add([row["leaf"]]):
                 if kept.pop((tile.level, tile.position), None) != tile.hash:
-                    raise _broken(tree.size, f"tile {tile.position} of level {tile.level} is not what its leaves say")
+                    raise _broken(tree.size, f"tile {tile.position} of level {tile.level} does not match its leaves")
         _check_head(connection, tree, kept)
         pending = _check_pending(connection, tree.size, erased)
     return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, erased.met)
@@ -198,7 +198,7 @@ def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
         names: ids of runs and refs of assets.
 
     Raises:
-        IntegrityError: as `verify_chain`.
+        IntegrityError: see `verify_chain`.
     """
     with ledger.database.read(across="leaves and tiles are of every project") as connection:
         erased, mine = _Erasures(connection), of_subjects(connection, ledger.project, names)
@@ -208,7 +208,7 @@ def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
             sequences.append(row["sequence"])
         _prove(connection, sequences, head.size)
         if root_at(connection, head.size) != head.root:
-            raise _broken(head.size, "its head is not what its leaves and tiles say")
+            raise _broken(head.size, "its head does not match its leaves and tiles")
         pending = _check_pending(connection, head.size, erased, mine)
     return TreeReport(len(sequences), DIGEST_PREFIX + head.root.hex(), pending, erased.met)
 
@@ -390,7 +390,7 @@ def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: 
     """Compare the ledger with the heads and run folders outside it.
 
     Args:
-        log: as `keep_head`.
+        log: see `keep_head`.
         root: the workspace folder.
         run_id: the only run whose folder is read; `*`: all.
     """

@@ -274,7 +274,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         if len(found) > 1:
             listed = ", ".join(f"{run.id} ({run.name})" for run in found[:_SHOWN])
             more = ", …" if len(found) > _SHOWN else ""
-            raise InputError(f"run {words!r} is ambiguous: {listed}{more}; write more of the id")
+            raise InputError(f"run {words!r} is ambiguous: {listed}{more}; give more of the id")
         return found[0]
 
     def stages(self, *run_ids: str) -> list[StageRecord]:
@@ -327,7 +327,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         versions = self.assets(kind, name)
         if not versions:
             known = sorted({asset.name for asset in self.assets(kind)})
-            listed = f"known are {', '.join(known[:_SHOWN])}" if known else f"there is no {kind} at all"
+            listed = f"known: {', '.join(known[:_SHOWN])}" if known else f"there is no {kind} yet"
             raise NotFoundError(f"there is no {kind}:{name}; {listed}; `posttrain asset ls` shows them")
         if version is None:
             return versions[-1]
@@ -402,7 +402,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         if not found:
             raise NotFoundError(f"there is no artifact {prefix!r}; `posttrain asset ls` and `get` show digests")
         if len(found) > 1:
-            raise InputError(f"digest {prefix!r} is ambiguous; write more of it")
+            raise InputError(f"digest {prefix!r} is ambiguous; give more of it")
         return found[0]
 
     def used(self, *consumers: str) -> list[Edge]:

@@ -219,7 +219,7 @@ def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, ski
         if skip(name):
             continue
         if (path.is_symlink() and not follow_links) or not path.is_file():
-            raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of what it stands for")
+            raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of its target")
         files[name] = path
     return _of_files(files, store)
 

@@ -2,13 +2,13 @@
 
 A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers schedule it in the transaction
 that gives it work; a driver claims it with a lease, observes it, and gives it back with the time of the next look. An
-object that was scheduled meanwhile is observed again: giving back compares `wanted_version` with that of the claim.
+object that was scheduled in between is observed again: giving back compares `wanted_version` with that of the claim.
 Rows contain nothing that the ledger's audited rows lack: the driver of an object makes a lost row again.
 
 Times are those of the database on PostgreSQL, whose hosts' clocks need not agree, and of the ledger's clock elsewhere.
 
 A cursor records the position of a sink, the process that delivers to it, and the last failure. No event records
-cursors. A lost cursor is made again at the position where its sink was added: the receiver gets events twice, and
+cursors. A lost cursor is created again at the position where its sink was added: the receiver gets events twice, and
 misses none.
 """
 
@@ -179,7 +179,7 @@ class WorkQueue:
             hold: whether it stays this owner's.
 
         Returns:
-            Whether it was recorded; False: it was scheduled meanwhile, or is not this owner's any more.
+            Whether it was recorded; False: it was scheduled in between, or another owner has it now.
         """
         with self._ledger.untold() as connection:
             at = self._moment(connection)
@@ -191,7 +191,7 @@ class WorkQueue:
         return bool(done)
 
     def finish(self, run_id: str) -> None:
-        """Delete the row of an ended run from the queue, unless another process continues the run meanwhile."""
+        """Delete the row of an ended run from the queue, unless another process continues the run at the same time."""
         with self._ledger.untold() as connection:
             self._finish(connection, run_id)
 
@@ -207,7 +207,7 @@ class WorkQueue:
             Its row, which this call may have made.
 
         Raises:
-            StaleWriteError: another owner has it by now, whose look counts.
+            StaleWriteError: another owner has it now, whose look counts.
         """
         with self._ledger.untold() as connection:
             now = self._now(connection)
@@ -226,13 +226,13 @@ class WorkQueue:
             mine = [self._named(kind, [name])] if held is None else [self._project, *_held(held)]
             changed = connection.execute(update(work).where(*mine).values(values).returning(*_told(now))).one_or_none()
             if changed is None:
-                raise StaleWriteError(f"{kind} {name}: another driver has leased it by now")
+                raise StaleWriteError(f"{kind} {name}: another driver has leased it")
             row = _work(changed)
-            self._finish(connection, name.partition("/")[0])  # another driver may have ended it meanwhile
+            self._finish(connection, name.partition("/")[0])  # another driver may have ended it since
             return row
 
     def over(self, kind: str, name: str) -> None:
-        """Delete the row of an object whose looks do not raise any more."""
+        """Delete the row of an object whose looks no longer raise."""
         with self._ledger.untold() as connection:
             connection.execute(delete(work).where(self._named(kind, [name])))
 
@@ -248,7 +248,7 @@ class WorkQueue:
             again = work.c.wanted_version + 1
             values = {"dead_at": None, "due_at": now, "failures": 0, "failed_since": None, "wanted_version": again}
             if not connection.execute(update(work).where(*aside).values(values)).rowcount:
-                raise NotFoundError(f"no object named {name} was set aside; posttrain dead lists those that were")
+                raise NotFoundError(f"no object named {name} was set aside; posttrain dead lists the objects set aside")
             if kind == STAGE:
                 wake(connection, self._ledger.project, RUN, [name.partition("/")[0]])
 
@@ -526,21 +526,21 @@ class Cursors:
         return self._set(held, values)
 
     def failed(self, held: Cursor, error: str, wait: float) -> Cursor:
-        """Record a failed delivery; the next one is due after `wait` seconds. Raises as `move`."""
+        """Record a failed delivery; the next one is due after `wait` seconds. Errors: see `move`."""
         now = self.ledger.clock.now()
         since = now if held.failed_since is None else held.failed_since
         values = {"failures": held.failures + 1, "error": plain(error), "failed_since": since, "not_before": now + wait}
         return self._set(held, values | FREE)
 
     def release(self, held: Cursor) -> None:
-        """Release the lease, so that another process can deliver. Raises as `move`."""
+        """Release the lease, so that another process can deliver. Errors: see `move`."""
         self._set(held, FREE)
 
     def _set(self, held: Cursor, values: dict[str, Any]) -> Cursor:
         mine = (*self._here(held.sink), cursors.c.lease_owner == self.owner, cursors.c.sequence == held.sequence)
         with self.ledger.untold() as connection:
             if not connection.execute(update(cursors).where(*mine).values(values)).rowcount:
-                raise StaleWriteError(f"sink {held.sink}: another process delivers to it by now")
+                raise StaleWriteError(f"sink {held.sink}: another process delivers to it now")
         return replace(held, **values)
 
     def _here(self, sink: str) -> tuple[Any, ...]:

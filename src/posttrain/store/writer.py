@@ -66,7 +66,7 @@ class Writing:
         self._clock = clock
         self._project = project
         self._woken: set[str] = set()  # runs that a driver has to observe
-        self._ended: set[str] = set()  # runs that no driver has to observe any more
+        self._ended: set[str] = set()  # runs that no driver has to observe again
         self.written: list[Any] = []  # records of runs, stages and attempts as they are now, in the order of changes
         self._journal = Journal(connection, author, clock, project)
         self._edges = EdgeWriter(connection, project)
@@ -189,7 +189,7 @@ class GrantWriting(Writing):
         The author of the first role becomes an admin: until then everyone who could open the ledger was.
 
         Raises:
-            ConflictError: the project would have no admin any more.
+            ConflictError: the project would no longer have an admin.
             InputError: a name that no policy could contain.
         """
         if role is not None and not is_principal(name):
@@ -198,7 +198,7 @@ class GrantWriting(Writing):
         known, own = self.snapshot.roles(), self._journal.author.name
         after: dict[str, Role | None] = {**(known or {own: Role.ADMIN}), name: role}
         if Role.ADMIN not in after.values():
-            raise ConflictError(f"project {self._project}: must have an admin, got {name} as the last; name another")
+            raise ConflictError(f"project {self._project}: must have an admin, and {name} is the last; name another")
         for one, wanted in after.items():
             if known.get(one) != wanted:
                 self._set_role(self._journal.principal(one), wanted)
@@ -240,7 +240,7 @@ def end_access(connection: Connection, author: Author, clock: Clock, principal: 
     """Take every role from a principal, in every project, and revoke their tokens.
 
     Raises:
-        ConflictError: a project would have no admin any more.
+        ConflictError: a project would no longer have an admin.
     """
     held = connection.execute(select(roles.c.project, roles.c.role).where(roles.c.principal == principal)).all()
     for project, role in sorted((str(row[0]), Role(row[1])) for row in held):
@@ -379,12 +379,12 @@ class ReleaseWriting(Writing):
             QuarantinedError: the model was rolled back from this channel, and `lift` is empty.
             ChannelClosedError: it is frozen, or protected and a quarantine would be lifted without approval.
             PolicyError: the channel has another policy now.
-            ConflictError: another release is live, or the row has another generation.
+            ConflictError: a different release is live, or the row has a different generation.
             StaleWriteError: the channel is protected, and the promotion carries no approval.
         """
         record, live = self._as_it_was_seen(channel, action, expected, policy, generation)
         if action == "promote" and record.protected and not approved:
-            raise StaleWriteError(f"channel {channel} was protected meanwhile; check it and decide again")
+            raise StaleWriteError(f"channel {channel} was protected since it was read; check it and decide again")
         sequence = self.snapshot.last_release(channel) + 1
         self._pass_quarantine(record, model_digest, lift, approved)
         if action == "rollback" and live is not None:
@@ -405,7 +405,7 @@ class ReleaseWriting(Writing):
     def _as_it_was_seen(
         self, channel: str, action: str, expected: int, policy: str | None, generation: int | None
     ) -> tuple[ChannelRecord, ReleaseEntry | None]:
-        """A channel and its live release, if they are those that the caller read. Raises as `append_release`."""
+        """A channel and its live release, if they are those that the caller read. Errors: see `append_release`."""
         record, live = self.snapshot.channel_record(channel), self.snapshot.channel(channel)
         found = live.sequence if live else 0
         if found != expected:
@@ -414,7 +414,7 @@ class ReleaseWriting(Writing):
                 "check it and decide again"
             )
         if generation is not None and record.generation != generation:
-            raise ConflictError(f"channel {channel} was changed meanwhile; check it and decide again")
+            raise ConflictError(f"channel {channel} has changed since it was read; check it and decide again")
         pass_freeze(record, action)
         if action == "promote" and record.policy not in (None, policy):
             raise PolicyError(
@@ -469,7 +469,7 @@ class ReleaseWriting(Writing):
         else:
             change = self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         if change is None:
-            raise ConflictError(f"channel {record.name}: another user moved or changed it meanwhile; check it again")
+            raise ConflictError(f"channel {record.name}: another user moved or changed it; check it again")
         # their approvals are moot; read after the write, because a run that starts to wait needs the row's lock
         self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
@@ -483,7 +483,7 @@ class ReleaseWriting(Writing):
             return self._added(deployments, {**key, **values, "generation": 1}, f"what channel {entry.channel} serves")
         change = self._moved(deployments, key, served[LIVE].generation, values)
         if change is None:
-            raise ConflictError(f"channel {entry.channel}: another user moved it meanwhile; check it again")
+            raise ConflictError(f"channel {entry.channel}: another user moved it; check it again")
         return change
 
     def _pass_quarantine(self, record: ChannelRecord, model: str, lift: str, approved: str) -> None:
@@ -520,7 +520,7 @@ def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REAS
         lifts: the command that brings it back.
     """
     return QuarantinedError(
-        f"channel {barred.channel}: {barred.model_digest[:_SHOWN]}… was taken off it by release {barred.release} and "
+        f"channel {barred.channel}: {barred.model_digest[:_SHOWN]}… was rolled back by release {barred.release} and "
         f"is quarantined; {lifts} brings it back"
     )
 
@@ -533,7 +533,7 @@ def refuse_protected(record: ChannelRecord, what: str) -> None:
     """
     if record.protected:
         raise ChannelClosedError(
-            f"channel {record.name}: is protected, so {what} needs an approval, and no one else could give it; "
+            f"channel {record.name}: is protected, so {what} needs an approval, and no other user can give it; "
             f"run posttrain channel unprotect {record.name} first"
         )
 
@@ -545,9 +545,9 @@ def pass_freeze(record: ChannelRecord, action: str) -> None:
         ChannelClosedError: the channel is frozen for this action.
     """
     if record.frozen == "all" or (record.frozen and action == "promote"):
-        still = "" if record.frozen == "all" else " (rollbacks go on)"
+        still = "" if record.frozen == "all" else " (rollbacks are allowed)"
         raise ChannelClosedError(
-            f"channel {record.name}: is frozen{still}; posttrain channel unfreeze {record.name} opens it again"
+            f"channel {record.name}: is frozen{still}; posttrain channel unfreeze {record.name} lifts the freeze"
         )
 
 

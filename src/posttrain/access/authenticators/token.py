@@ -67,7 +67,7 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
     """Replace a token by a new one and revoke it immediately.
 
     Raises:
-        InputError: as `issue`; or the token was revoked before, or has expired.
+        InputError: see `issue`; or the token was revoked before, or has expired.
         NotFoundError: the project has no such token.
     """
     _refuse_long(seconds)

@@ -63,11 +63,11 @@ class EmailSink(NetworkSink):
             raise InputError(f"email: --smtp-security must be {STARTTLS} or {NONE}, got {self._security!a}")
         self._user, self._password = settings.get("user_env"), settings.get("password_env")
         if bool(self._user) != bool(self._password):
-            raise InputError("email: --smtp-user-env and --smtp-password-env go together, got one of them")
+            raise InputError("email: --smtp-user-env and --smtp-password-env go together, got only one")
         refuse_variable(self._user, "email: --smtp-user-env")
         refuse_variable(self._password, "email: --smtp-password-env")
         if self._user and self._security == NONE:
-            raise InputError(f"email: a password needs --smtp-security {STARTTLS}, got {NONE}: all could read it")
+            raise InputError(f"email: a password needs --smtp-security {STARTTLS}, got {NONE}: others could read it")
 
     @property
     def where(self) -> str:
@@ -93,7 +93,7 @@ class EmailSink(NetworkSink):
         if isinstance(error, smtplib.SMTPRecipientsRefused):
             return f"the server refuses the address ({', '.join(str(code) for code, _ in error.recipients.values())})"
         if isinstance(error, smtplib.SMTPNotSupportedError):
-            return "the server does not support what it was asked for (STARTTLS or a password)"
+            return "the server does not support the requested method (STARTTLS or a password)"
         if isinstance(error, smtplib.SMTPResponseException):
             return f"the server answers {error.smtp_code}"
         return f"the server failed ({type(error).__name__})" if isinstance(error, smtplib.SMTPException) else ""

@@ -33,7 +33,7 @@ class JsonLinesSink:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         if set(settings) != {"path"}:
-            raise InputError(f"jsonl: must have the setting path alone, got {', '.join(sorted(settings)) or 'none'}")
+            raise InputError(f"jsonl: must have only the setting path, got {', '.join(sorted(settings)) or 'none'}")
         self._path = absolute(str(settings["path"]), "jsonl: path")
         if self._path.suffix != SUFFIX:  # no program executes a file with this suffix
             raise InputError(f"jsonl: path must end with {SUFFIX}, got {self._path.name!a}")
@@ -71,7 +71,7 @@ class JsonLinesSink:
         """Repair the end of the file; return its size, after a whole line.
 
         Raises:
-            SinkError: the file has other content than events.
+            SinkError: the file has content that is not events.
         """
         size = os.fstat(handle).st_size
         if not _BEGINS.startswith(os.pread(handle, len(_BEGINS), 0)):
@@ -80,7 +80,7 @@ class JsonLinesSink:
             return size
         half = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST)).rpartition(b"\n")[2]
         if not (half.startswith(_BEGINS) or _BEGINS.startswith(half)):
-            raise SinkError(f"{self._path}: must end with a whole line, got a part of one that is no event; end it")
+            raise SinkError(f"{self._path}: must end with a whole line, got a partial line; complete it")
         if _whole(half):
             return size + os.write(handle, b"\n")
         os.ftruncate(handle, size - len(half))

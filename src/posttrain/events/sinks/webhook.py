@@ -91,7 +91,7 @@ class WebhookSink(NetworkSink):
         self._secret_env, self._secret_file = settings.get("secret_env"), settings.get("secret_file")
         if bool(self._secret_env) == bool(self._secret_file):
             raise InputError(
-                "webhook: must have --secret-env VAR or --secret-file PATH, of what signs it, and not both"
+                "webhook: must have --secret-env VAR or --secret-file PATH for its signature, and not both"
             )
         refuse_variable(self._url_env, "webhook: --webhook-env")
         refuse_variable(self._secret_env, "webhook: --secret-env")
@@ -124,7 +124,7 @@ class WebhookSink(NetworkSink):
         if patience.over:
             raise SinkError(f"{where}: no answer within {patience.seconds:g} s")
         if 300 <= answer.status < 400:
-            raise SinkError(f"{where}: answers {answer.status}, and redirects are not followed; name where it leads")
+            raise SinkError(f"{where}: answers {answer.status}, and redirects are not followed; name its target")
         if not 200 <= answer.status < 300:
             raise SinkError(f"{where}: answers {answer.status}")
 
@@ -153,7 +153,7 @@ def _parts(url: str) -> SplitResult:
         proper = parts.scheme in _PORTS and bool(parts.hostname) and url.isascii() and url.isprintable()
         proper = proper and " " not in url and (parts.port is None or parts.port > 0)
     except ValueError:
-        raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got one without sense") from None
+        raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got a malformed one") from None
     if parts.username is not None or parts.password is not None:
         raise InputError(f"webhook: URL must hold no user and password, got {_shown(parts)} with some; it is signed")
     if not proper:

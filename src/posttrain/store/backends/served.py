@@ -120,7 +120,7 @@ class ServedBlobs:
 
         Raises:
             NotFoundError: the attempt's inputs do not reach the blob.
-            UnavailableError, InfrastructureError: as `Reach.again`.
+            UnavailableError, InfrastructureError: see `Reach.again`.
         """
         if not is_digest(digest):
             raise IntegrityError(f"a digest must be sha256: and 64 hex digits, got {digest!r}")
