@@ -62,7 +62,7 @@ def test_what_was_backed_up_comes_back_elsewhere(world: World, tmp_path: Path, m
     other.ok("run", "run.yaml")
     refused = other("restore", str(tmp_path / "kept"))
     assert (refused.exit_code, refused.stderr.count("\n")) == (9, 1)
-    assert "must not be there yet" in refused.stderr
+    assert "must not exist yet" in refused.stderr
 
 
 @pytest.mark.slow

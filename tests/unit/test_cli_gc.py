@@ -115,7 +115,7 @@ def test_a_version_that_was_erased_goes_unless_something_else_uses_it(
     world.ok("asset", "add", "reward:unused", world.write("unused.py", GOOD_REWARD + "# a name\n"))
     world.ok("asset", "add", "dataset:again", world.write("again.jsonl", '{"prompt": "a", "completion": "b"}\n'))
     unused, again = world.json("asset", "get", "reward:unused@1"), world.json("asset", "get", "dataset:again@1")
-    assert "which posttrain gc deletes where nothing else" in world.ok("erase", "reward:unused@1", "--reason", "asked")
+    assert "which posttrain gc deletes if nothing else" in world.ok("erase", "reward:unused@1", "--reason", "asked")
     world.ok("erase", "dataset:again@1", "--reason", "asked")
     world.ok("erase", "reward:sort@1", "--reason", "asked")
     world.ok("asset", "add", "dataset:again", "again.jsonl")
@@ -208,7 +208,7 @@ def test_a_store_that_another_workspace_uses_is_left_alone(tmp_path: Path, monke
             worlds[0].ok(*NOW)
     refused = worlds[1](*NOW)
     assert (refused.exit_code, refused.stderr.count("\n")) == (ConflictError.exit_code, 1)
-    assert f"this workspace's alone for gc, got that of {tmp_path / 'one' / '.posttrain'} too" in refused.stderr
+    assert f"used by this workspace only for gc, got {tmp_path / 'one' / '.posttrain'} too" in refused.stderr
 
 
 def test_only_an_admin_may(world: World) -> None:

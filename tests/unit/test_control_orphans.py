@@ -103,11 +103,11 @@ def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.Monke
 
     def resists(job: Job) -> None:
         if job.name == "a-sft-1":
-            raise DeadlineError("still there after SIGKILL")
+            raise DeadlineError("still runs after SIGKILL")
         kill(job)
 
     monkeypatch.setattr(bench.executor, "kill", resists)
-    said = "job a-sft-1, which no attempt owns, could not be ended: still there after SIGKILL"
+    said = "job a-sft-1, which no attempt owns, could not be ended: still runs after SIGKILL"
     assert end_orphans(bench.stores.ledger, bench.jobs) == [said, "job b-sft-1 was ended: no attempt owns it"]
     assert not alive(bench, second)
 
@@ -121,7 +121,7 @@ def test_doctor_tells_of_them_and_ends_them_when_asked(tmp_path: Path, monkeypat
     assert "no orphaned processes" in world.ok("doctor")
     world.executor.requeue(job.name)  # of its own accord
     told = world.ok("doctor")
-    assert f"still running though no attempt owns them: {job.name}" in told
+    assert f"running, but no attempt owns them: {job.name}" in told
     assert "posttrain doctor --end-orphans" in told
     assert f"job {job.name} was ended: no attempt owns it" in world.ok("doctor", "--end-orphans")
     assert "no orphaned processes" in world.ok("doctor")

@@ -170,7 +170,7 @@ def test_an_executor_that_was_uninstalled_refuses_plans_and_hinders_no_look(worl
     world.ok("ls")
     told = world("doctor")
     assert told.exit_code == 10
-    assert "until then no job is started or looked for" in told.stdout
+    assert "no job starts until this is fixed" in told.stdout
 
 
 def test_a_workspace_does_not_change_its_executor_under_a_run(world: World, site: Path) -> None:

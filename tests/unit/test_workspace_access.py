@@ -115,7 +115,7 @@ def test_another_users_private_workspace_is_one_line(story: World, monkeypatch: 
     with nobody():
         result = story("ls")
     assert (result.exit_code, len(result.stderr.strip().splitlines())) == (10, 1), result.stderr
-    assert "a workspace is its owner's alone" in result.stderr
+    assert "only the owner of a workspace can read it" in result.stderr
 
 
 def locked(monkeypatch: pytest.MonkeyPatch) -> None:

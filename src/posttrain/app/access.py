@@ -30,8 +30,8 @@ def whoami(workspace: Workspace) -> Whoami:
 def add_project(workspace: Workspace, name: str) -> Whoami:
     if workspace.ledger.project != DEFAULT_PROJECT:
         raise InputError(
-            f"a project is made by an admin of {DEFAULT_PROJECT}, asked in {workspace.ledger.project}; "
-            f"ask there: --project {DEFAULT_PROJECT}"
+            f"an admin of {DEFAULT_PROJECT} creates projects, got project {workspace.ledger.project}; "
+            f"use --project {DEFAULT_PROJECT}"
         )
     if not is_project(name):
         raise InputError(f"project {name[:80]!r}: must be 1-63 of a-z 0-9 - and begin with a letter or digit")

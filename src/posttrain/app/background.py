@@ -53,7 +53,7 @@ class Ears(threading.Thread):
 
     Args:
         project: the project of the runs.
-        let_go: releases the lock for the next driver, when no run is wanted any more.
+        let_go: releases the lock for the next driver, when no run is wanted.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
     """Return a policy with the digest of every suite's data; relative paths in it start at its folder.
 
     Raises:
-        InputError: missing data, or data with another digest than the written one.
+        InputError: missing data, or data whose digest differs from the written one.
     """
     find, suites = workspace.catalog.resolver(source.parent), {}
     for name, suite in policy.suites.items():

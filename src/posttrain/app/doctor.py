@@ -82,7 +82,7 @@ def _clock(said: str) -> Iterator[Check]:
     bad = abs(apart) > _APART
     which = "ahead of" if apart > 0 else "behind"
     finding = f"{abs(apart):.0f} s {which} the server's" if bad else "as the server's"
-    yield Check("clock", "warn" if bad else "ok", finding, "set the clock: times that are shown would be off" * bad)
+    yield Check("clock", "warn" if bad else "ok", finding, "set the clock: displayed times are wrong" * bad)
 
 
 def _token(url: str) -> Check:
@@ -103,12 +103,12 @@ def server_checks(root: Path) -> Iterator[Check]:
         return
     place = served_at(root)
     if place is None:
-        yield Check("server", "warn", "is starting, or could not record its address", "look at its log")
+        yield Check("server", "warn", "is starting, or could not record its address", "read its log")
         return
     try:
         reply = Transport(place.url, "").look("/readyz")
     except PosttrainError as error:
-        yield Check("server", "fail", str(error), "look at its log; a server that hangs may be killed, jobs continue")
+        yield Check("server", "fail", str(error), "read its log; you may kill a server that hangs, its jobs continue")
         return
     version = reply.headers.get("posttrain-version", "")
     other = version != __version__
@@ -118,7 +118,7 @@ def server_checks(root: Path) -> Iterator[Check]:
         yield Check("driver", "ok", "the server drives every run")
     else:
         why = json.loads(reply.body).get("status", "")
-        yield Check("driver", "fail", f"{why}", "look at the lines of posttrain.driver in the server's log")
+        yield Check("driver", "fail", f"{why}", "read the lines of posttrain.driver in the server's log")
 
 
 def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
@@ -126,7 +126,7 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
     try:
         now = ledger_counts(workspace.ledger.database, workspace.ledger.clock)
     except PosttrainError as error:
-        yield Check("queue", "fail", str(error), "see to the database")
+        yield Check("queue", "fail", str(error), "check the database")
     else:
         late = now.oldest_due > _LATE or now.oldest_unsealed > _LATE
         waits = f", the first for {now.oldest_due:.0f} s" if now.oldest_due else ""
@@ -141,7 +141,7 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
     try:
         workspace.blobs.has(_PROBE)
     except PosttrainError as error:
-        yield Check("store", "fail", str(error), "see to the store; runs wait for it")
+        yield Check("store", "fail", str(error), "check the store; runs wait for it")
     else:
         took = (time.perf_counter() - began) * 1000
         yield Check("store", "ok", f"{workspace.blobs.url} answers in {took:.0f} ms")
@@ -259,7 +259,7 @@ def _packages() -> Check:
     """List the additions of installed packages, without importing them."""
     found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS})
     if troubles:
-        return Check("packages", "warn", "; ".join(troubles), "nothing else is hindered by it")
+        return Check("packages", "warn", "; ".join(troubles), "the rest of Posttrain is not affected")
     return Check("packages", "ok", "; ".join(map(str, found)) or "none adds anything to Posttrain")
 
 
@@ -293,7 +293,7 @@ def _ledger(workspace: Workspace) -> Check:
     database, unsafe = workspace.ledger.database.product()
     where = f"{database} at {workspace.ledger_address}" if workspace.ledger_address else database
     rows = verify_rows(workspace.ledger)
-    said = f"{where}: {chain.sealed} events, log intact, {chain.pending} not sealed yet, {rows} rows as it tells"
+    said = f"{where}: {chain.sealed} events, log intact, {chain.pending} not sealed yet, {rows} rows match"
     if unsafe:
         return Check("ledger", "warn", f"{said}; {unsafe} off", "a power cut loses commits: turn it on in the server")
     return Check("ledger", "ok", said)
@@ -306,7 +306,7 @@ def _heads(workspace: Workspace, accepted: Lost) -> Check:
     if not found and not lost.kept:
         workspace.seal()  # a new or restored one has no head yet
         if not workspace.lost().kept:
-            said = "no head of the event log is kept in the artifact store: the loss of its tail would not show"
+            said = "no head of the event log is kept in the artifact store: a loss of its tail would go unnoticed"
             return Check("log heads", "warn", said, "make the artifact store writable")
     if not found:
         return Check("log heads", "ok", "the ledger continues every head that is kept outside it")
@@ -328,10 +328,10 @@ def _orphans(workspace: Workspace, end: bool) -> Check:
         ended = end_orphans(workspace.ledger, workspace.jobs) if end else []
         found = find_orphans(workspace.ledger, workspace.jobs)
     except InfrastructureError as error:
-        return Check("jobs", "fail", str(error), "until then no job is started or looked for")
+        return Check("jobs", "fail", str(error), "no job starts until this is fixed")
     names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]
-    told = [f"still running though no attempt owns them: {names[0]}"] if found.ours else []
-    told += [f"of another workspace, or of where this one was before: {names[1]}"] if found.strangers else []
+    told = [f"running, but no attempt owns them: {names[0]}"] if found.ours else []
+    told += [f"of another workspace, or of this one at its former place: {names[1]}"] if found.strangers else []
     if told:
         ways = ["posttrain doctor --end-orphans"] if found.ours else []
         ways += ["posttrain doctor in that workspace, or end these processes"] if found.strangers else []
@@ -359,7 +359,7 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
     yield Check("drivers", "ok", "; ".join(said) or "none at work")
     if aside := workspace.reconciler.queue.rows(dead=True):
         names = ", ".join(one.object for one in aside)
-        yield Check("set aside", "warn", f"failed again and again: {names}", "posttrain dead")
+        yield Check("set aside", "warn", f"failed repeatedly: {names}", "posttrain dead")
     if idle:
         found = f"no driver drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"
         yield Check("runs", "warn", found, f"posttrain attach {idle[0][0]}")

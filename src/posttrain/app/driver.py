@@ -228,7 +228,7 @@ class Driver:
                         )
 
     def _drop(self, run_ids: Collection[str]) -> None:
-        """Release runs that are not wanted any more."""
+        """Release runs that are no longer wanted."""
         for run_id in run_ids:
             with suppress(PosttrainError):
                 self._known[run_id].workspace.reconciler.release(run_id)
@@ -311,14 +311,14 @@ class Driver:
         known.tries += 1
         expected, line = isinstance(error, PosttrainError | OSError), one_line(error)
         if now - known.troubled_since >= _PATIENCE or (not expected and known.tries >= _UNEXPECTED):
-            self._say(f"run {run_id}: given up: {line}; posttrain attach {run_id} drives it on")
+            self._say(f"run {run_id}: given up: {line}; posttrain attach {run_id} resumes it")
             with suppress(PosttrainError):
                 self._wanted.give_up(run_id, line)  # and the next pass drops it
             return
         known.again_at = now + _BACKOFF[min(known.tries, len(_BACKOFF)) - 1]
         if known.trouble != line:
             known.trouble = line
-            self._say(f"run {run_id}: {line}; tried again")
+            self._say(f"run {run_id}: {line}; trying again")
 
 
 class _One:
@@ -373,8 +373,7 @@ def drive(
         if until is not None and ledger.clock.now() >= until and not is_final("run", run.state):
             waits = "".join(f"; stage {one.name} {one.message}" for one in ledger.stages(run_id) if waiting(one))
             raise DeadlineError(
-                f"run {run_id}: still {run.state} after {timeout:g} s{waits}; "
-                f"wait again or look: posttrain why {run_id}"
+                f"run {run_id}: still {run.state} after {timeout:g} s{waits}; wait again, or see posttrain why {run_id}"
             )
 
     Driver(workspace, _One(workspace, run_id), logging.getLogger("posttrain").warning, look, reports=report).drive()

@@ -107,14 +107,14 @@ def copy_example(folder: Path, target: Path) -> list[str]:
     words = (folder / PLAN).read_text(encoding="utf-8")
     for place, name in _ELSEWHERE.findall(words):
         if files.setdefault(name, folder / place / name) != folder / place / name:
-            raise InputError(f"{folder / PLAN}: {place}/{name} must not be called as another file is; rename one")
+            raise InputError(f"{folder / PLAN}: {place}/{name} must differ from the name of another file; rename one")
     try:
         target.mkdir(parents=True)
         for name, path in files.items():
             shutil.copyfile(path, target / name)
         (target / PLAN).write_text(_ELSEWHERE.sub(r"\2", words), encoding="utf-8")
     except FileExistsError as error:
-        raise InputError(f"{target}: must not be there yet, and is; name another folder") from error
+        raise InputError(f"{target}: must not exist yet, and does; name another folder") from error
     except OSError as error:
         raise unwritable(target, error) from error
     return sorted(files)

@@ -112,7 +112,7 @@ def _refuse_occupied(target: Path) -> None:
     except OSError as error:
         raise InputError(f"{target}: cannot be read: {error.strerror}; choose another folder") from error
     if there:
-        raise InputError(f"{target}: must be a new or an empty folder, and something is there; choose another")
+        raise InputError(f"{target}: must be a new or an empty folder, and is not; choose another")
 
 
 def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[[str], None]) -> None:
@@ -148,7 +148,7 @@ def _put(made: Path, target: Path) -> None:
         sync_folder(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise InputError(f"{target}: must be new or empty, and something came there meanwhile") from error
+            raise InputError(f"{target}: must be new or empty, but a file was created in it; choose another") from error
         raise unwritable(target, error) from error
 
 

@@ -45,13 +45,13 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         dry_run: delete nothing, and report what would be deleted.
 
     Raises:
-        InputError: another project than the default one. ConflictError: another workspace uses the same store.
-        IntegrityError, DeadlineError, WorkspaceError: as `store.garbage.sweep`.
+        InputError: a project other than the default one. ConflictError: another workspace uses the same store.
+        IntegrityError, DeadlineError, WorkspaceError: see `store.garbage.sweep`.
     """
     project = workspace.ledger.project
     if project != DEFAULT_PROJECT:  # all projects share the store: an admin of one does not sweep it
         raise InputError(
-            f"gc is asked by an admin of {DEFAULT_PROJECT}, got project {project}: it sweeps the store of all"
+            f"gc: only an admin of {DEFAULT_PROJECT} may run it, got project {project}: it sweeps the store of all"
         )
     blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
@@ -79,8 +79,8 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
     others = {name: where for name, where in blobs.notes(USERS).items() if name not in {workspace.identity(), *own}}
     for name, where in sorted(others.items()):
         raise ConflictError(
-            f"artifact store {blobs.url} must be this workspace's alone for gc, got that of {where} too; if that "
-            f"workspace is no more, delete the object workspaces/{name} in the store"
+            f"artifact store {blobs.url} must be used by this workspace only for gc, got {where} too; if that "
+            f"workspace no longer exists, delete the object workspaces/{name} in the store"
         )
 
 
@@ -151,8 +151,8 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
     if what.startswith(_PERSON):
         if workspace.ledger.project != DEFAULT_PROJECT:  # it removes their roles and tokens in every project
             raise InputError(
-                f"erase {what}: the name of a person is erased by an admin of {DEFAULT_PROJECT}, got project "
-                f"{workspace.ledger.project}; ask there: --project {DEFAULT_PROJECT}"
+                f"erase {what}: only an admin of {DEFAULT_PROJECT} may erase a person's name, got project "
+                f"{workspace.ledger.project}; use --project {DEFAULT_PROJECT}"
             )
         done = erase_principal(workspace.ledger, workspace.actor, what, reason)
         return Erasure(what, done, tuple(_left(workspace, done, what, "")))
@@ -179,13 +179,13 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
     if run and folder.exists():
         yield f"the run's folder, with logs, facts and report: {folder}"
     if run and (tags := workspace.ledger.notes(run, tags=True)):
-        yield f"its tags, {', '.join(one.tag for one in tags)}: posttrain note {run} --untag TAG takes one off"
+        yield f"its tags, {', '.join(one.tag for one in tags)}: posttrain note {run} --untag TAG removes one"
     if run or what.startswith(_PERSON):
         yield "manifests in the store, whose owner is part of their digest, and models' cards that were exported"
         yield from _policies(workspace, what)
         yield from (f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace)))
     if not run and not what.startswith(_PERSON):
-        yield f"the bytes of {what} in the store, which posttrain gc deletes where nothing else needs them"
+        yield f"the bytes of {what} in the store, which posttrain gc deletes if nothing else needs them"
 
 
 def _policies(workspace: Workspace, who: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ def submit(
     Nothing computes until a process drives the run: `run.wait()`, or `posttrain run` in any terminal.
 
     Raises:
-        InputError: as `plan`; a seed or a setting for a manifest that is locked already.
+        InputError: see `plan`; a seed or a setting for a manifest that is locked already.
     """
     control = _control(workspace)
     made = control.submit(Path(path), again=again, seed=seed, setting=setting)

@@ -188,7 +188,7 @@ def submit_evaluation(
         again: make another run of the same request.
 
     Raises:
-        InputError: as `plan`, naming the error in model, suite or setting.
+        InputError: see `plan`, naming the error in model, suite or setting.
     """
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
@@ -285,7 +285,7 @@ def _refuse_unusable(
     if not 0 <= temperature <= 1000:
         raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {temperature:g}")
     if samples > 1 and temperature == 0:
-        raise InputError(f"temperature must be above 0 for {samples} different responses, got 0; say 1")
+        raise InputError(f"temperature must be above 0 for {samples} different responses, got 0; use 1")
     if fault := stop_fault(stop):
         raise InputError(f"stop {fault}")
     if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p < 1:
@@ -294,7 +294,7 @@ def _refuse_unusable(
             f"got {top_k}, {top_p:g} and {min_p:g}"
         )
     if temperature == 0 and (top_k, top_p, min_p) != (0, 1.0, 0.0):
-        raise InputError("top-k, top-p and min-p need a temperature above 0, got 0 (the most likely tokens); say 1")
+        raise InputError("top-k, top-p and min-p need a temperature above 0, got 0 (the most likely tokens); use 1")
 
 
 def _answers(
@@ -406,8 +406,9 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> i
 
 @answers(Control.import_mlflow)
 def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> imports.Imported:
-    """Register a run of an MLflow store, or a client's copy of one. Raises as `import_trl_output`; InputError too where
-    mlflow is missing.
+    """Register a run of an MLflow store, or a client's copy of one.
+
+    Errors: see `import_trl_output`; InputError also if mlflow is missing.
     """
     if is_confined():  # the client has read the store, and sent a copy
         return _imported(workspace, carried(Path(where)), name)
@@ -423,7 +424,7 @@ def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str,
 
 @answers(Control.import_wandb_export)
 def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> imports.Imported:
-    """Register a W&B run's files. Raises as `import_trl_output`; InputError too where wandb is missing and needed."""
+    """Register a W&B run's files. Errors: see `import_trl_output`; InputError also if wandb is needed and missing."""
     from posttrain.foreign.wandb_export import read_wandb_export
 
     return _imported(workspace, read_wandb_export(folder), name)

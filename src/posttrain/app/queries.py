@@ -166,7 +166,7 @@ def lineage(workspace: Workspace, target: str) -> Node:
     from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
 
     if target.startswith(DIGEST_PREFIX):
-        raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
+        raise InputError(f"{target[:24]}: a digest needs --downstream; add it")
     if target.partition(":")[0] in KINDS:
         return asset_lineage(workspace.stores, workspace.catalog.find(target))
     if target.startswith(_CHANNEL) or target in workspace.ledger.channels():

@@ -96,7 +96,7 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
     """Resolve a parsed run file, and refuse a run that can never succeed unless it exists already.
 
     Raises:
-        InputError: as `resolve_spec`; also for a budget or a gate that no run of it could meet.
+        InputError: see `resolve_spec`; also for a budget or a gate that no run of it could meet.
     """
     planned = resolve_spec(spec, workspace, source, seed=seed)
     manifest = planned.manifest
@@ -111,7 +111,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     """Return the manifest of a parsed run file; relative paths in it start at its folder.
 
     Raises:
-        InputError: as `plan`; also for rows that do not fit the model or the stage that reads them, and for an
+        InputError: see `plan`; also for rows that do not fit the model or the stage that reads them, and for an
             infeasible placement.
     """
     if seed is not None:
@@ -154,7 +154,7 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
             refuse_recalled(now, manifest, str(source))
         told = recall_of(now, manifest)
     if told:
-        yield f"{told}; its run exists already, and no other begins (--again, retry)"
+        yield f"{told}; its run exists already, and no other run starts (--again, retry)"
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
     if channel and workspace.ledger.channel_record(channel).frozen:
         yield (
             f"release.channel: {channel} is frozen: a run that ends before posttrain channel unfreeze {channel} is "
-            "rejected, and promoted by hand"
+            "rejected, and must be promoted by hand"
         )
 
 
@@ -239,7 +239,7 @@ def submit(
     """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
 
     Raises:
-        InputError: as `plan`, `read_lock` and `actions.check_note`; a seed or a setting for a manifest that is locked
+        InputError: see `plan`, `read_lock` and `actions.check_note`; a seed or a setting for a manifest that is locked
             already.
     """
     actions.check_note(note, tags)
@@ -380,12 +380,12 @@ def plan_sweep(
         better: "higher" or "lower"; None: the direction of a gate or of the metric itself.
 
     Raises:
-        InputError: as `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
+        InputError: see `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
     """
     refuse_lock(path)
     named = next((one.values for one in overrides if one.path == "seed"), None)
     if seeds > 1 and named is not None:
-        raise InputError("sweep: --seeds and --set seed=… say the same; give one of them")
+        raise InputError("sweep: --seeds and --set seed=… set the same; give one of them")
     chosen, count = list(settings([one for one in overrides if one.path != "seed"])), len(named or range(seeds))
     if len(chosen) * count < 2:
         raise InputError("sweep: needs something that varies, got one point; give --set PATH=A,B or --seeds 3")
@@ -492,7 +492,7 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
     named = _named(workspace, within)
     found = [one for one in rows if one.object == named or one.object.startswith(f"{named}/")]
     if not found:
-        raise NotFoundError(f"no object of {named} was set aside; posttrain dead lists those that were")
+        raise NotFoundError(f"no object of {named} was set aside; posttrain dead lists the objects set aside")
     return found
 
 
@@ -501,7 +501,7 @@ def look_again(workspace: Workspace, within: str) -> list[Dead]:
     """Revive the objects of a run, or of one stage, that were set aside.
 
     Raises:
-        NotFoundError: as `dead`.
+        NotFoundError: see `dead`.
     """
     found = dead(workspace, within)
     for one in found:

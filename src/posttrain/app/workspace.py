@@ -102,7 +102,7 @@ class Workspace(OpenWorkspace):
 
     Raises:
         WorkspaceError: no workspace there, read-only, disk full, of a newer schema, its PostgreSQL out of reach, or
-            POSTTRAIN_STORE or POSTTRAIN_LEDGER name another place than the one it was made with.
+            POSTTRAIN_STORE or POSTTRAIN_LEDGER differ from the places it was made with.
         UnavailableError: the store of a new workspace cannot be used; nothing is made.
     """
 
@@ -214,7 +214,7 @@ def has_ledger(root: Path) -> bool:
         return (root / FILE).exists() or recorded(root, read_json(root / SETTINGS)) is not None
     except OSError as error:
         raise WorkspaceError(
-            f"{root}: cannot be read: {error.strerror}; a workspace is its owner's alone unless they open it"
+            f"{root}: cannot be read: {error.strerror}; only the owner of a workspace can read it by default"
         ) from error
 
 
@@ -244,7 +244,7 @@ def init_workspace(
     Raises:
         InputError: an unknown or broken executor, or no podman; a variable that no job gets; a URL that cannot have
             channels below it.
-        ConflictError: another executor than before, while runs have jobs to come.
+        ConflictError: a change of the executor while runs have jobs to come.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
@@ -438,7 +438,7 @@ def restore(folder: Path) -> Restored:
     named = os.environ.get(VARIABLE)
     root = (Path(named) if named else Path.cwd() / FOLDER).resolve()
     if root.exists() and any(root.iterdir()):
-        raise ConflictError(f"{root}: must not be there yet, got a folder with files; restore elsewhere")
+        raise ConflictError(f"{root}: must not exist yet, got a folder with files; restore elsewhere")
     found = read_backup(folder.resolve())
     half = root.with_name(f"{root.name}.part")  # left by a restore that was killed
     shutil.rmtree(half, ignore_errors=True)

@@ -147,7 +147,7 @@ class RemoteRunWatch:
         run = self._known[1]
         if self._timeout is not None and now - self._began >= self._timeout and not is_final("run", run.state):
             raise DeadlineError(
-                f"run {run.id}: still {run.state} after {self._timeout:g} s; wait again or look: posttrain why {run.id}"
+                f"run {run.id}: still {run.state} after {self._timeout:g} s; wait again, or see posttrain why {run.id}"
             )
         return run
 
