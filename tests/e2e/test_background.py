@@ -135,7 +135,7 @@ def test_ctrl_c_on_a_terminal_hands_the_run_over_once(bench: Workbench) -> None:
         terminal.press(CTRL_C)
         assert terminal.finish() == 130, terminal.shown
         [pid] = drivers(bench)
-        assert f"the run goes on, driven in the background, pid {pid}" in terminal.shown
+        assert f"the run continues, driven in the background, pid {pid}" in terminal.shown
         assert driver(bench, run_id) == ("background", pid)
         watching = Terminal(bench, "attach", run_id)
         bench.wait("its view", lambda: "first" in watching.shown)
@@ -267,7 +267,7 @@ def test_what_cannot_start_leaves_nothing(bench: Workbench) -> None:
         terminal.press(CTRL_C)
         assert terminal.finish() == 130
         assert "no luck today" in terminal.shown
-        assert "detached; the job goes on, the stages after it wait for a driver" in terminal.shown
+        assert "detached; the job continues, the stages after it wait for a driver" in terminal.shown
         assert (drivers(bench), driver(bench, run_id)) == ([], ("none", None))
 
         del bench.environment["PYTHONPATH"]

@@ -68,7 +68,7 @@ def test_what_cannot_be_measured_is_one_line(home: Workbench) -> None:
         "rules.py has no function 'digit' (did you mean 'digits'?)"
         in home.run(*asked, "--reward", "rules.py", "--entry", "digit", code=2).error
     )
-    assert "--entry is of a reward, and there is none" in home.run(*asked, "--entry", "digits", code=2).error
+    assert "--entry needs a reward, got none" in home.run(*asked, "--entry", "digits", code=2).error
     assert "must have an answer" in home.run(*asked, code=2).error
     failed = home.run(*asked, "--reward", "rules.py", "--entry", "much", "-o", "json", code=2)
     assert "must be worth 0 to 1 (reward_range), got 3 for" in failed.err

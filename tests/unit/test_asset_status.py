@@ -86,7 +86,7 @@ def test_a_recall_while_a_run_is_under_way_turns_its_release_away(world: World) 
     assert world("run", "run.yaml", "--timeout", "60").exit_code == 12
     run = world.newest()
     said = world.ok("asset", "recall", "model:tiny", "--reason", "its weights were poisoned")
-    assert f"run {run} goes on with it; posttrain stop {run}" in said
+    assert f"run {run} continues with it; posttrain stop {run}" in said
     world.ok("signal", run, "go")
     assert world("attach", run).exit_code == 9
     found = world.json("get", run)
@@ -133,9 +133,9 @@ def test_bytes_are_followed_under_any_name(world: World) -> None:
     world.ok("run", "more.yaml")
     said = world.ok("asset", "recall", "dataset:train")
     assert "live on prod" in said
-    assert "no earlier release may come back" in said
+    assert "no earlier release can be restored" in said
     assert ", recalled)" in world.ok("ls")
-    assert "recalled: what it serves comes from dataset:train@1, recalled by" in world.ok("get", "prod")
+    assert "recalled: its live model comes from dataset:train@1, recalled by" in world.ok("get", "prod")
     assert "status: recalled by" in " ".join(world.ok("lineage", "dataset:train").split())
     assert "warning: it comes from dataset:train@1" in world("export", "prod", "out").stderr
     world.write("next.yaml", text.replace("model:mine", "channel:prod").replace("dataset:train", "dataset:other"))
@@ -164,7 +164,7 @@ def test_a_run_that_will_use_it_later_is_listed_and_one_that_ended_does_not_go_o
     assert world("run", "run.yaml", "--timeout", "60").exit_code == 12
     run = world.newest()
     said = world.ok("asset", "recall", "reward:sort", "--reason", "it pays for length")
-    assert f"run {run} goes on with it; posttrain stop {run}" in said, "its stage is not bound yet"
+    assert f"run {run} continues with it; posttrain stop {run}" in said, "its stage is not bound yet"
     world.ok("stop", run)
     world("attach", run)
     assert world.json("get", run)["state"] == "stopped"
@@ -194,6 +194,6 @@ def test_two_names_of_the_same_bytes(world: World) -> None:
     world.ok("asset", "add", "dataset:copy", world.write("copy.jsonl", (world.root / "train.jsonl").read_text()))
     world.ok("asset", "recall", "dataset:train", "--reason", "bad")
     told = world("asset", "approve", "dataset:copy")
-    assert "warning: nothing begins with its bytes all the same: dataset:train@1 is recalled by user:" in told.stderr
+    assert "warning: its bytes still start no run: dataset:train@1 is recalled by user:" in told.stderr
     world.write("copy.yaml", RUN.replace("dataset:train", "dataset:copy"))
     assert "dataset:copy@1 has the bytes of dataset:train@1" in refused(world, "plan", "copy.yaml", code=2)

@@ -196,7 +196,7 @@ def test_a_test_message_says_that_it_is_one(world: World, http: Receiver, smtp: 
     world.ok("sink", "add", "mail", "--email", "ann@example.org", *server)
     world.ok("sink", "add", "trail", "--jsonl", "trail.jsonl")
     for name in ("chat", "mail", "trail"):
-        assert "took a test message" in world.ok("sink", "test", name)
+        assert "accepted a test message" in world.ok("sink", "test", name)
     assert [one["test"] for one in (*told(http), *lines(world.root / "trail.jsonl"))] == [True, True]
     assert smtp.mails[0]["Subject"] == "test of sink mail"
     http.always = 500

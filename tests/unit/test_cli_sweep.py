@@ -29,7 +29,7 @@ def test_settings_are_ranked_nothing_ships_and_the_cache_is_shared(world: World)
     assert "[2/2] rewards.exact reward:sort@2, seed 17: run sort-" in shown
     assert "note: a sweep ships nothing" in shown
     assert "sft succeeded; reused from" in shown
-    assert "another seed may order the settings otherwise" in shown
+    assert "another seed may order the settings differently" in shown
     assert "next: posttrain run run.yaml --set rewards.exact=reward:sort@1" in shown
     assert world.json("ls")["channels"] == []
     started = len(world.executor.launched)
@@ -152,7 +152,7 @@ def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
             "--better must be higher or lower for",
         ),
         (["--set", "grpo.steps=1,2", "--better", "up"], "--better must be higher or lower, got 'up'"),
-        (["--set", "seed=1,2", "--seeds", "2"], "say the same; give one"),
+        (["--set", "seed=1,2", "--seeds", "2"], "set the same; give one"),
         (["--set", "owner=ada,bob"], "needs an evaluation"),
         (["--set", "grpo.steps=" + ",".join(map(str, range(1, 501))), "--seeds", "3"], "at most 1000 runs, got 500"),
     ],

@@ -94,8 +94,8 @@ def test_a_command_whose_source_was_replaced_says_so(
     )
     assert done.returncode == 9, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: posttrain itself was changed while this command ran ({named}), so it cannot go on")
-    assert line.endswith("; nothing is lost: type the same command again")
+    assert line.startswith(f"error: posttrain itself was changed while this command ran ({named}), so it cannot")
+    assert line.endswith("; nothing is lost; run the same command again")
     report = re.search(r"; ([^ ]+)\); nothing", line)
     assert report
     assert "Traceback" in Path(report[1]).read_text()

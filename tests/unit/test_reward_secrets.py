@@ -75,7 +75,7 @@ def test_a_measurement_without_a_run_file_names_what_its_reward_gets(
 ) -> None:
     measure = ("eval", "model:tiny", "heldout", "--secret", "JUDGE_KEY", "--network", "127.0.0.1:8000")
     told = world(*measure)
-    assert (told.exit_code, "--network is of a reward, and there is none" in told.stderr) == (2, True)
+    assert (told.exit_code, "--network needs a reward, got none" in told.stderr) == (2, True)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     told = world(*measure, "--reward", "sort")
     assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must hold 8" in told.stderr) == (2, True)

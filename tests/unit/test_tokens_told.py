@@ -82,7 +82,7 @@ def test_a_server_knows_the_role_of_a_member_itself(
 def test_a_token_that_opens_nothing_yet_is_told(world: World) -> None:
     said = world("token", "issue", "user:ann", "--role", "viewer", "-o", "json")
     assert json.loads(said.stdout)["actor"] == "user:ann"
-    assert "user:ann has no role here; the token opens nothing before posttrain member set user:ann" in said.stderr
+    assert "user:ann has no role here; the token grants nothing until posttrain member set user:ann" in said.stderr
     world.ok("member", "set", "user:ann", "viewer")
     assert world("token", "issue", "user:ann", "--role", "viewer").stderr == ""
 
@@ -183,7 +183,7 @@ def test_a_token_of_another_project_says_so_to_whoever_has_a_role_there(
 def test_logins_are_kept_by_project(world: World, two: ServerBench) -> None:
     assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0
     said = logged(world, two.tokens["research"], "login", two.url, "--project", "research").stdout
-    assert "also logged in there to default; commands without --project ask research" in said
+    assert "also logged in there to default; commands without --project use research" in said
     assert "of research (" in world.ok("whoami")
     assert "of default (" in world.ok("--project", "default", "whoami")
     said = world.ok("logout", two.url, "--project", "default")

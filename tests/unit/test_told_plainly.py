@@ -174,7 +174,7 @@ def test_whoever_waits_for_a_first_model_is_told_for_what(world: World, monkeypa
 
     monkeypatch.setattr("posttrain.app.models.create_model", made)
     world("asset", "create", "model:tiny", world.write("model.yaml", "{}"))
-    assert said[0].startswith("making model:tiny by a run of one stage")
+    assert said[0].startswith("creating model:tiny in a run of one stage")
 
 
 def test_a_second_workspace_is_made_only_where_its_folder_is_named(
@@ -192,7 +192,7 @@ def test_a_second_workspace_is_made_only_where_its_folder_is_named(
     world.ok("ls")  # as it says: of the workspace above
     made = world("init", ".")
     assert made.exit_code == 0
-    assert f"it lies below the workspace {tmp_path / '.posttrain'}" in made.stderr
+    assert f"it is below the workspace {tmp_path / '.posttrain'}" in made.stderr
     assert world("init", "--executor", "local").exit_code == 0  # of the one that is here now
     monkeypatch.chdir(tmp_path)
     assert world("init").stderr == ""

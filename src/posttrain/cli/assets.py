@@ -122,9 +122,9 @@ def _refuse_external(
     if external and not checksum:
         raise InputError(f"asset add {ref}: --external needs --checksum sha256:…; sha256sum FILE prints it")
     if not external and (checksum or version):
-        raise InputError(f"asset add {ref}: --checksum and --version are of --external URI, got none; leave them out")
+        raise InputError(f"asset add {ref}: --checksum and --version need --external URI, got none; leave them out")
     if not external and not path:
-        raise InputError(f"asset add {ref}: must be given a PATH, or --external URI, got neither")
+        raise InputError(f"asset add {ref}: needs a PATH or --external URI, got neither")
 
 
 @app.command("create")
@@ -138,7 +138,7 @@ def create(
     if kind != "model":
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
     control = open_control()
-    with said_after(_QUIET, f"making {ref} by a run of one stage; the first job loads the engine, up to a minute"):
+    with said_after(_QUIET, f"creating {ref} in a run of one stage; the first job loads the engine, up to a minute"):
         asset, run_id = control.create_model(name, config, seed)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}  by run {run_id}")
 
@@ -231,16 +231,16 @@ def _mark(ref: str, status: str, reason: str) -> None:
         say(f"{asset.ref} is neither approved nor recalled")
     if marked.still is not None:
         whose = f"{marked.still.kind}:{marked.still.name}@{marked.still.version}"
-        aside(f"warning: nothing begins with its bytes all the same: {whose} is {marked.still.words}")
+        aside(f"warning: its bytes still start no run: {whose} is {marked.still.words}")
     if not status:
         return
     say(f"{asset.ref} is {marked.said.words if marked.said else status}")
     if status == "recalled":
         count, live = len(marked.runs), ", ".join(channel for channel, _ in marked.live)
         say(f"  used by {count} run{'s' * (count != 1)}, live on {live or 'no channel'}")
-        say(*(f"  run {run_id} goes on with it; posttrain stop {run_id} ends it" for run_id in marked.running))
+        say(*(f"  run {run_id} continues with it; posttrain stop {run_id} ends it" for run_id in marked.running))
         for channel, earlier in marked.live:
-            back = f"posttrain rollback {channel} --to {earlier}" if earlier else "no earlier release may come back"
+            back = f"posttrain rollback {channel} --to {earlier}" if earlier else "no earlier release can be restored"
             say(f"  channel {channel} serves a model made from it; {back}")
 
 

@@ -197,7 +197,7 @@ def leave(control: Control, run_id: str, reattach: str) -> None:
     if driver is None:
         say(f"run {run_id} has ended: posttrain get {run_id}")
         return
-    words = "detached; the job goes on, the stages after it wait for a driver. These act on it:"
+    words = "detached; the job continues, the stages after it wait for a driver. Commands for it:"
     again = "re-attaches and drives the run"
     if driver.nobody and _on_a_terminal():
         say("detaching: a background driver takes the run over …")
@@ -206,7 +206,7 @@ def leave(control: Control, run_id: str, reattach: str) -> None:
         except PosttrainError as error:
             aside(f"error: {error}")
     if not driver.nobody:
-        words = f"detached; the run goes on, driven {driver.words}. These act on it:"
+        words = f"detached; the run continues, driven {driver.words}. Commands for it:"
         again = "re-attaches"
     say(
         words,
@@ -303,7 +303,7 @@ def retry(
         record = control.retry(record.id)
     if detach and give_away(control, record, output):
         return
-    (say if output is Output.TEXT else aside)(f"run {record.id} goes on")
+    (say if output is Output.TEXT else aside)(f"run {record.id} continues")
     drive(control, record.id, timeout, f"posttrain retry {record.id}", output)
 
 
@@ -312,7 +312,7 @@ def stop(run: RunArgument) -> None:
     control = open_control()
     run_id = control.run(run).id
     control.stop(run_id)
-    say(f"run {run_id}: asked to stop; its jobs checkpoint and end")
+    say(f"run {run_id}: stop requested; its jobs checkpoint and end")
     record = control.drive(run_id, timeout=_STOP_SECONDS)
     say(f"run {run_id}: {record.state}; next: {record.next_action or f'posttrain get {run_id}'}")
 

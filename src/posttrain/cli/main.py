@@ -242,8 +242,8 @@ def _changed(error: Exception) -> str:
 
 def _replaced(source: str, error: Exception) -> str:
     return (
-        f"posttrain itself was changed while this command ran ({source}), so it cannot go on "
-        f"({type(error).__name__}: {_one_line(error)}; {_reported()}); nothing is lost: type the same command again"
+        f"posttrain itself was changed while this command ran ({source}), so it cannot continue "
+        f"({type(error).__name__}: {_one_line(error)}; {_reported()}); nothing is lost; run the same command again"
     )
 
 

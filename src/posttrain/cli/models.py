@@ -108,7 +108,7 @@ def sample(
     """
     warmth = temperature if temperature is not None else float(samples > 1)
     if _STDIN in prompts and sys.stdin is None:
-        raise InputError("sample: - reads standard input, and it is closed; write the prompt")
+        raise InputError("sample: - reads standard input, which is closed; give the prompt")
     texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
     asked = open_control().ask(
         model,
@@ -237,14 +237,14 @@ def _given(**options: Any) -> dict[str, Any]:
 def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
     """Return the reward that scores the responses, with its calling options."""
     if reward is None and called:
-        raise InputError(f"eval: --{min(called)} is of a reward, and there is none; name it with --reward")
+        raise InputError(f"eval: --{min(called)} needs a reward, got none; name one with --reward")
     given = {"secrets" if name == "secret" else name: value for name, value in called.items()}
     return {"ref": reward, **given} if reward is not None else None
 
 
 def _measured_json(control: Control, found: Submitted, timeout: float | None) -> None:
     aside(*(f"warning: {warning}" for warning in found.warnings))
-    aside(f"run {found.run.id}; posttrain get {found.run.id} --watch shows how far it is")
+    aside(f"run {found.run.id}; posttrain get {found.run.id} --watch shows its progress")
     record = control.drive(found.run.id, timeout=timeout)
     status = control.status(record.id)
     if status.outcome:

@@ -52,7 +52,7 @@ WhatArgument = Annotated[
         autocompletion=lazily("runs"),
     ),
 ]
-ChannelOption = Annotated[str | None, typer.Option(help="With a run: another channel than its run file names.")]
+ChannelOption = Annotated[str | None, typer.Option(help="With a run: overrides the channel of its run file.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason; recorded in the event log.")]
 app = typer.Typer(
     help="Set the policy, protection and freeze of a channel.",
@@ -367,11 +367,11 @@ def freeze(
     before = control.channel_record(channel)
     after = control.freeze(channel, rollbacks=rollbacks, why=reason)
     told = control.channel(channel).frozen
-    still = "rollbacks are stopped too" if rollbacks else "rollbacks go on"
+    still = "rollbacks are stopped too" if rollbacks else "rollbacks are allowed"
     if after == before and told is not None:
         say(f"channel {channel} was frozen already, {frozen_by(told)}; {still}")
         if reason:
-            aside("warning: the reason is not recorded, for nothing changed; posttrain channel unfreeze comes first")
+            aside("warning: the reason is not recorded, since nothing changed; run posttrain channel unfreeze first")
         return
     say(f"channel {channel} is frozen; {still}")
 

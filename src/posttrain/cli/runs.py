@@ -103,7 +103,7 @@ def note(
     found = control.note(run_id, text, tag or (), untag or ())
     answer_json(output, lambda: [asdict(one) for one in found])
     tags = ", ".join(sorted(one.tag for one in found if one.tag))
-    say(f"run {run_id}: written down; {f'tags {tags}' if tags else 'no tags'}; posttrain get {run_id} shows it")
+    say(f"run {run_id}: recorded; {f'tags {tags}' if tags else 'no tags'}; posttrain get {run_id} shows it")
 
 
 def _say_channels(
@@ -425,5 +425,5 @@ def signal(
     """
     control = open_control()
     sent, new = control.signal(control.run(run).id, name, reason)
-    before = "" if new else f" {ago(sent.at)} already, by {sent.actor}"
+    before = "" if new else f" already, {ago(sent.at)} by {sent.actor}"
     say(f"run {sent.run_id}: signal {sent.name} sent{before}", f"next: posttrain get {sent.run_id}")

@@ -87,7 +87,7 @@ def login(
     say(f"logged in to {url} as {found.principal}, {found.role or 'no role'} of {project}")
     others = [name for name in login_of(url).tokens if name != project]
     if others:
-        say(f"also logged in there to {', '.join(others)}; commands without --project ask {project}")
+        say(f"also logged in there to {', '.join(others)}; commands without --project use {project}")
     if os.environ.get(SERVER_VARIABLE, "").rstrip("/") != url.rstrip("/"):
         say(f"next: export {SERVER_VARIABLE}={url}")
 
@@ -217,7 +217,7 @@ def token_issue(
     control = open_control()
     issued = control.issue_token(principal, role, days)
     if principal not in control.members():
-        aside(f"warning: {principal} has no role here; the token opens nothing before posttrain member set {principal}")
+        aside(f"warning: {principal} has no role here; the token grants nothing until posttrain member set {principal}")
     _show(issued, output)
 
 

@@ -102,7 +102,7 @@ def add(
     chosen = [word.strip() for word in on.split(",") if word.strip()] or ([ALL] if jsonl else [])
     rule = {"on": chosen, "run": run, "owner": owner, "channel": channel, "words": words}
     found = open_control().add_sink(name, kinds[0], settings, rule, from_start=from_start)
-    say(f"sink {name}: {found.kind} {found.where}, told of {_told(found.rules)}")
+    say(f"sink {name}: {found.kind} {found.where}, receives {_told(found.rules)}")
     if found.lacks:
         say(f"warning: {found.lacks}; set it where runs are driven, or nothing is delivered")
     say(f"next: posttrain sink test {name}")
@@ -156,7 +156,7 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 @app.command("test")
 def test(name: SinkArgument) -> None:
     """Send a message that is marked as a test to a sink."""
-    say(f"sink {name}: {open_control().test_sink(name)} took a test message")
+    say(f"sink {name}: {open_control().test_sink(name)} accepted a test message")
 
 
 @app.command("pause")

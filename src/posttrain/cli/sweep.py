@@ -232,7 +232,7 @@ def _next(found: Sweep, ranking: Ranking) -> None:
         say(f"next: {command}")
     else:
         tied = sum(other.best == 1 and other.mean is not None for other in ranking.settings)
-        say(f"{tied} settings may be the best; more seeds or items tell them apart")
+        say(f"{tied} settings may be the best; more seeds or items would separate them")
         say("this one has the best mean:", f"  {command}")
 
 

@@ -138,7 +138,7 @@ def init(
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
     if above is not None:
-        aside(f"it lies below the workspace {above}: commands typed here ask the new one")
+        aside(f"it is below the workspace {above}: commands in this folder use the new one")
     if executor is not None:
         say(f"executor {workspace.jobs.executor.name}")
     if workspace.served and (rewards or executor or job_variable or chosen):
