@@ -212,11 +212,11 @@ def test_what_cannot_be_predicted_is_one_line() -> None:
         limit = 9 if most == 9 else None
         with pytest.raises(InputError, match=rf"^top_k must be 1 to {most}, the tokens of the vocabulary, got {top}; "):
             predict_topk(of, packed, top, vocabulary=limit)
-    with pytest.raises(InputError, match="predicts values and scores, asked for topk; ask another role"):
+    with pytest.raises(InputError, match="predicts values and scores, got topk; request it from another role"):
         predict_topk(scalar(), packed, 2)
-    with pytest.raises(InputError, match="asked for topk; ask another role"):
+    with pytest.raises(InputError, match="got topk; request it from another role"):
         predict(of, packed, {"topk"})
-    with pytest.raises(InputError, match="asked for candidates; ask another role"):
+    with pytest.raises(InputError, match="got candidates; request it from another role"):
         predict(scalar(), packed, {"candidates"})
     with pytest.raises(InputError, match="must have a wide column candidates, got none"):
         predict(of, packed, {"candidates"})

@@ -272,5 +272,5 @@ def test_audit_18_with_lag_a_lost_rank_gets_the_version_that_the_others_sample_w
             same(stage, plain(2, 1))
             assert len(stage.notes) == 1
         else:
-            with pytest.raises(WorkerLostError, match=r"no process has the weights of policy version 0\.\d any more"):
+            with pytest.raises(WorkerLostError, match=r"no process still has the weights of policy version 0\.\d"):
                 stage.run()

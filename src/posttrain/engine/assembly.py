@@ -59,7 +59,7 @@ def open_roles(
         reward_model: where a model scores responses.
         teacher: where the policy learns from one.
         engine: a rollout engine to use instead of one over the policy's weights, in the controller's process.
-        stop: strings that responses may end at; where there are some, each rollout rank opens the tokenizer.
+        stop: strings that responses may end at; with any, each rollout rank opens the tokenizer.
     """
     policy = pool_of("policy").start(
         "policy",

@@ -520,7 +520,7 @@ def free_bytes(device: torch.device) -> int:
 def keep_freed_memory() -> None:
     """Keep memory that tensors free in this process's heap, from now on.
 
-    Other allocators than glibc's have no such settings, and stay as they are.
+    Allocators other than glibc's have no such settings and stay unchanged.
     """
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return

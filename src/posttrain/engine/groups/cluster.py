@@ -249,7 +249,7 @@ def _folder() -> str:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started meanwhile; restore them in this process at the end."""
+    """Set variables for processes started inside the block; restore them in this process at the end."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -47,7 +47,7 @@ from posttrain.engine.groups.port import (
 from posttrain.pacing.balance import TOKENS, Assignment, CostModel, balance
 
 _TURN = 0.02  # seconds that ranks which have ended a call wait for others
-_FETCH = 5.0  # minimum seconds to fetch an answer, however late the caller asks for it
+_FETCH = 5.0  # minimum seconds to fetch an answer, however late the caller requests it
 W = TypeVar("W")
 B = TypeVar("B", bound=Shardable)
 K = TypeVar("K", bound=Keyed)

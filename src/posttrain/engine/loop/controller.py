@@ -268,7 +268,7 @@ class Controller:
         self.meter(self.tokens, 0)
         if self._idle and self._step:
             idle = f"none of {self._step} steps updated weights: the stage returns the weights that it started from"
-            self.sink(Note(f"{idle}; look at the rewards of its samples", time.time(), "warning"))
+            self.sink(Note(f"{idle}; check the rewards of its samples", time.time(), "warning"))
             self._metrics |= {UNCHANGED: 1.0}
         chosen = self.selection.metrics(self._step if message else None) if self.selection else {}
         return Outcome("succeeded", self._step, self.tokens, self._metrics | chosen, message)

@@ -79,7 +79,7 @@ class Buckets:
         """Transfer the published weights to replaced ranks.
 
         Raises:
-            WorkerLostError: no process has these weights any more.
+            WorkerLostError: no process has these weights.
         """
         others = [rank for rank in range(self.rollout.ranks) if rank not in ranks]
         sampler = (self.rollout.at(others[:1]), RolloutWorker.offer, RolloutWorker.bucket)
@@ -101,7 +101,7 @@ class Buckets:
             expected = expected + attested
         if expected != (published or expected):
             raise WorkerLostError(
-                f"no process has the weights of policy version {version} any more, with which the lost ranks "
+                f"no process still has the weights of policy version {version}, with which the lost ranks "
                 f"{sorted(ranks)} of the rollout sampled; start again from the last checkpoint"
             )
         self._complete(expected, layout)
@@ -208,7 +208,7 @@ class Roles:
     def fallbacks(self) -> dict[str, str]:
         """Return the slower paths that the stage's models use, each with the reason.
 
-        Paths of another model than the stage's own have its role as a prefix: `reward_model/padding`. The reference is
+        Paths of a model other than the stage's have its role as a prefix: `reward_model/padding`. The reference is
         the policy's model.
         """
         found = self.made.one(TrainWorker.fallbacks)
@@ -225,7 +225,7 @@ class Roles:
         """Let the rollout sample with the current policy from now on, and attest its weights.
 
         Raises:
-            IntegrityError: a rollout rank decodes with other weights than were published.
+            IntegrityError: a rollout rank decodes with weights that differ from the published ones.
         """
         if self.rollout is not None:
             transport(self.made, self.rollout).publish(version)

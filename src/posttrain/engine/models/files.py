@@ -108,7 +108,7 @@ def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float3
 
     Raises:
         NotFoundError, InputError: as `load_model`; an architecture without a sequence classifier in transformers, or a
-            classifier of another form than one linear head without bias on the last token.
+            classifier whose head is not one linear layer without bias on the last token.
     """
     _check_folder(folder)
     if is_sequence_classifier(folder):

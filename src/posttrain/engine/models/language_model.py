@@ -228,7 +228,7 @@ def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
     """Detect a sequence classifier's capabilities and wrap it. The module is put into evaluation mode.
 
     Raises:
-        InputError: another head than one linear layer to one label without bias, read at the last token.
+        InputError: the head is not one linear layer to one label without bias, read at the last token.
     """
     module.eval()
     if not _has_scalar_head(module) or not _is_read_at_the_end(module):

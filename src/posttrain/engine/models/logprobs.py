@@ -353,7 +353,7 @@ def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: f
     can = predictable(model)
     if odd := sorted(needs - can):
         name = type(model.module).__name__
-        raise InputError(f"{name} predicts {' and '.join(sorted(can))}, asked for {odd[0]}; ask another role")
+        raise InputError(f"{name} predicts {' and '.join(sorted(can))}, got {odd[0]}; request it from another role")
     if isinstance(model, ScalarModel):
         return Predictions(
             values=token_values(model, batch) if "values" in needs else None,
@@ -380,5 +380,7 @@ def predict_topk(
         InputError: as `predict`, or `top` is outside this vocabulary's size.
     """
     if isinstance(model, ScalarModel):
-        raise InputError(f"{type(model.module).__name__} predicts values and scores, asked for topk; ask another role")
+        raise InputError(
+            f"{type(model.module).__name__} predicts values and scores, got topk; request it from another role"
+        )
     return likeliest_tokens(model, batch, top, temperature, vocabulary)

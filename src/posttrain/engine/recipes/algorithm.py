@@ -109,7 +109,7 @@ class ScoredGroup:
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
-        """Rewards, [samples], NaN where there is no score."""
+        """Rewards, [samples], NaN without a score."""
         return np.array([np.nan if s.score is None else s.score for s in self.scores], dtype=np.float64)
 
 
@@ -216,7 +216,7 @@ def every_sample(group: ScoredGroup) -> Sequence[int]:
 def pack(
     groups: Sequence[ScoredGroup], which: Callable[[ScoredGroup], Sequence[int]] = every_sample
 ) -> TokenBatch | None:
-    """Return samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and
+    """Return samples as documents, with the document columns `reward` ([D] float64, NaN without a score) and
     `group`, and the column `token_scores` if a reward reports scores by token.
 
     Args:

@@ -16,7 +16,7 @@ class BatchedEngine:
     """`RolloutEngine` over a function that answers a batch.
 
     `completed` takes waiting work of one sampling, shortest prompts first, at most `batch_size` rows and what the cache
-    holds, and answers it all. So responses never continue under other weights than they began with.
+    holds, and answers it all. So every response is sampled with one version of the weights.
 
     Args:
         kv_cache: bytes that keys and values of a batch may take; None: not bounded.

@@ -91,7 +91,7 @@ class Bench:
             for completion in done:
                 require(completion.id not in found, f"{completion.id} was answered twice")
                 found[completion.id] = completion.trajectory
-        require(engine.completed(0) == [], "more was answered than was asked for")
+        require(engine.completed(0) == [], "the engine returned more completions than requests")
         return found
 
     def ask(self, engine: RolloutEngine, work: Sequence[Generation]) -> dict[str, Trajectory]:

@@ -237,7 +237,7 @@ def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.d
     """Plan prompts of these lengths, few enough at a time that their scores fit.
 
     Args:
-        begin: tokens of the one prompt that are already computed; 0 where there are several.
+        begin: tokens of the one prompt that are already computed; 0 for several prompts.
     """
     plan = plan_packing(lengths, device)
     blocks: list[_Block] = []

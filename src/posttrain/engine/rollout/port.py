@@ -246,7 +246,7 @@ class Rollouts:
         """Return the groups of all ranks in the order of the prompts.
 
         Raises:
-            InputError: a rank returned another number of groups than it had prompts.
+            InputError: the number of groups of a rank differs from its number of prompts.
         """
         if [len(part.groups) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
@@ -294,7 +294,7 @@ class KVShape:
 class KVStore(Protocol):
     """Keys and values of kept prompts and of rows that begin with them.
 
-    A caller that adds or extends rows first asks for their bytes (`row_bytes`, `growth_bytes`) and stays within the
+    A caller that adds or extends rows first requests their bytes (`row_bytes`, `growth_bytes`) and stays within the
     budget. Rows are identified by numbers, prompts by their tokens. `order` is the order of the rows in a step.
     """
 

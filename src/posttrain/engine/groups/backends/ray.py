@@ -78,9 +78,9 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
     room = sum(min(int(node.get(key, 0.0) / amount + 1e-9) for key, amount in bundle.items()) for node in nodes)
     if room < ranks:
         raise InputError(
-            f"pool {pool} must fit its Ray cluster, asks for {ranks} ranks of {_words(bundle)}; the cluster has "
+            f"pool {pool} must fit its Ray cluster, got {ranks} ranks of {_words(bundle)}; the cluster has "
             f"{_words({key: offered.get(key, 0.0) for key in bundle})} on {len(nodes)} nodes, room for {room}; "
-            "ask for less or add nodes"
+            "request less or add nodes"
         )
     group = placement_group([bundle] * ranks, strategy="PACK", name=_PREFIX + pool)
     if not group.wait(seconds):
@@ -89,7 +89,7 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
         raise InfrastructureError(
             f"pool {pool} must get {ranks} ranks of {_words(bundle)} within {seconds:g} seconds, free are "
             f"{_words({key: free.get(key, 0.0) for key in bundle})}; in the way: {_holders(group)}; "
-            "wait until it ends, or ask for less"
+            "wait until it ends, or request less"
         )
     return group
 
