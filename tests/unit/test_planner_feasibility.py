@@ -39,20 +39,20 @@ def test_what_fits_exactly_is_not_refused(value: Any) -> None:
 
 def test_too_many_gpus_of_all_pools_together() -> None:
     assert refusals({"policy": {"gpus": 4}, "rollout": {"gpus": 5}}) == [
-        "placement: policy and rollout ask for 9 gpus (policy 4, rollout 5), the cluster has 8; "
-        "ask for fewer, or name a cluster with runtime.ray_address"
+        "placement: policy and rollout request 9 gpus (policy 4, rollout 5), the cluster has 8; "
+        "request fewer, or name a cluster with runtime.ray_address"
     ]
     (line,) = refusals({"collocated": {"gpus": 1}}, LAPTOP)
-    assert line.startswith("placement: collocated asks for 1 gpus, the cluster has 0;")
+    assert line.startswith("placement: collocated requests 1 gpus, the cluster has 0;")
 
 
 def test_too_many_cpus_of_all_pools_together() -> None:
     assert refusals({"policy": {"cpus": 2}, "reward": {"cpus": 31}}) == [
-        "placement: policy and reward ask for 33 cpus (policy 2, reward 31), the cluster has 32; "
-        "ask for fewer, or put roles together with {with: policy}"
+        "placement: policy and reward request 33 cpus (policy 2, reward 31), the cluster has 32; "
+        "request fewer, or put roles together with {with: policy}"
     ]
     (line,) = refusals({"collocated": {"cpus": 3}}, LAPTOP)
-    assert line == "placement: collocated asks for 3 cpus, the cluster has 2; ask for fewer"
+    assert line == "placement: collocated requests 3 cpus, the cluster has 2; request fewer"
 
 
 def test_ranks_that_ask_for_no_cpus_share_what_there_is() -> None:
@@ -67,7 +67,7 @@ def test_pools_of_roles_that_the_stage_does_not_have_are_not_asked_for() -> None
 
 def test_a_kind_that_is_not_there_is_named_beside_what_is() -> None:
     assert refusals({"policy": {"gpus": 1, "kind": "l40s"}}) == [
-        "placement: policy asks for 1 gpus of kind l40s, the cluster has h100; change kind or leave it out"
+        "placement: policy requests 1 gpus of kind l40s, the cluster has h100; change kind or leave it out"
     ]
     (line,) = refusals({"policy": {"gpus": 1, "kind": "l40s"}}, {"CPU": 4.0, "GPU": 2.0})
     assert "GPUs of no known kind" in line
@@ -87,7 +87,7 @@ def load(placement: Any, parallel: int = 1, roles: tuple[str, ...] = GRPO) -> Lo
         ({"policy": {"ranks": 6}}, 4, ("ranks of policy (6)", "got 4")),
         ({"policy": {"ranks": 8}}, 8, ("12 attention heads", "got 8")),
         ({"policy": {"ranks": 6}}, 6, ("4 key-value heads", "got 6")),
-        ({"policy": {"gpus": 4, "ranks": 2}}, 1, ("policy has 4 gpus for 2 ranks", "ask for 2 gpus")),
+        ({"policy": {"gpus": 4, "ranks": 2}}, 1, ("policy has 4 gpus for 2 ranks", "request 2 gpus")),
     ],
 )
 def test_ranks_that_cannot_do_the_work(placement: Any, parallel: int, words: tuple[str, ...]) -> None:

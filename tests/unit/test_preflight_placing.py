@@ -67,9 +67,9 @@ def contents(world: World) -> dict[str, bytes]:
         ),
         ("placement: {reference: {with: policy}}", ("grpo with a reward function without kl has no reference",)),
         ("placement: {policy: {gpus: 3, ranks: 2}}", ("placement.policy", "multiple of ranks (2)", "3")),
-        ("placement: {policy: {gpus: 2}}", ("policy asks for 2 gpus", "this machine has 0", "ray_address")),
+        ("placement: {policy: {gpus: 2}}", ("policy requests 2 gpus", "this machine has 0", "ray_address")),
         ("placement: {policy: {cpus: 3}, reward: {cpus: 2}}", ("policy 3, reward 2", "this machine has 4")),
-        ("runtime: {device: cuda}", ("runtime.device cuda needs a GPU, no job here would find one", "auto or cpu")),
+        ("runtime: {device: cuda}", ("runtime.device cuda needs a GPU, and none is visible here", "auto or cpu")),
         ("runtime: {sequence_parallel: 2}", ("sequence_parallel", "ranks of collocated (1)", "2")),
         ("placement: {collocated: {ranks: 4}}, runtime: {sequence_parallel: 3}", ("collocated (4)", "got 3")),
         ("placement: {policy: {ranks: 2}}, runtime: {ray_address: auto, sequence_parallel: 4}", ("policy (2)", "4")),
@@ -118,7 +118,7 @@ def test_a_cluster_is_asked_by_the_job(world: World, machine: list[Machine]) -> 
     assert "pool rollout at 10.0.0.1:6379: 12 ranks, 12 gpus: rollout" in shown
     assert "whose memory is unknown" not in shown
     odd = " ".join(world.ok("plan", file(world, placed.replace("h100", "h1000"))).split())
-    assert "grpo: policy asks for GPUs of kind h1000, whose memory is unknown, so sizes are not checked" in odd
+    assert "grpo: policy requests GPUs of kind h1000, whose memory is unknown, so sizes are not checked" in odd
 
 
 def test_lag_is_told(world: World, machine: list[Machine]) -> None:
@@ -235,7 +235,7 @@ def test_a_lock_made_elsewhere_is_refused_where_it_cannot_run(world: World, mach
     before = contents(world)
     refused = world("run", "elsewhere.lock.json")
     assert refused.exit_code == 2
-    assert "elsewhere.lock.json: stages.grpo: placement: policy asks for 2 gpus, this machine has 0" in refused.stderr
+    assert "elsewhere.lock.json: stages.grpo: placement: policy requests 2 gpus, this machine has 0" in refused.stderr
     assert contents(world) == before
 
 

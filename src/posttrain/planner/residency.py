@@ -438,7 +438,7 @@ def infeasible(
             several = len(names) > 1
             parts = f" ({', '.join(f'{pool} {asked[pool]}' for pool in names)})" if several else ""
             found.append(
-                f"placement: {' and '.join(map(_called, names))} {'ask' if several else 'asks'} for {total} {noun}"
+                f"placement: {' and '.join(map(_called, names))} {'request' if several else 'requests'} {total} {noun}"
                 f"{parts}, {where} has {there:g}; {_next_action(noun, several)}"
             )
     return found
@@ -458,7 +458,7 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
         if names and pool.resources.gpus_per_rank > 1:
             found.append(
                 f"placement: {_called(pool.name)} has {pool.resources.gpus} gpus for {ranks} ranks, but a rank of "
-                f"{names[0]} drives one device; leave ranks out, or ask for {ranks} gpus"
+                f"{names[0]} drives one device; leave ranks out, or request {ranks} gpus"
             )
         if names and parallel > 1 and ranks % parallel:
             found.append(
@@ -520,12 +520,12 @@ def _kind_is_missing(pool: Pool, available: Mapping[str, float], where: str) -> 
     if kind is not None and kind not in there and available.get("GPU", 0.0) > 0:
         has = ", ".join(there) or "GPUs of no known kind"
         yield (
-            f"placement: {_called(pool.name)} asks for {pool.resources.gpus} gpus of kind {kind}, {where} has {has}; "
+            f"placement: {_called(pool.name)} requests {pool.resources.gpus} gpus of kind {kind}, {where} has {has}; "
             "change kind or leave it out"
         )
 
 
 def _next_action(noun: str, several: bool) -> str:
     if noun == "gpus":
-        return "ask for fewer, or name a cluster with runtime.ray_address"
-    return "ask for fewer, or put roles together with {with: policy}" if several else "ask for fewer"
+        return "request fewer, or name a cluster with runtime.ray_address"
+    return "request fewer, or put roles together with {with: policy}" if several else "request fewer"

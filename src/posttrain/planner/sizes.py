@@ -238,7 +238,7 @@ def unknown_kinds(load: Load) -> list[str]:
         return []
     kinds = {pool.name: pool.resources.kind for pool in load.placement.pools(load.roles).values()}
     return [
-        f"{name} asks for GPUs of kind {kind}, whose memory is unknown, so sizes are not checked (known: "
+        f"{name} requests GPUs of kind {kind}, whose memory is unknown, so sizes are not checked (known: "
         f"{', '.join(sorted(_KINDS))})"
         for name, kind in kinds.items()
         if kind is not None and kind not in _KINDS

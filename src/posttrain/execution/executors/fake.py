@@ -95,7 +95,7 @@ class FakeExecutor:
     def submit(self, request: JobSpec) -> Submission:
         """See `Executor.submit`."""
         if request.image and not self.images:
-            raise InputError(f"job {request.name} asks for image {request.image}; the fake gives none: ask for none")
+            raise InputError(f"job {request.name} requests image {request.image}; the fake has no images: request none")
         hostility = self.hostility
         self._asked[request.name] = self._now()
         self._arrive()

@@ -280,7 +280,7 @@ def contained(request: JobSpec, folder: Path) -> dict[str, Any]:
         InputError: podman is missing or too old, or the folder or the store cannot be mounted.
     """
     if why := trouble():
-        raise InputError(f"job {request.name} asks for image {request.image}: {why}")
+        raise InputError(f"job {request.name} requests image {request.image}: {why}")
     here = os.stat(folder)
     mounts = [[str(folder), str(folder), "rw"], _mount(folder)]
     for source, _, _ in mounts:

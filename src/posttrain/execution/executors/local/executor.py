@@ -142,7 +142,7 @@ class LocalExecutor:
             act(folder, read_json(folder / "supervisor.json") or {})
             if _poll(lambda: _observe(folder).gone, seconds):
                 return
-        raise DeadlineError(f"job {job.name} is still there after SIGKILL; look at its process, then try again")
+        raise DeadlineError(f"job {job.name} still runs after SIGKILL; check its process, then try again")
 
     def list(self, prefix: str) -> list[Listed]:
         """See `Executor.list`."""
@@ -205,11 +205,11 @@ def refuse_elsewhere(request: JobSpec, own: Mapping[str, str] | None = None, *, 
         f"image {request.image}": bool(request.image) and not images,
     }
     if what := next((what for what, asked in wanted.items() if asked), ""):
-        raise InputError(f"job {request.name} asks for {what}; {here}: ask for less, or use another executor")
+        raise InputError(f"job {request.name} requests {what}; {here}: request less, or use another executor")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
         if needed > has:
-            raise InputError(f"job {request.name} asks for {needed} {what}, this machine has {has}; ask for less")
+            raise InputError(f"job {request.name} requests {needed} {what}, this machine has {has}; request less")
     if lacking := [name for name in request.secrets if name not in job_environment({}, own)]:
         raise InputError(
             f"job {request.name} needs {', '.join(lacking)} in the environment of the process that drives its run, "
@@ -309,7 +309,7 @@ def _withdraw(folder: Path, why: str) -> None:
     """Write a claim without a process, so that a late supervisor starts nothing; return if one has claimed it before.
 
     Raises:
-        InfrastructureError: no supervisor has claimed the attempt, and none can any more.
+        InfrastructureError: no supervisor has claimed the attempt, and from now on none can.
     """
     if create_json(folder / "supervisor.json", {"pid": os.getpid(), "identity": ""}):  # an identity that no process has
         raise InfrastructureError(why)

@@ -171,7 +171,7 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
     """Import, then fork for each line that names an attempt's folder, until the other end is closed.
 
     Args:
-        tries: left, in case files were written meanwhile: a new folder of compiled files is harmless.
+        tries: left, in case files were written during a try: a new folder of compiled files is harmless.
         marks: of the files, before they were compared. A file that was replaced during its import and restored has
             other marks.
     """
