@@ -42,7 +42,7 @@ PATIENCE = 120.0  # seconds of retries: a server, or its database, may be restar
 HOPE = "trying for two minutes"
 _PIECE = 1 << 20  # bytes
 _LATER = (429, 502, 503, 504)
-_MOST_PAUSE = 30.0  # longest pause that a server may ask for
+_MOST_PAUSE = 30.0  # longest pause that a server may request
 _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
 
 
@@ -192,7 +192,7 @@ class Transport:
 
         Raises:
             PosttrainError: the problem that the server answered with. InfrastructureError: the connection ended too
-                early, or no event arrives any more.
+                early, or no event arrives.
         """
         try:
             yield from self._events(path, query, body)

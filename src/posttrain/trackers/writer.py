@@ -6,7 +6,7 @@
       │ checks now and then that it        │ a thread for each tracker: one that hangs or fails delays no other
       ▼ lives; never waits for it          ▼ reads ledger and event segments ──▶ target; tracking.json: its state
 
-It ends when every ending is written, when errors outlast the run, or when no process drives the run any more. It may be
+It ends when every ending is written, when errors outlast the run, or when no process drives the run. It may be
 killed anywhere: the next writer reads from each target which points it contains.
 
 `posttrain track RUN --tracker …` writes a run to further places. A tracker of a kind that the run lacks is recorded as

@@ -78,7 +78,7 @@ def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | st
         asked: a requested address; $POSTTRAIN_LEDGER requests one, too.
 
     Raises:
-        WorkspaceError: the workspace has another ledger than the requested one.
+        WorkspaceError: the workspace has a ledger other than the requested one.
         InputError: the requested address is not a PostgreSQL database, or contains a password.
     """
     own = root / FILE
@@ -332,7 +332,7 @@ class OpenWorkspace:
         """Refuse a missing executor before anything is submitted.
 
         Raises:
-            InputError: the package of its executor is not installed any more, or broken.
+            InputError: the package of its executor is no longer installed, or broken.
         """
         if isinstance(self.jobs.executor, InstalledExecutor):
             self.jobs.executor.load()

@@ -2,7 +2,7 @@
 
     python make_data.py --seed 7 --out DIR
 
-The task: `Q: count 3 in 53133` → `333 A: 3`: write down what is counted, then the number; three to five digits. Half
+The task: `Q: count 3 in 53133` → `333 A: 3`: write the counted digits, then their number; three to five digits. Half
 of the demonstrations come from a teacher who counts one too many. A question belongs to training or to evaluation by
 its hash, whatever the seed, so no evaluation prompt was ever trained on. The failures are the cases an earlier model
 got wrong: nothing to count, or five digits.

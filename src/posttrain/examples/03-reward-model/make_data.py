@@ -2,9 +2,9 @@
 
     python make_data.py --seed 7 --out DIR
 
-The task and its demonstrations are those of the sorting example. The pairs say which of two answers
+The task and its demonstrations are those of the sorting example. Each pair holds two answers and the one that
 people preferred: the right one over one that is sorted the wrong way, has a wrong, missing or doubled digit, or does
-not keep to the form. Nobody writes down what "right" means; the reward model has to find that out.
+not follow the form. No rule defines "right"; the reward model has to learn it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Best-of-n distillation: sample n answers to each prompt, keep the best one, learn to give it at once.
 
-No critic, no advantages, no ratio: rejection sampling with a judge, then supervised fine-tuning on what was accepted.
-A stage runs it with `kind: dataflow` and `recipe: best_of_n:BestOfN`. Source: WebGPT, arXiv 2112.09332; the
+No critic, no advantages, no ratio: rejection sampling with a judge, then supervised fine-tuning on the accepted
+answers. A stage runs it with `kind: dataflow` and `recipe: best_of_n:BestOfN`. Source: WebGPT, arXiv 2112.09332; the
 distillation: RAFT, arXiv 2304.06767.
 """
 
@@ -23,7 +23,7 @@ class BestOfN(Dataflow):
         return pack(groups, self._best)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """Supervised, on what was accepted."""
+        """Supervised, on the accepted answers."""
         return (Update("policy", SupervisedObjective),)
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
