@@ -363,7 +363,10 @@ class TestProtocol:
                 "send({'id': 2, 'answers': [{'at': 0, 'score': 10**400, 'components': {}}]})",
                 "a number outside the range of a float",
             ),
-            ("send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': []}]})", "components that are not a map"),
+            (
+                "send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': []}]})",
+                "components that are not a map",
+            ),
             (
                 "send({'id': 2, 'answers': [{'at': 0, 'score': 1.0, 'components': {str(i): 0 for i in range(99)}}]})",
                 "components",
@@ -531,7 +534,10 @@ class TestDialects:
                 "requires w",
             ),
             ("R = 3\n", "must be a function, or a rubric or task of verifiers, got int"),
-            ("class A:\n    def __init__(self): 1 / 0\n    def __call__(self, completion): ...\nR = A\n", "while it was constructed"),
+            (
+                "class A:\n    def __init__(self): 1 / 0\n    def __call__(self, completion): ...\nR = A\n",
+                "while it was constructed",
+            ),
         ],
     )
     def test_objects_that_are_no_reward(self, opened: ProcessOpener, source: str, match: str) -> None:
