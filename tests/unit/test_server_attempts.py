@@ -382,7 +382,7 @@ def test_the_objects_of_a_channel_are_its_attempts_alone(tmp_path: Path, monkeyp
             objects = ServedObjects(mine.folder, patience=0.0)
             assert objects.create("start.json", b"mine")
             assert ServedObjects(other.folder).get("start.json") is None
-            known = bench.workspace.jobs.folders.of(mine.attempt).channel
+            known = bench.workspace.jobs.folders.of(mine.attempt).mailbox
             assert known._objects.get("start.json") == b"mine"
             token = Job(bench, mine.attempt, mine.inputs).token
             foreign = "..%2f..%2fother-aaaaaaaa/sft/001/start.json"

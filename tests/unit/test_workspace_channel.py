@@ -58,7 +58,7 @@ def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> 
     assert SECRET not in written
     again = init_workspace(tmp_path)
     again.close()
-    assert again.jobs.folders.channels() == f"{store}/{again.place()}"
+    assert again.jobs.folders.mailboxes() == f"{store}/{again.place()}"
     with pytest.raises(WorkspaceError, match="its mailboxes are in s3://bucket/talk") as caught:
         init_workspace(tmp_path, channel="s3://bucket/another")
     assert "\n" not in str(caught.value)
@@ -128,19 +128,19 @@ def test_an_attempt_keeps_its_place_which_only_its_job_has_from_its_order(store:
     there, here = AttemptFolder(tmp_path / "there"), AttemptFolder(tmp_path / "here", "")
     there.write_order(replace(order, channel=f"{store}/there"))
     here.write_order(replace(order, channel=f"{store}/there"))
-    assert AttemptFolder(there.path, job=True).channel._objects.place == f"{store}/there"
-    assert here.channel._objects.place == str(here.path)
+    assert AttemptFolder(there.path, job=True).mailbox._objects.place == f"{store}/there"
+    assert here.mailbox._objects.place == str(here.path)
     assert objects.object_store(f"{store}/there") is objects.object_store(f"{store}/there"), "it is opened once"
 
 
 def test_the_attempt_of_a_release_before_has_its_channel_where_its_order_says(store: str, tmp_path: Path) -> None:
     far, near = AttemptFolders(tmp_path, lambda: store), AttemptFolders(tmp_path)
     attempt = AttemptRecord("r", "sft", 1, "r-sft-1", "runs/r/sft/001", "launched")
-    assert far.of(attempt).channel._objects.place == f"{store}/r/sft/001", "there is no order yet"
+    assert far.of(attempt).mailbox._objects.place == f"{store}/r/sft/001", "there is no order yet"
     order = JobOrder("a", "sft", 1, {}, {}, "", "", channel=f"{store}/before-it-was-copied")
     far.of(attempt).write_order(order)
-    assert far.of(attempt).channel._objects.place == order.channel
-    assert near.of(attempt).channel._objects.place == str(near.of(attempt).path), "this workspace has none in a store"
+    assert far.of(attempt).mailbox._objects.place == order.channel
+    assert near.of(attempt).mailbox._objects.place == str(near.of(attempt).path), "this workspace has none in a store"
 
 
 @pytest.mark.parametrize("far", [True, False])
