@@ -1,6 +1,7 @@
-"""Parts of pages that lie on disk as the code makes them; `python -m handbook.blocks` writes them anew.
+"""Parts of pages that are on disk as the code makes them; `python -m handbook.blocks` writes them again.
 
-A part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; a test compares.
+A part is between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, a table of fields between `<!-- fields:KIND -->` and
+`<!-- fields:end -->`; a test compares.
 """
 
 from __future__ import annotations
@@ -8,33 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from handbook import http, reasons, states
-from handbook.weaving import DOCS
+from handbook import codes, http, kinds, reasons, states, verbs
+from handbook.weaving import DOCS, FIELDS
 
 BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → name of its part, what makes it
     "api.md": ("endpoints", http.table),
     "architecture.md": ("lifecycle", states.diagrams),
+    "reference/codes.md": ("codes", codes.page),
+    "reference/commands.md": ("commands", verbs.overview),
     "reference/reasons.md": ("reasons", reasons.table),
 }
 
 
+def pages(docs: Path = DOCS) -> list[str]:
+    """Return the pages that have a part, sorted."""
+    tables = [docs / "run-yaml.md", *(docs / "run-yaml").glob("*.md")]
+    return sorted({*BLOCKS, *(path.relative_to(docs).as_posix() for path in tables)})
+
+
 def made(page: str, text: str) -> str:
-    """A page's text with its part made anew.
+    """Return a page's text with its parts made again.
 
     Raises:
-        ValueError: the part's marks are not there once each, in order.
+        ValueError: a part's marks do not appear once each, in order.
     """
-    name, make = BLOCKS[page]
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"docs/{page} must have {begin} and {end} once each, in this order; write them")
-    before, after = text[: text.index(begin)], text[text.index(end) :]
-    return f"{before}{begin}\n\n{make()}\n\n{after}"
+    if page in BLOCKS:
+        name, make = BLOCKS[page]
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(f"docs/{page} must have {begin} and {end} once each, in this order; write them")
+        before, after = text[: text.index(begin)], text[text.index(end) :]
+        text = f"{before}{begin}\n\n{make()}\n\n{after}"
+    if text.count("<!-- fields:") != 2 * len(FIELDS.findall(text)):
+        raise ValueError(f"docs/{page} must have a <!-- fields:end --> after every <!-- fields:KIND -->; write it")
+    return FIELDS.sub(lambda found: f"{found[1]}\n\n{kinds.table(found[2], page)}\n\n{found[4]}", text)
 
 
 def write(docs: Path = DOCS) -> None:
-    """Make every part anew."""
-    for page in BLOCKS:
+    """Make every part again."""
+    for page in pages(docs):
         path = docs / page
         path.write_text(made(page, path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 
-from handbook.comments import comment, summary
+from handbook.comments import comment
 from posttrain.cli.main import EPILOG
 from posttrain.domain.errors import FailureClass, PosttrainError
 from posttrain.domain.gates import Outcome
@@ -51,16 +51,17 @@ def _exit_codes() -> str:
 
 
 def _failures() -> str:
-    lines = ["## Why an attempt failed", "", summary(FailureClass), ""]
-    lines += ["| class | exit code | retried by itself | |", "|---|---|---|---|"]
+    lines = ["## Why an attempt failed", ""]
+    lines += ["| class | exit code | retried by itself | meaning |", "|---|---|---|---|"]
     for kind in FailureClass:
         retried = "yes" if kind.retried else ""
-        lines.append(f"| `{kind.value}` | {kind.error.exit_code} | {retried} | {comment(FailureClass, kind.name)} |")
+        meaning = comment(FailureClass, kind.name) or exit_codes()[kind.error.exit_code]
+        lines.append(f"| `{kind.value}` | {kind.error.exit_code} | {retried} | {meaning} |")
     return "\n".join(lines)
 
 
 def _outcomes() -> str:
-    lines = ["## What a gate says", "", summary(Outcome), "", "| verdict | |", "|---|---|"]
+    lines = ["## Verdicts of a gate", "", "Only `PASS` ships.", "", "| verdict | meaning |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{kind.name}` | {comment(Outcome, kind.name)} |" for kind in Outcome)])
 
 
@@ -69,7 +70,7 @@ def _states() -> Iterator[str]:
         lines = [
             f"## States of {'an' if machine == 'attempt' else 'a'} {machine}",
             "",
-            "| state | goes on to | |",
+            "| state | next states | meaning |",
             "|---|---|---|",
         ]
         for state in states:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from handbook.comments import comment, summary
+from handbook.comments import summary
 from handbook.meanings import meaning
 from handbook.tables import stacked
 from handbook.types import anchor, default, described, models
 from posttrain.domain.gates import GateRule
 from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunRuntime, RunSpec, StageSpec
+from posttrain.domain.waits import Wait
 from posttrain.engine.config import STAGE_CONFIGS
 
 _PLACES = {
@@ -24,6 +25,7 @@ _PLACES = {
     RunRuntime: "runtime",
     ReleaseSpec: "release",
     ChannelPolicy: "a channel's policy",
+    Wait: "kind: wait",
 }
 _FLATTENED = {(StageSpec, "params")}  # written beside `kind`: the tables of the kinds
 
@@ -53,7 +55,7 @@ def rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
     for name, info in model.model_fields.items():
         if (model, name) not in _FLATTENED:
             word = info.alias or name
-            yield word, described(info), default(info), comment(model, name) or meaning(model.__name__, word)
+            yield word, described(info), default(info), meaning(model, name, word)
 
 
 def _parts(model: type[BaseModel]) -> str:

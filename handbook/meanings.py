@@ -1,12 +1,14 @@
-"""What fields mean whose name says most of it: where the source has no comment beside them, this stands on the page."""
+"""The meaning of fields whose comment is missing, or is for developers: this is on the page instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# field, or Model.field where one name means several things → one line
+from handbook.comments import comment
+
+# field, where the source has no comment; or Model.field, which replaces a comment → one line
 MEANINGS: Mapping[str, str] = {
-    "RunSpec.name": "the run's id is NAME-<8 digits of the manifest's digest>",
+    "RunSpec.name": "the run's id is NAME-<8 random letters and digits>",
     "owner": "who answers for it; recorded",
     "RunSpec.seed": "every random number is derived from it; `--seed` replaces it",
     "RunSpec.data": "name in this file → ref: `dataset:NAME@VERSION`, a path, `hf:…`",
@@ -14,6 +16,8 @@ MEANINGS: Mapping[str, str] = {
     "stages": "name → stage; `base`, `gate`, `release` and `baseline-…` are reserved",
     "gates": "all must pass before anything is released; they need a release",
     "budget": "hard limits of the run",
+    "Budget.tokens": "read, generated and trained on, in all stages together",
+    "Budget.wall_clock": "the sum of job time of all stages",
     "experiment": "of MLflow; made where it is not there",
     "project": "of Weights & Biases",
     "csv": "a CSV file for each run",
@@ -21,19 +25,30 @@ MEANINGS: Mapping[str, str] = {
     "tensorboard": "a folder of event files for each run",
     "mlflow": "a run of an MLflow experiment",
     "wandb": "a run of a Weights & Biases project",
-    "RunSpec.runtime": "how the jobs of all its stages are run, where a stage says nothing else",
+    "RunSpec.runtime": "of the jobs of stages that set no other value",
     "RunSpec.release": "where the model goes; needs at least one gate, here or in the policy of its channel",
-    "StageSpec.kind": "one of the kinds below, whose fields stand beside it",
+    "StageSpec.kind": "its kind, whose fields are next to it",
     "StageSpec.trainer": "what computes it",
     "at_most": "in units of the metric",
     "ReleaseSpec.channel": "the channel that is moved",
     "ReleaseSpec.model": "the stage whose model the gates judge and the channel gets",
     "model": "what it starts from: `base`, or a stage of this file that makes a model",
-    "EvaluateConfig.model": "what is measured: `base`, or a stage of this file that makes a model",
+    "EvaluateConfig.model": "the measured model: `base`, or a stage of this file that makes a model",
     "data": "a name of `data:`",
     "reward": "a name of `rewards:`",
     "PPOConfig.reward_model": "a stage of that kind; exactly one of it and `reward` is given",
-    "steps": "rounds of the recipe; for `sft` and `reward_model` optimiser steps",
+    "TrainingConfig.steps": "optimiser steps, or rollout batches; exactly one of it and `epochs` is set (0: unset)",
+    "TrainingConfig.epochs": "passes over the data, which may be a fraction",
+    "ReleaseSpec.after": "stages that must have ended before the release; `gate` is the judging of the gates",
+    "PPOKLConfig.estimator": "k1 is unbiased, in the reward only; k3-corrected is for the loss only",
+    "LagConfig.steps": "by which the policy that samples is behind the policy that is trained; 0: only a correction",
+    "InferenceRuntimeConfig.kv_cache": "bytes of keys and values on one rollout rank; auto: the rest of its memory",
+    "RuntimeConfig.start_timeout": "seconds for a role's ranks to be up with their model",
+    "RuntimeConfig.call_timeout": "seconds for one call of a worker, and for an engine that does not answer",
+    "RuntimeConfig.micro_batch_tokens": "tokens of one forward pass; auto: 4096 on CPU, 16384 on CUDA, and fewer where "
+    "these do not fit",
+    "RunSpec.image": "`REGISTRY/NAME@sha256:…`: the container image of all jobs but those that measure",
+    "RewardUse.dialect": "the convention of its parameters; none: as registered, or auto",
     "prompts_per_step": "prompts that a step samples responses to",
     "max_new_tokens": "tokens of a response at most",
     "temperature": "of sampling; 1 is the policy's own distribution",
@@ -72,6 +87,8 @@ MEANINGS: Mapping[str, str] = {
     "rollout": "its pool, or whose it shares",
     "gpus": "of the whole pool, dealt out evenly to its ranks",
     "with": "another role, in whose pool this one lives; stands alone",
+    "for": "time from the stage's turn until it ends",
+    "signal": "name of the signal that ends it: `posttrain signal RUN NAME`",
     "architecture": "whose modelling code of transformers it is",
     "hidden_size": "width of the residual stream; a multiple of `heads`",
     "intermediate_size": "width of the MLP",
@@ -82,6 +99,13 @@ MEANINGS: Mapping[str, str] = {
 }
 
 
-def meaning(model: str, field: str) -> str:
-    """The line for a field of a model; empty where there is none."""
-    return MEANINGS.get(f"{model}.{field}") or MEANINGS.get(field, "")
+def meaning(model: type, name: str, word: str) -> str:
+    """Return the line for a field; empty where there is none.
+
+    Args:
+        model: the model that has it.
+        name: the field's name there.
+        word: its name in run.yaml.
+    """
+    written = (MEANINGS[key] for kind in model.__mro__ if (key := f"{kind.__name__}.{word}") in MEANINGS)
+    return next(written, "") or comment(model, name) or MEANINGS.get(word, "")

@@ -101,6 +101,7 @@ def _named(metadata: list[Any] | tuple[Any, ...]) -> str:
     """What a validator of ours turns text into, by its name."""
     known = {
         "parse_duration": "duration (`90s`, `10m`, `2h`, `1d`, or seconds)",
+        "parse_amount": "memory (`40GiB`, `512MiB`, `16GB`, or bytes)",
         "parse_count": "whole number (`5000000`, `5e6`)",
         "_readable": "regular expression with a group",
         "_known_role": "name of a role",
@@ -130,9 +131,11 @@ def _bounds(metadata: list[Any] | tuple[Any, ...]) -> Iterator[str]:
 
 
 def _number(value: Any) -> str:
-    """Large powers as powers: nobody counts zeros."""
+    """Return large powers as powers, which are easier to read than zeros."""
+    if value < 0:
+        return f"-{_number(-value)}"
     for base in (10, 2):
-        exponent = 5
+        exponent = 5 if base == 10 else 20
         while base**exponent < value:
             exponent += 1
         if base**exponent == value:

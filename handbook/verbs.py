@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer.main
 
 from handbook.tables import stacked
 from posttrain.cli.main import app
+from posttrain.cli.usage import GROUPS
 
 _KINDS: dict[Any, str] = {str: "text", int: "whole number", float: "number", Path: "path"}
 
@@ -23,6 +25,25 @@ def commands() -> dict[str, Any]:
 def page() -> str:
     """The whole reference in Markdown."""
     return "\n\n".join(_section(name, command) for name, command in commands().items())
+
+
+def overview() -> str:
+    """Return a table for each group of `posttrain --help`: command, purpose."""
+    told = {name: summary(command.help) for name, command in commands().items()}
+    return "\n\n".join(
+        "\n".join(
+            [
+                f"## {group}\n\n| command | purpose |\n|---|---|",
+                *(f"| `posttrain {name}` | {text} |" for name, text in told.items() if name.split()[0] in words),
+            ]
+        )
+        for group, words in GROUPS.items()
+    )
+
+
+def summary(text: str | None) -> str:
+    """Return the first sentence of a help text, as `posttrain --help` shows it."""
+    return re.split(r"(?<=[.]) ", " ".join((text or "").split("\n\n")[0].split()), maxsplit=1)[0].replace("|", "\\|")
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

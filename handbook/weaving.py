@@ -1,8 +1,8 @@
 """What the site does to a page before it is rendered; on disk a page stays plain Markdown.
 
 A line `<!-- made by handbook.NAME -->` becomes what `handbook.NAME.page()` returns, so that no copy of the reference
-can grow stale. A Mermaid state diagram becomes a table, which needs no script. A link to a folder outside docs/ becomes
-text.
+can grow stale. A table of fields is marked for the style sheet. A Mermaid state diagram becomes a table, which needs no
+script. A link to a folder outside docs/ becomes text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from handbook.tables import stacked
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MADE = re.compile(r"^<!-- made by handbook\.(\w+) -->$", re.MULTILINE)
+FIELDS = re.compile(r"^(<!-- fields:(?!end )([\w-]+) -->)$(.*?)^(<!-- fields:end -->)$", re.MULTILINE | re.DOTALL)
 _DIAGRAM = re.compile(r"^```mermaid\nstateDiagram-v2\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]\n]+)\]\(((?:\.\./)+[^)\s#]+)\)")
 
@@ -26,6 +29,7 @@ def woven(text: str, folder: Path) -> str:
         folder: where it lies.
     """
     text = MADE.sub(lambda found: import_module(f"handbook.{found[1]}").page(), text)
+    text = FIELDS.sub(lambda found: stacked([found[3].strip()]), text)
     text = _DIAGRAM.sub(lambda found: _table(found[1]), text)
     return _LINK.sub(lambda found: found[1] if (folder / found[2]).is_dir() else found[0], text)
 

@@ -6,6 +6,7 @@ What a reader types is run in tests/e2e (test_doc_commands.py, test_from_trl.py)
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import sys
@@ -85,6 +86,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     for name in ("exact", "judge"):
         world.ok("asset", "add", f"reward:{name}", "reward.py")
     world.write("words.txt", "yes")
+    pair = {"prompt": "Q: sort 21", "chosen": "A: 12", "rejected": "A: 21"}
+    world.write("pairs.jsonl", "".join(json.dumps({**pair, "chosen": f"A: {i}"}) + "\n" for i in range(8)))
+    world.write("best_of_n.py", (ROOT / "examples" / "04-best-of-n" / "best_of_n.py").read_text(encoding="utf-8"))
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "a.txt").write_text("no")
     return world
@@ -105,6 +109,7 @@ def check(part: dict[str, Any], world: World) -> None:
     uses = [use for one in spec.rewards.values() for use in (one if isinstance(one, tuple | list) else [one])]
     packages = {str(use.ref).split(".")[0] for use in uses if re.match(r"\w+\.[\w.]+:\w+$", str(use.ref))}
     packages |= {name for name in spec.trackers.chosen() if name not in ("csv", "parquet")} if spec.trackers else set()
+    packages |= {"ray" for stage in spec.stages.values() if "placement" in stage.params}
     if not packages | foreign:  # what names one is only parsed: here, with it or without, the same is tested
         world.write("run.yaml", yaml.safe_dump(run, sort_keys=False))
         planned = world.ok("plan", "run.yaml")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from handbook import api, blocks, codes, fields, verbs
+from handbook import api, blocks, codes, fields, kinds, verbs
 from handbook.meanings import MEANINGS
 from handbook.weaving import woven
 from typer.testing import CliRunner
@@ -25,6 +25,7 @@ from posttrain.cli.main import app
 from posttrain.domain import errors
 from posttrain.domain.lifecycle import TABLES, Reason
 from posttrain.domain.runspec import RunSpec
+from posttrain.domain.waits import Wait
 from posttrain.engine.config import STAGE_CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def schemas() -> dict[str, dict[str, Any]]:
     """Model → its properties, of everything that run.yaml is made of."""
     found: dict[str, dict[str, Any]] = {}
-    for model in (RunSpec, *STAGE_CONFIGS.values()):
+    for model in (RunSpec, *STAGE_CONFIGS.values(), Wait):
         schema = model.model_json_schema(mode="validation")
         for name, part in {**schema.get("$defs", {}), model.__name__: schema}.items():
             if "properties" in part:
@@ -76,6 +77,9 @@ def test_every_field_is_explained() -> None:
 def test_no_meaning_is_kept_for_a_field_that_is_gone() -> None:
     known = {f"{model}.{name}" for model, schema in schemas().items() for name in schema["properties"]}
     known |= {key.partition(".")[2] for key in known}
+    for model in (RunSpec, *STAGE_CONFIGS.values()):
+        known |= {f"{base.__name__}.{name}" for base in model.__mro__ for name in getattr(base, "model_fields", {})}
+    known |= {f"InferenceRuntimeConfig.{name}" for name in schemas()["InferenceRuntimeConfig"]["properties"]}
     assert set(MEANINGS) <= known
 
 
@@ -157,10 +161,39 @@ def test_a_diagram_becomes_a_table_and_a_folder_no_link() -> None:
     assert shown.endswith("\nroles/")
 
 
-@pytest.mark.parametrize("page", blocks.BLOCKS)
+@pytest.mark.parametrize("page", blocks.pages())
 def test_what_lies_on_disk_is_what_the_code_makes(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert blocks.made(page, text) == text, "run python -m handbook.blocks"
+
+
+def test_a_changed_table_and_a_missing_end_are_noticed() -> None:
+    text = (ROOT / "docs" / "run-yaml" / "sft.md").read_text(encoding="utf-8")
+    stale = text.replace("| `batch_size` | whole number, ≥ 1, ≤ 10⁶ | `64` |", "| `batch_size` | whole number | `32` |")
+    assert stale != text
+    assert blocks.made("run-yaml/sft.md", stale) == text
+    with pytest.raises(ValueError, match=r"docs/run-yaml/sft.md must have a <!-- fields:end --> after every"):
+        blocks.made("run-yaml/sft.md", text.replace("<!-- fields:end -->", ""))
+
+
+def test_a_table_has_a_row_for_each_field_and_its_links_lead_to_pages() -> None:
+    for name, model in kinds.TABLES.items():
+        rows = re.findall(
+            r"^\| `([\w.]+)` \| (.+) \| (.+) \| (.+) \|$", kinds.table(name, "run-yaml/x.md"), re.MULTILINE
+        )
+        found = {row[0].partition(".")[0] for row in rows}
+        expected = {info.alias or field for field, info in model.model_fields.items()}
+        assert found == expected - ({"params"} if name == "stage" else set()), name
+        assert len({row[0] for row in rows}) == len(rows), name
+        assert not any("#fields-" in row[1] or "as below" in row[2] for row in rows), name
+
+
+def test_the_commands_of_the_five_groups_are_all_commands() -> None:
+    table = verbs.overview()
+    assert re.findall(r"^## (.+)$", table, re.MULTILINE) == ["Run", "Look", "Ship", "Share", "Keep"]
+    rows = re.findall(r"^\| `posttrain (.+)` \| (.+) \|$", table, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(helps())
+    assert all(purpose in helps()[name] for name, purpose in rows)
 
 
 def test_a_page_without_its_marks_is_refused() -> None:
