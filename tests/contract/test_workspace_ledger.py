@@ -79,7 +79,7 @@ def test_the_password_is_in_the_environment_and_nowhere_else(
     refused = world("ls")
     assert refused.exit_code == 10
     assert refused.stderr.count("\n") <= 2
-    assert "it asks for a password" in " ".join(refused.stderr.split())
+    assert "it requires a password" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.postgres

@@ -486,13 +486,13 @@ def test_a_report_about_one_channel_promotes_to_another_only_where_it_holds(worl
 def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     world.ship()
     second = better(world, 0.97)
-    assert "rollbacks go on" in world.ok("channel", "freeze", "prod", "--reason", "the fair")
+    assert "rollbacks are allowed" in world.ok("channel", "freeze", "prod", "--reason", "the fair")
     twice = world("channel", "freeze", "prod", "--reason", "another")
     assert "was frozen already" in twice.stdout
-    assert twice.stdout.count("the fair; rollbacks go on") == 1
+    assert twice.stdout.count("the fair; rollbacks are allowed") == 1
     assert "warning: the reason is not recorded" in twice.stderr
     assert ": the fair" in world.ok("get", "prod")
-    assert "frozen: nothing is released to it, rollbacks go on" in world.ok("get", "prod")
+    assert "frozen: nothing is released to it, rollbacks are allowed" in world.ok("get", "prod")
     assert "(release 2, frozen)" in world.ok("ls")
     assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
     assert "it stays frozen" in world.ok("rollback", "prod")

@@ -53,7 +53,7 @@ def test_what_breaks_again_and_again_is_set_aside_told_and_goes_on(world: World,
     assert told["traceback"].rstrip().endswith("KeyError: '[wires]'")
     assert "SetAside" in world.ok("get", "sort", "-o", "json")
     assert "set aside" in world.ok("why", "sort")
-    assert "failed again and again" in world("doctor").stdout
+    assert "failed repeatedly" in world("doctor").stdout
     assert world("attach", "sort").exit_code == 6, "nothing is mended yet"
     broken()
     assert world.ok("dead", f"{run}/grpo", "--retry").endswith(f"next: posttrain attach {run}\n")

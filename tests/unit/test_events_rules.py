@@ -161,7 +161,7 @@ def test_a_test_says_that_it_is_one() -> None:
     [
         ({"on": ["run-eneded"]}, "did you mean 'run-ended'"),
         ({"runs": "x"}, "got 'runs'"),
-        ({"on": ["a"]}, "must be of"),
+        ({"on": ["a"]}, "must be one of"),
     ],
 )
 def test_a_rule_that_is_none_is_refused(given: dict[str, Any], words: str) -> None:

@@ -279,8 +279,8 @@ def test_where_it_lies_decides_no_result(world: World, place: Elsewhere) -> None
 @pytest.mark.parametrize(
     ("uri", "told"),
     [
-        (f"s3://key:{SECRET}@bucket/rows.jsonl", "external URI s3://bucket/rows.jsonl must hold no credentials"),
-        (f"https://host/rows.jsonl?X-Amz-Signature={SECRET}", "external URI https://host/rows.jsonl must hold no"),
+        (f"s3://key:{SECRET}@bucket/rows.jsonl", "external URI s3://bucket/rows.jsonl must contain no credentials"),
+        (f"https://host/rows.jsonl?X-Amz-Signature={SECRET}", "external URI https://host/rows.jsonl must contain no"),
         ("ftp://host/rows.jsonl", "must begin with s3://, gs://, az://, file://, got 'ftp://host"),
         ("rows.jsonl", "must begin with s3://"),
         ("s3://bucket", "must name one object"),

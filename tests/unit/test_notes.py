@@ -56,7 +56,7 @@ def test_notes_and_tags_are_shown_listed_by_proved_and_erased(world: World) -> N
     assert "posttrain note RUN --tag none" in world.ok("ls", "--tag", "none")
     assert "[keep, lr-3]" in world.ok("ls")
     told = world.ok("note", "a", "the one\nthat we keep", "--untag", "lr-3", "--tag", "best")
-    assert re.fullmatch(r"run a-\w+: written down; tags best, keep; posttrain get a-\w+ shows it\n", told)
+    assert re.fullmatch(r"run a-\w+: recorded; tags best, keep; posttrain get a-\w+ shows it\n", told)
     shown = world.ok("get", "a")
     assert "tags: best, keep\n" in shown
     assert "note: the one that we keep (user:" in shown
