@@ -80,6 +80,9 @@ def places(world: ConsoleWorld) -> dict[str, str]:
         "rollback": "/channels/prod/rollback",
         "search": f"/runs?q={evil}",
         "error": f"/runs/{evil}",
+        "table": f"/runs-table?where={evil}",
+        "approvals": "/approvals",
+        "audit": f"/audit?of={world.run}",
     }
 
 
@@ -96,7 +99,7 @@ NAMES = [
         "channel",
         "channel-hostile",
     ),
-    *("channel-guarded", "rollback", "search", "error"),
+    *("channel-guarded", "rollback", "search", "error", "table", "approvals", "audit"),
 ]
 
 
@@ -125,6 +128,34 @@ def test_pages_are_readable_and_nothing_of_a_run_runs(page: Any, world: ConsoleW
             assert page.query_selector(odd) is None, (name, odd)
     allowed = [one for one in page.troubles if "status of 404" in one or "status of 422" in one]
     assert [one for one in page.troubles if one not in allowed] == []
+
+
+def test_curves_take_a_log_scale_and_zoom_together(page: Any, world: ConsoleWorld) -> None:
+    page.set_viewport_size({"width": 1280, "height": 900})
+    shown(page, world, "run")
+    card = page.locator(".card:has(.scales)").first
+    linear, log = card.locator(".panel:has(.log) > .lin").first, card.locator(".panel > .log").first
+    assert linear.is_visible()
+    assert not log.is_visible()
+    page.check(".scale-log")
+    assert log.is_visible()
+    assert not linear.is_visible()
+    page.uncheck(".scale-log")
+    whole = [one.get_attribute("viewBox") for one in card.locator(".lin .plot").all()]
+    linear.scroll_into_view_if_needed()
+    box = linear.bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 60)
+    page.mouse.up()
+    zoomed = [one.get_attribute("viewBox") for one in card.locator(".lin .plot").all()]
+    assert all(one != before for one, before in zip(zoomed, whole, strict=True))
+    assert len(set(zoomed)) == 1  # they share the axis of steps
+    linear.dblclick()
+    assert {tuple(map(float, one.get_attribute("viewBox").split())) for one in card.locator(".lin .plot").all()} == {
+        tuple(map(float, one.split())) for one in whole
+    }
+    assert page.troubles == []
 
 
 def test_a_change_is_seen_without_a_reload(page: Any, world: ConsoleWorld) -> None:
