@@ -34,13 +34,13 @@ _PROBLEM = {
         "detail": {"type": "string", "description": "one line: what, the constraint, the value, the next action"},
         "exit_code": {"type": "integer", "description": "of the command line, for this error"},
         "retryable": {"type": "boolean"},
-        "request": {"type": "string", "description": "names the request in the event log and the server's log"},
+        "request": {"type": "string", "description": "the id of the request in the event log and the server's log"},
     },
     "required": ["type", "title", "status", "detail", "exit_code", "retryable"],
 }
 _STREAMS = {
     "/runs/{run_id}/watch": ("watch", "The state of a run, at every change: events `status`, then `end`.", ()),
-    "/runs/{run_id}/logs": ("logs", "What its jobs print: events `log`, then `end`.", ("stage", "follow")),
+    "/runs/{run_id}/logs": ("logs", "The output of its jobs: events `log`, then `end`.", ("stage", "follow")),
 }
 
 
@@ -48,15 +48,15 @@ _WRONG = {  # status → its problems
     400: "the request is malformed",
     401: "the token is unknown",
     403: "the role does not allow it",
-    404: "nothing in the project has that name",
-    408: "the body did not come in time",
+    404: "the project has nothing of that name",
+    408: "the body did not arrive in time",
     409: "the state differs from the one that the request expects",
     422: "a value of the request is invalid",
     424: "an external system refused it",
-    429: "too much at once by one principal; `Retry-After` says when to ask again",
+    429: "too many requests of one principal; `Retry-After` contains the seconds to wait",
     500: "stored bytes are corrupt, or a bug in Posttrain",
-    503: "the server, its database or its store cannot answer now",
-    504: "it took too long",
+    503: "the server, its database or its store is unavailable",
+    504: "the request took too long",
 }
 _KEY = {
     "name": "idempotency-key",
@@ -130,7 +130,7 @@ _PREFER = {
     "in": "header",
     "required": False,
     "schema": {"type": "string"},
-    "description": "`respond-async, wait=10`: answer with 202 and an operation where it takes longer than 10 s",
+    "description": "`respond-async, wait=10`: answer with 202 and an operation if it takes longer than 10 s",
 }
 _OPERATION = {
     "type": "object",
@@ -140,7 +140,7 @@ _OPERATION = {
         "state": {"enum": ["running", "succeeded", "failed", "cancelled"]},
         "progress": {"type": "string"},
         "seconds": {"type": "number"},
-        "answer": {"description": "of one that succeeded: what the verb answers"},
+        "answer": {"description": "of one that succeeded: the result of the verb"},
         "problem": {"$ref": "#/components/schemas/Problem"},
     },
     "required": ["id", "verb", "state", "progress", "seconds"],
@@ -154,7 +154,7 @@ def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, An
     """Return the responses of a request, errors included."""
     told = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     return {
-        "200": {"description": "what it answers", "content": content},
+        "200": {"description": "the result", "content": content},
         **({"304": {"description": "the version that `If-None-Match` names is current"}} if cached else {}),
         **{str(status): {"description": words, **told} for status, words in _WRONG.items()},
     }
@@ -174,7 +174,7 @@ def _answer(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any
     found = _taken(operation.answer.json_schema(mode="serialization", ref_template=_REF), schemas)
     if not operation.paged:
         return found
-    behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null: it was the last one"}
+    behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null on the last page"}
     return _object(items=found, next=behind)
 
 
@@ -232,7 +232,7 @@ def _bytes() -> dict[str, Any]:
             },
             "patch": {
                 "operationId": "add_to_blob",
-                "summary": "Add to an upload, where it stopped; with the last byte it is held.",
+                "summary": "Append to an upload at its offset; with the last byte the project holds it.",
                 "parameters": [_PROJECT, digest, *numbers],
                 "requestBody": {"required": True, "content": octets},
                 "responses": stands,
@@ -241,7 +241,7 @@ def _bytes() -> dict[str, Any]:
         path + "/state": {
             "get": {
                 "operationId": "blob_state",
-                "summary": "Whether the project holds the bytes, and how many of an upload have come.",
+                "summary": "Whether the project holds the bytes, and how many bytes of an upload have arrived.",
                 "parameters": [_PROJECT, digest, size],
                 "responses": stands,
             }
@@ -253,11 +253,11 @@ def _itself() -> dict[str, Any]:
     """Return the paths about the server, which need no token, and the path about a token."""
     status = _object(status={"type": "string"})
     version = _object(version={"type": "string"}, api={"type": "array", "items": {"type": "integer"}})
-    ready = {"description": "why no run is driven", "content": _json(status)}
+    ready = {"description": "the reason why the server drives no runs", "content": _json(status)}
     asked: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-        "/healthz": ("healthy", "Whether the process lives.", status, {}),
-        "/readyz": ("ready", "Whether runs are driven.", status, {"503": ready}),
-        "/v1/version": ("version", "Which version it has, and which versions of the API it speaks.", version, {}),
+        "/healthz": ("healthy", "Whether the process is alive.", status, {}),
+        "/readyz": ("ready", "Whether the server drives runs.", status, {"503": ready}),
+        "/v1/version": ("version", "Version of the server, and the versions of the API that it supports.", version, {}),
         "/openapi.json": ("interface", "This document.", {"type": "object"}, {}),
     }
     return {

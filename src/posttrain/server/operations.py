@@ -4,12 +4,12 @@ A `Server` contains what the routes need: workspace, authentication, workers, pe
 `asker` identifies the principal of a request.
 
 Operations are requests that take longer than their connection waits. Clients poll them; the server cancels one that no
-client polls any more. With `Prefer: respond-async`, a request that a worker carries out is answered with 202 and the
+client polls. With `Prefer: respond-async`, a request that a worker carries out is answered with 202 and the
 location of its operation. From then on the database contains its state (`store.operations`), so any server of the
 ledger can report and cancel it. If an operation is lost with its server, the client sends the request again with its
 idempotency key, and it is carried out once.
 
-A request with an `Idempotency-Key` is carried out once, however often it is sent and whichever server dies meanwhile.
+A request with an `Idempotency-Key` is carried out once, however often it is sent, and even if a server dies.
 The key decides the ids of the request's transactions, so the event log shows whether a request whose server died wrote
 anything. If it did, the request is not carried out again, except for a verb that finds what it made before: that verb
 continues, under further ids of the same request.
@@ -287,7 +287,7 @@ class RunningOperations:
             raise used_key()
         if other is None:
             one.shared, one.said, one.said_at = True, (progress, False), time.monotonic()
-            if self._all.get(one.id) is not one:  # it was dropped meanwhile
+            if self._all.get(one.id) is not one:  # it was dropped during the await
                 await in_thread(READ, self._shared.forget, one.id)
 
     def begin(
@@ -315,7 +315,7 @@ class RunningOperations:
         return made
 
     def drop(self, one: Running) -> None:
-        """Remove an operation: its own connection answered it, or it is not kept any more."""
+        """Remove an operation: its own connection answered it, or it is no longer kept."""
         if self._all.get(one.id) is one:
             del self._all[one.id]
 
@@ -484,7 +484,7 @@ class _Looking:
         who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
         one = self._server.running.find(request.path_params["operation_id"], who.identity.principal, who.project)
         if one is not None:
-            await in_thread(READ, self._server.admitted, request, one.verb)  # the role may have been revoked meanwhile
+            await in_thread(READ, self._server.admitted, request, one.verb)  # the role may have been revoked since
         return who, one
 
     def _elsewhere(self, request: Request, who: Asker) -> Begun:
@@ -495,7 +495,7 @@ class _Looking:
         """
         number = request.path_params["operation_id"]
         mine = number, who.project, self._server.authentication.principal(who)
-        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # no other id is asked for
+        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # no other id is looked up
         if found is None:
             raise _absent(number)
         self._server.admitted(request, found.verb)
@@ -520,7 +520,7 @@ def _said(one: Running) -> bytes:
 
 def _absent(number: str) -> NotFoundError:
     return NotFoundError(
-        f"there is no operation {number[:80]!r} of yours; ask again with the same Idempotency-Key, which carries it "
+        f"you have no operation {number[:80]!r}; repeat the request with its Idempotency-Key, so that it is carried "
         "out once"
     )
 

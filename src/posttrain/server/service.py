@@ -14,7 +14,7 @@ One process answers, one drives, and workers start and end on demand:
 
 `/readyz` reports whether a server can do its work: its database answers, its store has answered once, its driver lives.
 The server probes the store when it starts, so that a mistyped address or key is reported immediately. It probes a store
-that is away until it answers; meanwhile requests wait or are refused by the component that needs the store. After the
+that is away until it answers; until then the component that needs the store delays or refuses requests. After the
 first answer, each request that cannot reach the store reports that (503), and other requests continue.
 
 The server notifies systemd that it is ready, alive and stopping (sd_notify(3)); without systemd it sends nothing.

@@ -129,7 +129,7 @@ class Arriving:
                 return
             if not found:
                 raise ConflictError(
-                    f"upload {digest}: another request restarted it; ask for its offset and continue there"
+                    f"upload {digest}: another request restarted it; request its offset and continue there"
                 )
             if found == digest:
                 with self._workspace.blobs.holding():

@@ -209,7 +209,7 @@ def decide(visit: Visit) -> Response:
     if verdict not in ("approve", "reject") or not any(
         one.request.digest == request for one in visit.control.approval_requests(found.record.name)
     ):
-        raise InputError("no pending approval has this name any more; open the channel again")
+        raise InputError("no pending approval has this name; open the channel again")
     visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
 
@@ -239,7 +239,7 @@ def home(visit: Visit) -> Response:
 def _channel(visit: Visit) -> ChannelView:
     found = visit.control.channel(visit.named("channel"))
     if not found.record.generation and not found.moves:
-        raise NotFoundError("there is no such channel; a release or a policy makes one")
+        raise NotFoundError("the channel does not exist; a release or a policy creates it")
     return found
 
 
