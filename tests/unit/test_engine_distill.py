@@ -294,7 +294,7 @@ def test_a_teacher_is_a_role_and_an_input_and_its_tokens_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"beta": 0.3}, "beta belongs to divergence: jsd, got beta 0.3 with forward_kl; drop it"),
+        ({"beta": 0.3}, "beta requires divergence: jsd, got beta 0.3 with forward_kl; drop it"),
         ({"divergence": "jsd", "beta": 1.0}, "less than 1"),
         ({"top_k": 0}, "greater than or equal to 1"),
         ({"lag": {"steps": 1}}, "Extra inputs are not permitted"),

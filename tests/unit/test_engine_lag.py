@@ -490,8 +490,8 @@ def test_a_checkpoint_says_what_waited(model: ModelSource, tmp_path: Path, name:
     [
         ({"steps": 0, "correction": "bypass"}, r"lag\.steps 0 only corrects, got correction: bypass"),
         ({"steps": 5}, r"lag\.steps must be less than steps \(5\), got 5"),
-        ({"correction": "decoupled", "cap": 3}, "cap belongs to correction: tis, got cap 3 with decoupled; drop it"),
-        ({"correction": "bypass", "cap": 2.5}, r"cap belongs to correction: tis, got cap 2\.5 with bypass; drop it"),
+        ({"correction": "decoupled", "cap": 3}, "cap requires correction: tis, got cap 3 with decoupled; drop it"),
+        ({"correction": "bypass", "cap": 2.5}, r"cap requires correction: tis, got cap 2\.5 with bypass; drop it"),
     ],
 )
 def test_what_a_lag_cannot_be(lag: dict[str, Any], words: str) -> None:

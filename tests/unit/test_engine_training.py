@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
     desk = Desk(tmp_path, sft(), orders=stop_after(1))
     desk.run()
     desk.controller.fingerprint = "sha256:y"
-    with pytest.raises(IntegrityError, match="belongs to another stage"):
+    with pytest.raises(IntegrityError, match="is from another stage"):
         desk.controller.resume(desk.latest())
     with pytest.raises(IntegrityError, match="does not fit the model"):
         Desk(tmp_path, sft(gpt2())).controller.resume(desk.latest())

@@ -205,7 +205,7 @@ class TestCheckpoints:
         attempt = shop.sft(f"taken-{other}", params={"steps": 2, "batch_size": 3 if other == "batch size" else 2})
         seed = 6 if other == "seed" else 5
         attempt.write_order(replace(attempt.read_order(), resume=resume, seed=seed))
-        refused(run(attempt), FailureClass.BAD_INPUT, "belongs to another stage")
+        refused(run(attempt), FailureClass.BAD_INPUT, "is from another stage")
 
     def test_one_is_written_for_each_that_is_asked_for(self, tmp_path: Path) -> None:
         attempt = AttemptFolder(tmp_path)

@@ -54,7 +54,7 @@ class Sender:
             digest = put_tree(self, path, follow_links=follow_links, skip=skip)  # type: ignore[arg-type]
             return FileRef(path.resolve().name, digest, "tree")
         if not path.is_file():
-            raise InputError(f"{path}: there is no such file or folder; check the path")
+            raise InputError(f"{path}: no such file or folder; check the path")
         return FileRef(path.name, self.put_file(path), "file")
 
     def put(self, data: bytes) -> str:

@@ -165,9 +165,7 @@ def read_request(root: Path, run_id: str) -> Request | None:
     try:
         request = Request(run_id, **record)
     except TypeError as error:
-        raise IntegrityError(
-            f"{path} is no request of a driver: {error}; remove it and run the command again"
-        ) from error
+        raise IntegrityError(f"{path} is not a driver request: {error}; remove it and run the command again") from error
     return request if request.root == str(root) else None
 
 

@@ -197,7 +197,7 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers in [low, high], at most `most` and at least two where there is a range."""
+    """Return round numbers in [low, high], at most `most` and at least two if the range is not empty."""
     span = high - low
     if not (math.isfinite(span) and span > 1e-9 * max(abs(low), abs(high))):  # the ends are not distinguishable
         return [low]

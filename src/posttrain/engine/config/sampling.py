@@ -48,7 +48,7 @@ class LagConfig(Frozen):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.cap is not None and self.correction != "tis":
-            raise ValueError(f"cap belongs to correction: tis, got cap {self.cap:g} with {self.correction}; drop it")
+            raise ValueError(f"cap requires correction: tis, got cap {self.cap:g} with {self.correction}; drop it")
         if not self.steps and self.correction == "bypass":
             raise ValueError("lag.steps 0 only corrects, got correction: bypass; use tis or decoupled, or no lag")
         return self
@@ -473,7 +473,7 @@ class DistillConfig(SamplingConfig):
     @model_validator(mode="after")
     def _beta_is_of_jsd(self) -> Self:
         if self.beta is not None and self.divergence != "jsd":
-            raise ValueError(f"beta belongs to divergence: jsd, got beta {self.beta:g} with {self.divergence}; drop it")
+            raise ValueError(f"beta requires divergence: jsd, got beta {self.beta:g} with {self.divergence}; drop it")
         return self
 
     @property

@@ -220,7 +220,7 @@ class Controller:
         state = read_state(path)
         if state.fingerprint != self.fingerprint:
             raise IntegrityError(
-                f"checkpoint at step {state.step} belongs to another stage ({state.fingerprint[:19]}…, this is "
+                f"checkpoint at step {state.step} is from another stage ({state.fingerprint[:19]}…, this is "
                 f"{self.fingerprint[:19]}…); start afresh"
             )
         self.recipe.roles.restore(path)
