@@ -5,7 +5,7 @@ from __future__ import annotations
 from posttrain.api.control import OPERATIONS
 from posttrain.server.openapi import document
 
-_OTHERS = {"add_to_blob": "submitter", "blob_state": "submitter", "blob": "submitter", "token": "whoever has one"}
+_OTHERS = {"add_to_blob": "submitter", "blob_state": "submitter", "blob": "submitter", "token": "any valid token"}
 
 
 def table() -> str:
