@@ -371,7 +371,7 @@ def test_watching_a_run_that_nobody_drives_says_so_and_ends(world: World, words:
     result = world(*words, "--timeout", "75.5")
     assert result.exit_code == 12
     told, error = result.stderr.splitlines()
-    assert told.startswith(f"nobody drives this run (running): posttrain attach {world.newest()}")
+    assert told.startswith(f"no process drives this run (running); posttrain attach {world.newest()}")
     assert error.startswith("error: ")
     assert "still running after 75.5 s of watching" in error
     assert world(*words[:2], "--timeout", "60").exit_code == 2
