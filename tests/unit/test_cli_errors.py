@@ -127,7 +127,7 @@ def test_a_lock_of_other_sources_is_refused(world: World) -> None:
     manifest = json.loads((world.root / "other.lock.json").read_text())
     manifest["code"]["native"] = "sha256:" + "0" * 64
     world.write("other.lock.json", json.dumps(manifest))
-    assert "other sources" in one_line(world("run", "other.lock.json"))
+    assert "differ from the locked ones" in one_line(world("run", "other.lock.json"))
     manifest["surprise"] = 1
     world.write("other.lock.json", json.dumps(manifest))
     assert "surprise" in one_line(world("run", "other.lock.json"))

@@ -78,7 +78,7 @@ def test_a_panic_of_the_store_is_a_line(tmp_path: Path, monkeypatch: pytest.Monk
         raise PanicException("called `Result::unwrap()` on an `Err` value")
 
     monkeypatch.setattr("obstore.put", panics)
-    assert "cannot be asked" in init(tmp_path / "new", monkeypatch, "s3://artifacts/team")
+    assert "is not usable" in init(tmp_path / "new", monkeypatch, "s3://artifacts/team")
 
 
 def test_a_server_asks_its_store_until_it_answers(

@@ -241,7 +241,7 @@ def test_a_command_that_is_said_asks_the_project_that_was_asked(
     said = world.ok(*of, "member", "set", "user:bo", "submitter")
     assert said.rstrip().endswith(": posttrain --project research token issue user:bo")
     said = world(*of, "token", "issue", "user:eve", "--role", "viewer").stderr
-    assert "before posttrain --project research member set user:eve" in said
+    assert "until posttrain --project research member set user:eve" in said
     assert "posttrain --project research member set user:cy ROLE" in refused(world, *of, "token", "issue", "user:cy")
     assert "`posttrain --project research ls` shows them" in refused(world, *of, "why", "nosuch")
     assert "next: posttrain --project research run RUN.yaml" in world.ok(*of, "ls")

@@ -177,7 +177,7 @@ class _Stage:
         if code != expected:
             typer.echo(
                 f"error: demo stopped: `{' '.join(shown)}` ended with exit code {code}, expected {expected}; "
-                f"look: cd {self._folder} && posttrain ls",
+                f"see: cd {self._folder} && posttrain ls",
                 err=True,
             )
             raise typer.Exit(code if code > 0 else 1)

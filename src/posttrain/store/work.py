@@ -518,7 +518,7 @@ class Cursors:
             keep: keep the lease.
 
         Raises:
-            StaleWriteError: another process has it by now, and delivers from the old position.
+            StaleWriteError: another process has it now, and delivers from the old position.
         """
         now = self.ledger.clock.now()
         values: dict[str, Any] = {"sequence": sequence, **(FRESH | {"at": now} if delivered else {})}
