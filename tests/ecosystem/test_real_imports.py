@@ -189,7 +189,7 @@ def test_what_is_no_mlflow_store(world: Path) -> None:
 
     assert "no such folder" in refused(world, "import", "mlflow", "nowhere")
     assert not (world / "nowhere").exists()
-    assert "is no MLflow store" in refused(world, "import", "mlflow", "tiny")
+    assert "is not an MLflow store" in refused(world, "import", "mlflow", "tiny")
     (world / "x.db").write_bytes(b"no database" * 100)
     assert "is not a readable SQLite file" in refused(world, "import", "mlflow", "x.db")
     sqlite3.connect(world / "empty.db").execute("create table t (a)").connection.close()

@@ -156,7 +156,7 @@ def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: 
     monkeypatch.setattr("posttrain.app.runs.check_imports", lambda *_: None)  # a job would not find it
     said = planned(bench, uses(ref="rated_pairs:exact", dialect="areal"))
     assert said.meta["dialect"] == "areal"
-    assert "entry must not stand beside rated_pairs:exact" in bench.refused(uses(ref="rated_pairs:exact", entry="odd"))
+    assert "entry must not be set with rated_pairs:exact" in bench.refused(uses(ref="rated_pairs:exact", entry="odd"))
     assert "(dialect slime)" in bench.refused(uses(ref="rated_pairs:exact", dialect="slime"))
 
 
