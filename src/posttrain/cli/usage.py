@@ -139,7 +139,7 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("list", "ps", "runs", "history"), "posttrain ls lists the runs"),
     **dict.fromkeys(
         ("metrics", "plot", "curves", "report"),
-        "posttrain get RUN --report writes the curves, posttrain compare A B compares the scores",
+        "posttrain get RUN --report writes the curves, posttrain compare A B --html compares runs",
     ),
     **dict.fromkeys(
         ("deploy", "publish", "ship", "release"),
@@ -147,7 +147,10 @@ HINTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "adapters are not supported yet: stages train all weights"),
     **dict.fromkeys(("train", "submit", "start", "launch"), "posttrain run run.yaml starts a run"),
-    **dict.fromkeys(("resume", "restart", "continue"), "posttrain retry RUN resumes it from its checkpoints"),
+    **dict.fromkeys(
+        ("resume", "restart", "continue"),
+        "posttrain retry RUN resumes a run that ended, posttrain attach RUN drives one that no process drives",
+    ),
     **dict.fromkeys(("cancel", "kill", "abort"), "posttrain stop RUN ends it with a checkpoint"),
     **dict.fromkeys(("delete", "rm", "remove"), "posttrain erase deletes texts, posttrain gc unused artifacts"),
     **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT samples responses"),

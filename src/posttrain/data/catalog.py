@@ -327,9 +327,9 @@ class Catalog:
         versions = self._ledger.assets(ref.kind, ref.name)
         if not versions:
             known = {asset.name for asset in self._ledger.assets(ref.kind)}
-            hint = (
-                nearest(ref.name, known) if known else f"; register it: posttrain asset add {ref.kind}:{ref.name} PATH"
-            )
+            made = f", or create one: posttrain asset create {ref.kind}:{ref.name} FILE" if ref.kind == "model" else ""
+            add = f"; register it: posttrain asset add {ref.kind}:{ref.name} PATH{made}"
+            hint = nearest(ref.name, known) if known else add
             raise NotFoundError(f"{ref}: no {ref.kind} of that name is registered{hint}")
         if ref.version is None:
             return versions[-1]

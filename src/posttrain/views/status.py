@@ -275,9 +275,7 @@ class RunSummary:
     driver: RunDriver | None  # None: it has ended
     stages: Mapping[str, int]  # state → number of stages
     under_way: str  # `train 12/40`: progress of its jobs; empty where no job runs
-    score: Mapping[
-        str, float
-    ]  # first of its gate, then of its last evaluation: at most four, one if there is no room
+    score: Mapping[str, float]  # first of its gate, then of its last evaluation: at most four, one if there is no room
     release: str  # `prod@3`, its last release; empty: none
     tags: tuple[str, ...] = ()  # as many as fit; then `…`
 
