@@ -308,7 +308,7 @@ def test_stop_then_retry_goes_on(world: World) -> None:
     assert stopped.exit_code == 12
     world.ok("stop", "sort")
     world.hold.clear()
-    assert "goes on" in world.ok("retry", "sort")
+    assert "continues" in world.ok("retry", "sort")
     assert world.json("get", "sort")["state"] == "succeeded"
     assert world("stop", "sort").exit_code == 2
 

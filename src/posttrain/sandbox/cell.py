@@ -306,7 +306,7 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
 
 
 def _unshare(libc: Any) -> list[str]:
-    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return what is missing."""
+    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return the gaps as text."""
     trial = os.fork()
     if not trial:  # a trial, since a partly entered namespace cannot be left
         os._exit(_unshare_as_user(libc))

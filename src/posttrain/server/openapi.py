@@ -48,7 +48,7 @@ _WRONG = {  # status → its problems
     400: "the request is malformed",
     401: "the token is unknown",
     403: "the role does not allow it",
-    404: "the project has nothing of that name",
+    404: "the project contains no object of that name",
     408: "the body did not arrive in time",
     409: "the state differs from the one that the request expects",
     422: "a value of the request is invalid",
