@@ -189,7 +189,9 @@ class TestModel:
         weights = folder / "model.safetensors"
         whole = weights.read_bytes()
         weights.write_bytes(whole[:-1])
-        with pytest.raises(InputError, match=rf"must be {len(whole)} bytes according to its header, got {len(whole) - 1}"):
+        with pytest.raises(
+            InputError, match=rf"must be {len(whole)} bytes according to its header, got {len(whole) - 1}"
+        ):
             inspect_model(folder)
         for garbage in (b"", b"PK\x03\x04 not safetensors at all", struct.pack("<Q", 4) + b"nope"):
             weights.write_bytes(garbage)
@@ -232,8 +234,8 @@ class TestContamination:
         report = contamination(prompts("sort 31", "Sort 42"), prompts("sort 99", " sort  42", "sort 31 "))
         assert (report.exact, report.alike, report.similar, report.share) == ((3,), (2,), (), 2 / 3)
         assert str(report) == (
-            "2 of 3 evaluation rows are in the training data: 1 equal, first row 3, 1 equal except for case and whitespace,"
-            " first row 2"
+            "2 of 3 evaluation rows are in the training data: 1 equal, first row 3, "
+            "1 equal except for case and whitespace, first row 2"
         )
         assert str(contamination(prompts("a"), prompts("b"))) == "0 of 1 evaluation rows are in the training data"
 

@@ -378,7 +378,9 @@ class TestForeignTemplates:
     @pytest.mark.parametrize("huge", ["10 ** (10 ** 10)", "'x' * 10 ** 9", "10 ** 9 * [1]", "10 ** 9999 * 10 ** 25000"])
     def test_huge_products_are_refused(self, tmp_path: Path, huge: str) -> None:
         planned, _ = self.tokenizers("{{ " + huge + " }}", tmp_path)
-        with pytest.raises(InputError, match=r"train row 1 cannot be rendered .*: creates a value that is too large with \*"):
+        with pytest.raises(
+            InputError, match=r"train row 1 cannot be rendered .*: creates a value that is too large with \*"
+        ):
             check_prompts([{"prompt": [QUESTION]}], planned, name="train", context=None, reserve=0)
 
     def test_blocks_that_nest_too_deep_for_python(self, tmp_path: Path) -> None:

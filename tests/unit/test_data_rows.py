@@ -127,7 +127,7 @@ def test_malformed(tmp_path: Path, text: str, match: str) -> None:
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="dataset:x@1: data set file .* does not exist"):
+    with pytest.raises(NotFoundError, match=r"dataset:x@1: data set file .* does not exist"):
         read_rows(tmp_path / "none", name="dataset:x@1")
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and then nothing")

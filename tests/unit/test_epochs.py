@@ -186,9 +186,7 @@ def test_conversations_and_files_that_are_not_registered_are_counted(world: Worl
 
 def test_a_step_that_takes_more_than_there_is_is_told(world: World) -> None:
     world.write("run.yaml", SORT.replace("batch_size: 8", "batch_size: 61"))
-    line = (
-        "sft: batch_size is 61, and dataset:train@1 has 60 documents, so every step repeats some of them"
-    )
+    line = "sft: batch_size is 61, and dataset:train@1 has 60 documents, so every step repeats some of them"
     assert line in " ".join(world.ok("plan", "run.yaml").split())
     world.write(
         "run.yaml",

@@ -313,7 +313,9 @@ def test_repeated_rows_are_one_item_and_told(bench: Bench, answered: Answered) -
     evidence = read_evidence((attempt.outputs / "metrics.parquet").read_bytes(), "metrics")
     assert len(evidence["heldout/accuracy"].item_ids) == 20
     notes = [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note)]
-    assert notes == ["dataset:heldout@1: 180 of 200 rows repeat another row; repeats count once, so the suite has 20 items"]
+    assert notes == [
+        "dataset:heldout@1: 180 of 200 rows repeat another row; repeats count once, so the suite has 20 items"
+    ]
 
 
 def test_several_files_are_one_suite(bench: Bench, answered: Answered) -> None:

@@ -95,7 +95,9 @@ def test_audit_22_tensors_that_overlap_or_leave_gaps_are_refused(
 ) -> None:
     assert inspect_model(model)["parameters"] == 6
     weights(model / "model.safetensors", header, size)
-    with pytest.raises(InputError, match=r"model\.safetensors is not safetensors: [ab] must be \d+ bytes at offset \d+"):
+    with pytest.raises(
+        InputError, match=r"model\.safetensors is not safetensors: [ab] must be \d+ bytes at offset \d+"
+    ):
         inspect_model(model)
 
 

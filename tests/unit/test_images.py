@@ -258,8 +258,7 @@ def test_rewards_that_nothing_confines_in_an_image_need_a_workspace_that_trusts_
     assert refused.exit_code == 2
     assert (
         "rewards must be confined, which is not possible here: in an image they can access everything that their job "
-        "can"
-        in refused.stderr
+        "can" in refused.stderr
     )
 
 

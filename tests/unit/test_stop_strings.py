@@ -69,7 +69,10 @@ def written(world: World, grpo: str, suite: str) -> str:
     ("suite", "said"),
     [
         ("", "responses of suite heldout end at no strings, the training responses of grpo at '</a>' or '</b>'"),
-        (', stop: ["</a>"]', "responses of suite heldout end at '</a>', the training responses of grpo at '</a>' or '</b>'"),
+        (
+            ', stop: ["</a>"]',
+            "responses of suite heldout end at '</a>', the training responses of grpo at '</a>' or '</b>'",
+        ),
         (', stop: ["</b>", "</a>"]', None),
     ],
     ids=["none", "others", "the same"],
@@ -94,8 +97,8 @@ def test_get_and_why_say_how_responses_were_drawn(world: World) -> None:
     drawn = ', samples: 4, temperature: 0.7, top_p: 0.9, stop: ["</b>", "</a>"]'
     world.ok("run", written(world, "", drawn))
     said = (
-        "heldout: 1 greedy response to each item, and 4 sampled at temperature 0.7, top_p 0.9, each ends at the stop string "
-        "'</a>' or '</b>'"
+        "heldout: 1 greedy response to each item, and 4 sampled at temperature 0.7, top_p 0.9, "
+        "each ends at the stop string '</a>' or '</b>'"
     )
     for command in ("get", "why"):
         shown = " ".join(word for word in world.ok(command, world.newest()).split() if word != "│")
