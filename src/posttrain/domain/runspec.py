@@ -308,7 +308,7 @@ class _RunFileLoader(yaml.SafeLoader):
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
         if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise _refusal(node, f"must be text, got half a character in {value!r}")
+            raise _refusal(node, f"must be text, got a lone surrogate in {value!r}")
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
