@@ -56,8 +56,8 @@ def changed(old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("text", "naming"),
     [
-        pytest.param(changed("owner: ada", r'owner: "\ud800"'), "half a character", id="lone surrogate"),
-        pytest.param(changed("sort\n", "sort\n" + r'"\udc80x": 1' + "\n"), "half a character", id="surrogate key"),
+        pytest.param(changed("owner: ada", r'owner: "\ud800"'), "a lone surrogate", id="lone surrogate"),
+        pytest.param(changed("sort\n", "sort\n" + r'"\udc80x": 1' + "\n"), "a lone surrogate", id="surrogate key"),
         pytest.param("name: " + "[" * 3000 + "]" * 3000, "deeper", id="deep list"),
         pytest.param("name: " + "{a: " * 3000 + "}" * 3000, "deeper", id="deep map"),
         pytest.param("name: " + "[" * 70 + "]" * 70, "deeper than 64", id="rather deep list"),
