@@ -345,7 +345,7 @@ def tokens_short(coming: str, worst: int, spent: int, allowed: int, declared: in
 
 
 def seconds_short(allowed: float | None, declared: float | None) -> str:
-    """Return the beginning of a sentence: the job's time allowance is spent."""
+    """Return the beginning of an error message: the time allowance of the job is spent."""
     of = "" if declared is None else f" of budget.wall_clock: {declared:g} s"
     return "deadline passed" + ("" if allowed is None else f" ({max(allowed, 0.0):.0f} s were left{of})")
 

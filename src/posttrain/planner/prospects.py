@@ -199,7 +199,7 @@ def time_concern(
 
 
 def cheaper(stage: str, kinds: Mapping[str, str]) -> str:
-    """Return a suggestion that makes a stage cheaper."""
+    """Return a suggestion for making a stage cheaper."""
     return kind_of(kinds[stage]).cheaper.replace("{}", stage)
 
 

@@ -582,7 +582,7 @@ class ApprovalWriting(Writing):
         )
 
     def say_approval(self, request: ApprovalRequest, verdict: str, reason: str = "") -> Approval:
-        """Approve or reject a request, or replace an earlier answer; schedules the run that waits for it.
+        """Approve or reject an approval request, or replace an earlier answer; schedule the run that waits.
 
         Raises:
             ConflictError: a concurrent request by the same person also answers it.

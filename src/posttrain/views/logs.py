@@ -203,7 +203,7 @@ def asks(row: StageRecord) -> bool:
 
 
 def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
-    """Return stage → the unfinished stages that it waits for, as text."""
+    """Return a map from each stage to the unfinished stages that it waits for, as text."""
     undone = {row.name for row in rows if row.state not in DONE}
     return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
 

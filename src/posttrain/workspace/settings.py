@@ -364,7 +364,7 @@ class OpenWorkspace:
         return find_lost(self.ledger, self.blobs, self.log, self.root, run_id)
 
     def accept_loss(self, reason: str) -> Lost:
-        """See `store.heads.accept_loss`; return the accepted loss."""
+        """See `store.sealer.accept_loss`; return the accepted loss."""
         lost = accept_loss(self.ledger, self.blobs, self.log, self.root, self.actor, reason)
         self.seal()
         return lost

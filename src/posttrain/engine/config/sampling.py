@@ -91,7 +91,7 @@ class RewardKLConfig(Frozen):
     """KL penalty against the frozen starting policy, in the reward: a number without a gradient."""
 
     coefficient: float = Field(default=0.01, gt=0, le=1e6)
-    estimator: Literal["k1", "k2", "k3"] = "k1"  # unbiased, and may be negative
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 is unbiased, and may be negative
 
 
 class PPOKLConfig(Frozen):
@@ -138,9 +138,9 @@ class SamplingConfig(TrainingConfig):
     group_size: Rows = 8  # samples per prompt
     max_new_tokens: Tokens = 64
     temperature: Temperature = 1.0
-    stop: Stop = ()  # a response ends with the token that completes one of these in its text; also a probe's
+    stop: Stop = ()  # a response ends with the token that completes one of these in its text; probes use them too
     reward: Reward | None = None
-    # seconds for one batch of completions; auto: 10, or 20 µs for each token that they may have
+    # seconds for one batch of completions; auto: 10 s, or 20 µs per possible token if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
@@ -339,7 +339,7 @@ class DAPOConfig(OnPolicyConfig):
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
-    refills: NonNegative = 3  # maximum refills of the place of a dropped group
+    refills: NonNegative = 3  # maximum number of refills of each dropped group
     overlong: OverlongConfig | None = None  # None: length does not change a response's reward
 
     @property

@@ -56,7 +56,7 @@ class SuiteConfig(Frozen):
     stop: Stop = ()  # a response, greedy or sampled, ends with the token that completes one of these in its text
     reward: Reward | None = None  # scores every response; then rows need no answer
     reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the minimum and the maximum score of a response
-    # seconds for one batch of responses; auto: 10, or 20 µs for each token that they may have
+    # seconds for one batch of responses; auto: 10 s, or 20 µs per possible token if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
 
     @model_validator(mode="after")

@@ -273,7 +273,7 @@ def _padded_attention(
 
 
 def register() -> None:
-    """Register the function with transformers; doing it again changes nothing."""
+    """Register `packed_attention` with transformers; a second call changes nothing."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
 
