@@ -132,6 +132,8 @@ def test_a_table_of_runs_is_sorted_and_filtered_by_metrics(world: ConsoleWorld, 
     assert listed(f"where={quote('heldout/accuracy>=0.9 succeeded tokens<1e6')}") == [world.run]
     assert listed(f"where={quote('heldout/accuracy<0.9')}") == []
     assert listed(f"where={world.run[:8]}") == [world.run]
+    assert listed(f"where={quote('heldout/accuracy > .9')}") == [world.run]
+    assert "is not a condition" in text_of(ann.get(f"{HOME}/runs-table?where=state=succeeded"))
     shown = text_of(ann.get(f"{HOME}/runs-table?sort=-heldout/accuracy"))
     assert 'aria-sort="descending"' in shown
     assert '<td class="num">0.98</td>' in shown
@@ -149,6 +151,10 @@ def test_the_audit_names_data_people_and_evidence(world: ConsoleWorld, ann: Brow
     unjudged = text_of(ann.get(f"{HOME}/audit?of=prod"))  # a person released the model of another stage
     assert "release <b>2</b>" in unjudged
     assert "No gate has judged it" in unjudged
+    registered = text_of(ann.get(f"{HOME}/audit?of=model:sort/grpo@1"))  # its own lineage names no release
+    assert "release <b>1</b>" in registered
+    assert f"{world.run}/evaluate" in registered.split("On which evidence")[1].split("Which data")[0]
+    assert "is not a model" in text_of(ann.get(f"{HOME}/audit?of=dataset:train@1"))
     assert ann.get(f"{HOME}/audit?of=nothing").status == 404
     assert f"{HOME}/audit?of=prod" in text_of(ann.get(f"{HOME}/audit"))
 

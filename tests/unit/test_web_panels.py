@@ -122,6 +122,16 @@ def test_a_panel_has_a_logarithmic_axis_where_all_values_are_positive() -> None:
     assert made(1.0, 0.0).log is None
     assert made(1.0, -2.0).log is None
     assert made(1.0, 1.1).log is None
+    for extreme in (
+        (1.0, 1.7e308),
+        (5e-324, 1.5e-323),
+        (5e-324, 1e300),
+        (2.1, 9.9),
+        (float("nan"), 1.0, 9.0, float("inf")),
+    ):
+        drawn = made(*extreme).log
+        assert drawn is not None
+        assert len(drawn.across) >= 2, extreme
     assert len(made(1e-9, 1e9).log.across) <= 7  # type: ignore[union-attr]
 
 

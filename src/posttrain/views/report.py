@@ -171,6 +171,8 @@ def _stage_curves(
         name, kind = stage.record.name, stage.record.kind
         if not kind_of(kind).measures and watcher.watcher(name).curves:
             series = stage_curves(workspace, watcher, manifest, name, name)
+            if not series:  # the job has reported only its sizes
+                continue
             yield StageCurves(name, kind, series, stage.begun, *_chosen(stage.record))
 
 
@@ -182,14 +184,17 @@ def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
 
 
 def _parameters(watcher: RunWatcher, manifest: Manifest) -> Iterator[StageParameters]:
-    """Yield the parameters of every job, with the sizes that the job chose where the run file has `auto`."""
+    """Yield the parameters of every job, with the sizes that the job used."""
     for stage in manifest.stages:
         inputs = tuple((slot, ref.word, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
         params = tuple((path, _said(value)) for path, value in flat(stage.params))
         if kind_of(stage.kind).driver is Driver.JOB:
             curves = watcher.watcher(stage.name).curves
             sizes = ((name, curves[name][max(curves[name])]) for name in sorted(curves) if name.startswith(SIZES))
-            chosen = tuple((name, f"{value:g}, chosen by the job") for name, value in sizes)
+            chosen = tuple(
+                (name, f"{_said(int(value) if value == int(value) else value)}, as the job used it")
+                for name, value in sizes
+            )
             yield StageParameters(stage.name, stage.kind, inputs, params + chosen)
 
 

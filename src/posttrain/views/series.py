@@ -42,7 +42,7 @@ _ERRORS = {"reward/mean": "reward/stderr"}  # metric → the metric of its stand
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
 _SHOWN = 16  # items of each kind, won and lost
 _HISTORY = "history:"
-SIZES = "sizes/"  # prefix of settings that a job chose; recorded with its metrics
+SIZES = "sizes/"  # prefix of settings that a job used; recorded with its metrics
 _TRAINING = "train/"  # prefix of training metrics in transformers' trackers
 
 
@@ -85,7 +85,7 @@ def main_curves(
 def stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, manifest: Manifest, stage: str, label: str
 ) -> dict[str, CurveSeries]:
-    """Return every recorded metric of a stage but the sizes that it chose, the most important first.
+    """Return every recorded metric of a stage but the sizes that it used, the most important first.
 
     A curve is thinned without losing its extremes.
 

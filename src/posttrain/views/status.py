@@ -283,7 +283,9 @@ class RunSummary:
     def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:
         """Return the summary of a status."""
         run, driver = status.run, status.driver
-        scores = {_cut(name, _ASIDE): value for name, value in _score(status.stages).items()}
+        scores: dict[str, float] = {}
+        for name, value in _score(status.stages).items():
+            scores.setdefault(_cut(name, _ASIDE), value)  # two long names may have one beginning
         brief = cls(
             id=run.id,
             name=run.name,
@@ -352,7 +354,7 @@ def _score(stages: Sequence[StageStatus]) -> dict[str, float]:
     judged = [row for row in rows if kind_of(row.kind).judges]
     measured = [row for row in rows if kind_of(row.kind).measures]
     found = [item for row in judged[-1:] for item in [*row.metrics.items()][:1]]
-    found += [item for row in measured[-1:] for item in row.metrics.items()]
+    found += [item for row in measured[-1:] for item in row.metrics.items() if item[0] not in dict(found)]
     return dict(found[:_SCORES])
 
 

@@ -199,7 +199,9 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round numbers in [low, high], at most `most` and at least two if the range is not empty."""
     span = high - low
-    if not (math.isfinite(span) and span > 1e-9 * max(abs(low), abs(high))):  # the ends are not distinguishable
+    if not (
+        math.isfinite(span) and span > max(1e-300, 1e-9 * max(abs(low), abs(high)))
+    ):  # the ends are not distinguishable
         return [low]
     rough = span / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -214,9 +216,10 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 def _decades(low: float, high: float) -> list[float]:
     """Return the ticks of a logarithmic axis: powers of ten, with 2 and 5 times them on a short axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    powers = range(max(-307, math.floor(math.log10(low))), min(308, math.ceil(math.log10(high))) + 1)
     found = [10.0**power * part for power in powers for part in ((1, 2, 5) if len(powers) <= 3 else (1,))]
-    inside = [at for at in found if low * 0.999 <= at <= high * 1.001] or [low, high]
+    inside = [at for at in found if low * 0.999 <= at <= high]
+    inside = inside if len(inside) > 1 else [low, high]
     return inside[:: math.ceil(len(inside) / _MOST_DECADES)]
 
 

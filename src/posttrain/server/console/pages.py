@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.server.console.visits import Visit, redirect
 
 if TYPE_CHECKING:
+    from posttrain.api.control import Control
     from posttrain.api.values import ChannelView, RunSummary
 
 COMPARED = 6  # runs side by side: more do not fit a window
@@ -24,7 +26,7 @@ PAGE = 50  # runs, or moves of a channel, per page
 _QUEUE = 200  # unfinished runs of a kind that are shown
 _TABLE, _METRICS = 200, 6  # runs and metric columns of the table
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
-_CONDITION = re.compile(r"([^<>=\s]+)(>=|<=|>|<|=)([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
+_CONDITION = re.compile(r"([^<>=\s]+)(>=|<=|>|<|=)([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
 def run_list(visit: Visit) -> Response:
@@ -68,7 +70,9 @@ def run_table(visit: Visit) -> Response:
     )
     found = visit.control.ls(_TABLE, None, tag)
     metrics = [name for name, _ in Counter(name for one in found for name in one.score).most_common(_METRICS)]
-    tests = [_test(word) for word in where.split()]
+    terms = re.sub(r"\s*([<>]=?|=)\s*", r"\1", where).split()
+    unread = [one for one in terms if re.search("[<>=]", one) and not _CONDITION.fullmatch(one)]
+    tests = [_test(one) for one in terms]
     rows = [one for one in found if all(test(one) for test in tests)]
     column, falls = sort.removeprefix("-"), sort.startswith("-")
     known = [one for one in rows if _value(one, column) is not None]
@@ -76,7 +80,7 @@ def run_table(visit: Visit) -> Response:
     rest = [one for one in rows if _value(one, column) is None]
     return visit.page(
         "table", live="" if where or tag else "runs", rows=[*known, *rest], metrics=metrics, where=where, sort=sort,
-        tag=tag, of=len(found), full=len(found) == _TABLE,
+        tag=tag, of=len(found), full=len(found) == _TABLE, unread=unread,
     )  # fmt: skip
 
 
@@ -86,7 +90,8 @@ def _value(run: RunSummary, column: str) -> float | str | None:
         "name": run.name, "state": run.state, "owner": run.owner, "tokens": float(run.tokens),
         "seconds": run.seconds, "created": run.created_at,
     }  # fmt: skip
-    return columns.get(column, run.score.get(column))
+    found = columns.get(column, run.score.get(column))
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _test(word: str) -> Callable[[RunSummary], bool]:
@@ -99,7 +104,7 @@ def _test(word: str) -> Callable[[RunSummary], bool]:
 
     def holds(run: RunSummary) -> bool:
         value = _value(run, column)
-        return isinstance(value, float) and compare(value, limit)
+        return isinstance(value, int | float) and compare(value, limit)
 
     return holds
 
@@ -144,10 +149,14 @@ def compare(visit: Visit) -> Response:
     return visit.page("compare", chosen=chosen, drawn=visit.drawn("compare", words=chosen))
 
 
+def guarded(control: Control) -> list[str]:
+    """Return the channels that can have approval requests: protected ones, and those with a policy."""
+    return [one.name for one in control.channels() if one.protected or one.policy]
+
+
 def approvals(visit: Visit) -> Response:
     """Show the pending approval requests of all channels, oldest first."""
-    names = [record.name for record in visit.control.channels()]
-    asked = [(name, one) for name in names for one in visit.control.approval_requests(name)]
+    asked = [(name, one) for name in guarded(visit.control) for one in visit.control.approval_requests(name)]
     return visit.page("approvals", live="approvals", asked=sorted(asked, key=lambda pair: pair[1].request.at))
 
 

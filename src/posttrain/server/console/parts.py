@@ -6,12 +6,15 @@ from typing import Any
 
 from posttrain.api.control import Control
 from posttrain.domain.errors import NotFoundError
+from posttrain.domain.kinds import OWN
 from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
 
 _LINES = 400  # shown of a log
 _DATA = frozenset({"dataset", "model", "reward", "history", "import", "blob"})  # kinds of nodes that made a model
 _EVIDENCE = frozenset({"gate", "evaluation", "policy"})
+_MEASURING = frozenset(name for name, kind in OWN.items() if kind.measures)
+_USES = 500  # nodes of the uses of a model, the nearest first
 
 
 def drawn(control: Control, sent: Mapping[str, Any]) -> str:
@@ -36,20 +39,36 @@ def _card(control: Control, run_id: str) -> str:
 
 
 def _audit(control: Control, of: str) -> str:
-    """Render three answers about a model: the data that made it, its releases with their approvals, the evidence."""
-    root = control.lineage(of)
-    nodes = list(root.walk())
-    model = next((one for one in nodes if one.kind == "model"), root)
+    """Render three answers about a model: the data that made it, its releases with their approvals, the evidence.
+
+    The lineage has the approvals of releases and the numbers of gates; the uses of the model's bytes add its releases
+    to other channels, and measurements of other runs.
+    """
+    nodes = list(control.lineage(of).walk())
+    model = next((one for one in nodes if one.kind == "model" and one.digest), None)
+    if model is None:
+        return template("console/_audit.html").render(of=of, model=None, root=nodes[0])
+    uses = control.downstream(str(model.digest), _USES).tree.children
+    decided = [one for one in nodes if one.kind == "release"]
+    known = {(one.name, dict(one.details).get("release")) for one in decided}
+    decided += [
+        one for one in uses if one.kind == "release" and (one.name, dict(one.details).get("release")) not in known
+    ]
+    evidence = [one for one in nodes if one.kind in _EVIDENCE]
+    measured = {one.name for one in evidence}
+    evidence += [one for one in uses if dict(one.details).get("kind") in _MEASURING and one.name not in measured]
     shown = {
+        "decided": decided,
+        "evidence": evidence,
         "data": [one for one in model.walk() if one is not model and one.kind in _DATA],
-        "decided": [one for one in nodes if one.kind == "release"],
-        "evidence": [one for one in nodes if one.kind in _EVIDENCE],
         "manifests": [one for one in nodes if one.kind == "manifest"],
     }
+    # a node may be below several others
     each = {
-        name: list({(one.kind, one.name, one.digest): one for one in found}.values()) for name, found in shown.items()
+        name: list({(one.kind, one.name, one.digest, one.details): one for one in found}.values())
+        for name, found in shown.items()
     }
-    return template("console/_audit.html").render(of=of, model=model, **each)
+    return template("console/_audit.html").render(of=of, model=model, root=nodes[0], **each)
 
 
 def _log(control: Control, run_id: str) -> str:

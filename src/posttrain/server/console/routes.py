@@ -167,7 +167,7 @@ _LOOKS: dict[str, Callable[[Control, str], Any]] = {
     "runs": lambda control, _: [_brief(one) for one in (*control.queue(pages.PAGE), *control.ls(pages.PAGE))],
     "run": _run,
     "channels": lambda control, _: (control.channels(), control.live()),
-    "approvals": lambda control, _: [control.approval_requests(one.name) for one in control.channels()],
+    "approvals": lambda control, _: [control.approval_requests(one) for one in pages.guarded(control)],
     "channel": lambda control, name: (control.channel(name), control.approval_requests(name)),
 }
 

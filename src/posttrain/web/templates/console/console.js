@@ -37,6 +37,7 @@
   const take = (old, fresh) => {
     if (old.innerHTML === fresh.innerHTML) return false;
     if (old.contains(document.activeElement) && editing()) return false;
+    if ([...old.querySelectorAll("textarea")].some((one) => one.value.trim() !== "")) return false; // a reason is being written
     const open = [...old.querySelectorAll("details")].map((one) => one.open);
     const chosen = new Set([...old.querySelectorAll("input:checked")].map((one) => one.value));
     const at = rows().indexOf(document.activeElement);
@@ -80,7 +81,6 @@
         const page = await parsed(place.dataset.load);
         if (page.body.children.length) take(place, page.body);
         place.dataset.loaded = "1";
-        hints();
       } catch (error) { /* the link to the report stays */ }
     }
   };
@@ -112,10 +112,10 @@
 
   // --- lists -------------------------------------------------------------------------------------------------------
   const rows = () => [...document.querySelectorAll("[data-row]")].filter((one) => !one.hidden);
-  const search = document.getElementById("filter");
+  const search = document.querySelector("#filter, #where, #of");
   const filter = () => {
-    const wanted = search ? search.value.trim().toLowerCase() : "";
-    if (!search) return;
+    if (!search || search.id !== "filter") return; // the server filters the others
+    const wanted = search.value.trim().toLowerCase();
     document.querySelectorAll("[data-row]").forEach((one) => {
       one.hidden = wanted !== "" && !(one.dataset.text || "").includes(wanted);
     });
@@ -139,6 +139,7 @@
     const whole = from <= first && to >= last, scale = width / ((last - first) || 1);
     plot.style.overflow = whole ? "" : "hidden";
     plot.setAttribute("viewBox", `${left + (from - first) * scale} 0 ${(to - from) * scale} ${height}`);
+    plot.querySelectorAll("text").forEach((text) => { text.style.visibility = whole ? "" : "hidden"; }); // would be stretched
     one.querySelectorAll("text.step, text.range").forEach((text) => {
       if (text.classList.contains("range")) text.remove(); else text.style.visibility = whole ? "" : "hidden";
     });
@@ -162,16 +163,18 @@
     if (one && event.button === 0) { drag = { one, from: stepAt(one, event) }; event.preventDefault(); }
   });
   document.addEventListener("pointerup", (event) => {
-    if (!drag) return;
-    const { one, from } = drag, to = stepAt(one, event), card = one.closest(".card") || one.parentElement;
+    const began = drag;
     drag = null;
+    if (!began || !began.one.isConnected) return;
+    const { one, from } = began, to = stepAt(one, event), card = one.closest(".card") || one.parentElement;
     if (Math.abs(to - from) >= 1) zoom(card, Math.min(from, to), Math.max(from, to));
   });
+  addEventListener("pointercancel", () => { drag = null; });
   document.addEventListener("dblclick", (event) => {
     const one = event.target.closest && event.target.closest("svg.axes");
     if (one) zoom(one.closest(".card") || one.parentElement, Number(one.dataset.first), Number(one.dataset.last));
   });
-  const hints = () => document.querySelectorAll(".zooms").forEach((one) => { one.hidden = false; });
+  document.body.classList.add("zooming"); // shows the hint
 
   // --- keys --------------------------------------------------------------------------------------------------------
   const keys = document.getElementById("keys");
@@ -206,7 +209,6 @@
   });
 
   filter();
-  hints();
   load();
   follow();
 })();
