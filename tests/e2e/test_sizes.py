@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import json
 from typing import Any
 
@@ -53,6 +54,10 @@ def test_the_job_takes_what_the_plan_said(empty: Workbench) -> None:
     assert rows["sft"].metrics["sizes/micro_batch_tokens"] == 4096.0
     assert rows["sft"].tokens == pytest.approx(plan["sft"]["estimate"]["tokens"], rel=0.03)
     assert "counted by its tokenizer" in plan["sft"]["estimate"]["basis"]
+    page = (empty.root / "runs" / run_id / "report.html").read_text()
+    curves, settings = page.split("Hyperparameters")
+    assert "sizes/" not in curves  # they do not change by step
+    assert re.search(r"sizes/kv_cache</td><td><code>2097152, as the job used it", settings)
 
 
 @pytest.mark.slow
