@@ -112,7 +112,7 @@ def test_models_are_made_by_runs_or_by_people_never_both(world: World) -> None:
     world.ok("asset", "add", "model:sort", "other")  # a run's name is free
     assert "model:sort@1" in models(world)
     for word, said in (
-        ("model:sort/nothing", "there is no model:sort/nothing; known are"),
+        ("model:sort/nothing", "there is no model:sort/nothing; known:"),
         ("model:sort/grpo@9", "there is no model:sort/grpo@9; versions are 1 to 1"),
     ):
         refused = world("plan", on(world, word))

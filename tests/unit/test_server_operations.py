@@ -361,7 +361,7 @@ def test_of_two_servers_that_are_asked_the_same_the_one_that_does_it_tells(
     while (found := bench.ask("GET", place, bench.tokens["ann"])).status == 200:
         assert found.json["state"] == "running"
     assert (found.status, found.json["type"]) == (404, "urn:posttrain:problem:not-found")
-    assert "ask again with the same Idempotency-Key" in found.json["detail"]
+    assert "repeat the request with its Idempotency-Key" in found.json["detail"]
     again = begin(bench, body, bench.tokens["ann"], wait=30)
     assert (again.status, again.json["type"]) == (503, "urn:posttrain:problem:later")
 

@@ -381,9 +381,9 @@ def test_a_missing_asset_says_which_there_are(ledger: Ledger) -> None:
         transaction.insert_asset(an_asset())
     with pytest.raises(NotFoundError, match="versions are 1 to 1"):
         ledger.asset("dataset", "train", 2)
-    with pytest.raises(NotFoundError, match="known are train"):
+    with pytest.raises(NotFoundError, match="known: train"):
         ledger.asset("dataset", "trian")
-    with pytest.raises(NotFoundError, match="no reward at all"):
+    with pytest.raises(NotFoundError, match="there is no reward yet"):
         ledger.asset("reward", "exact")
 
 

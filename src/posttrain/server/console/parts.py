@@ -1,18 +1,19 @@
 """Parts of pages that a worker renders: they load numpy, read files of jobs, or judge."""
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from posttrain.api.control import Control
+from posttrain.control.lineage import Node
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.kinds import OWN
 from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
 
 _LINES = 400  # shown of a log
-_DATA = frozenset({"dataset", "model", "reward", "history", "import", "blob"})  # kinds of nodes that made a model
-_EVIDENCE = frozenset({"gate", "evaluation", "policy"})
+_DATA = ("dataset", "model", "reward", "history", "import", "blob")  # kinds of nodes that made a model
+_EVIDENCE = ("gate", "policy", "evaluation")
 _MEASURING = frozenset(name for name, kind in OWN.items() if kind.measures)
 _USES = 500  # nodes of the uses of a model, the nearest first
 
@@ -44,31 +45,36 @@ def _audit(control: Control, of: str) -> str:
     The lineage has the approvals of releases and the numbers of gates; the uses of the model's bytes add its releases
     to other channels, and measurements of other runs.
     """
-    nodes = list(control.lineage(of).walk())
-    model = next((one for one in nodes if one.kind == "model" and one.digest), None)
+    root = control.lineage(of)
+    nodes = _by_kind(root.walk())
+    model = next((one for one in nodes["model"] if one.digest), None)
     if model is None:
-        return template("console/_audit.html").render(of=of, model=None, root=nodes[0])
-    uses = control.downstream(str(model.digest), _USES).tree.children
-    decided = [one for one in nodes if one.kind == "release"]
-    known = {(one.name, dict(one.details).get("release")) for one in decided}
-    decided += [
-        one for one in uses if one.kind == "release" and (one.name, dict(one.details).get("release")) not in known
-    ]
-    evidence = [one for one in nodes if one.kind in _EVIDENCE]
-    measured = {one.name for one in evidence}
-    evidence += [one for one in uses if dict(one.details).get("kind") in _MEASURING and one.name not in measured]
+        return template("console/_audit.html").render(of=of, model=None, root=root)
+    uses = _by_kind(control.downstream(str(model.digest), _USES).tree.children)
+    known = {(one.name, dict(one.details).get("release")) for one in nodes["release"]}
+    measured = {one.name for one in nodes["evaluation"]}
+    made = _by_kind(one for one in model.walk() if one is not model)
     shown = {
-        "decided": decided,
-        "evidence": evidence,
-        "data": [one for one in model.walk() if one is not model and one.kind in _DATA],
-        "manifests": [one for one in nodes if one.kind == "manifest"],
+        "decided": nodes["release"]
+        + [one for one in uses["release"] if (one.name, dict(one.details).get("release")) not in known],
+        "evidence": [one for kind in _EVIDENCE for one in nodes[kind]]
+        + [one for one in uses["stage"] if dict(one.details).get("kind") in _MEASURING and one.name not in measured],
+        "data": [one for kind in _DATA for one in made[kind]],
+        "manifests": nodes["manifest"],
     }
     # a node may be below several others
     each = {
         name: list({(one.kind, one.name, one.digest, one.details): one for one in found}.values())
         for name, found in shown.items()
     }
-    return template("console/_audit.html").render(of=of, model=model, root=nodes[0], **each)
+    return template("console/_audit.html").render(of=of, model=model, root=root, **each)
+
+
+def _by_kind(nodes: Iterable[Node]) -> defaultdict[str, list[Node]]:
+    found = defaultdict[str, list[Node]](list)
+    for one in nodes:
+        found[one.kind].append(one)
+    return found
 
 
 def _log(control: Control, run_id: str) -> str:
