@@ -232,7 +232,7 @@ run.finish()
     whole = log.read_bytes()
     log.write_bytes(whole[: len(whole) * 2 // 3])  # a run that was killed
     cut = posttrain(world, "import", "wandb-export", str(folder), "-o", "json")
-    assert any("has no end" in note for note in cut["notes"])
+    assert any("is incomplete" in note for note in cut["notes"])
     log.write_bytes(whole[:200] + b"\xff" * 50 + whole[250:])
     assert "is damaged" in refused(world, "import", "wandb-export", str(folder))
 
