@@ -134,7 +134,7 @@ def test_a_run_file_that_cannot_run(change: Change, naming: tuple[str, ...], emp
 @pytest.mark.parametrize(
     ("command", "naming"),
     [
-        (("rollback", "prodd"), ("channel", "prodd", "none yet")),
+        (("rollback", "prodd"), ("channel", "prodd", "no channel exists yet")),
         (("lineage", "prodd"), ("prodd", "posttrain ls")),
         (("asset", "add", "dataset:empty", "empty.jsonl"), ("empty.jsonl", "at least one row", "0")),
         (("asset", "add", "dataset:broken", "broken.jsonl"), ("broken.jsonl:2", "JSON")),

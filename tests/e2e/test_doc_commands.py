@@ -240,7 +240,7 @@ def test_the_run_that_get_started_pastes_into_an_empty_folder_is_shipped(tmp_pat
             env={**environment, "PATH": path, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        told = [line for line in done.stderr.splitlines() if not line.startswith("making model:tiny by a run")]
+        told = [line for line in done.stderr.splitlines() if not line.startswith("creating model:tiny in a run")]
         assert not told, "nothing but what is waited for"
         assert "warning" not in done.stdout
         assert "accuracy         PASS" in done.stdout

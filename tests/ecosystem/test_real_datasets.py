@@ -44,7 +44,7 @@ def test_a_dict_of_splits_needs_one_named(tmp_path: Path) -> None:
     from datasets import DatasetDict
 
     DatasetDict(train=made(ROWS), test=made(ROWS[:2])).save_to_disk(tmp_path / "d")
-    with pytest.raises(InputError, match="holds the splits train, test; name one: d/train"):
+    with pytest.raises(InputError, match="has the splits train, test; name one: d/train"):
         data_files(tmp_path / "d", "d")
     assert read_rows(data_files(tmp_path / "d" / "test")) == ROWS[:2]
 
@@ -80,7 +80,7 @@ def test_shards_as_the_hub_keeps_them(tmp_path: Path) -> None:
             (tmp_path / "data").mkdir(exist_ok=True)
             part.to_parquet(tmp_path / "data" / f"{split}-0000{at}-of-00002.parquet")
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    with pytest.raises(InputError, match=r"holds the splits test, train; name one: d/data/test-\*\.parquet"):
+    with pytest.raises(InputError, match=r"has the splits test, train; name one: d/data/test-\*\.parquet"):
         data_files(tmp_path, "d")
     pattern = tmp_path / "data" / "train-*.parquet"
     theirs = load_dataset("parquet", data_files=str(pattern), split="train", cache_dir=str(tmp_path / "cache"))
