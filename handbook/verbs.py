@@ -34,7 +34,7 @@ def overview() -> str:
         "\n".join(
             [
                 f"## {group}\n\n| command | purpose |\n|---|---|",
-                *(f"| `posttrain {name}` | {text} |" for name, text in told.items() if name.split()[0] in words),
+                *(f"| `{name}` | {text} |" for name, text in told.items() if name.split()[0] in words),
             ]
         )
         for group, words in GROUPS.items()
