@@ -88,7 +88,7 @@ MEANINGS: Mapping[str, str] = {
     "gpus": "of the whole pool, dealt out evenly to its ranks",
     "with": "another role, in whose pool this one lives; stands alone",
     "for": "time from the stage's turn until it ends",
-    "signal": "name of the signal that ends it: `posttrain signal RUN NAME`",
+    "signal": "name of the signal that ends it (`posttrain signal`)",
     "architecture": "whose modelling code of transformers it is",
     "hidden_size": "width of the residual stream; a multiple of `heads`",
     "intermediate_size": "width of the MLP",
