@@ -85,12 +85,12 @@ class Boxed(LocalExecutor):
         super().__init__(runs=runs, images=True)
         self._image, self._store = image, runs.parent / "blobs"
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         self._store.mkdir(exist_ok=True)
-        folder = Path(request.attempt_dir)
+        folder = Path(spec.attempt_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps({"store_url": self._store.as_uri()}))
-        return super().submit(replace(request, image=self._image))
+        return super().submit(replace(spec, image=self._image))
 
 
 class BoxedHarness(LocalHarness):

@@ -233,9 +233,9 @@ class SimExecutor(FakeExecutor):
         self._unproven: dict[str, JobSpec] = {}  # submitted, and nobody has seen yet whether it is there
         super().__init__(self._on_start, outside.world.now, hostility)
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`."""
-        return self.outside.act(lambda: self._submit(request), silent=True)
+        return self.outside.act(lambda: self._submit(spec), silent=True)
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
@@ -321,11 +321,11 @@ class HostExecutor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`."""
-        self._must(request.name, "submits")
-        self._whole.hosts.setdefault(request.name, self._host)
-        return self._whole.submit(request)
+        self._must(spec.name, "submits")
+        self._whole.hosts.setdefault(spec.name, self._host)
+        return self._whole.submit(spec)
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""

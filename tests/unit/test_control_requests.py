@@ -92,7 +92,7 @@ def test_of_two_drivers_that_write_at_once_the_first_counts(bench: Bench, monkey
     ("damage", "what"),
     [
         ({"gang": [{"name": "main", "colour": "red"}]}, "request.json cannot be read"),
-        ({"schema": 99}, "job request must be of schema 1, got 99"),
+        ({"schema": 99}, "job spec must be of schema 1, got 99"),
     ],
 )
 def test_a_request_that_cannot_be_read_ends_the_attempt_and_names_the_file(

@@ -2,7 +2,7 @@
 
 Code that only reads the outputs of jobs takes the folders and no executor. Nothing here names a concrete back-end.
 
-The request of an attempt is written once into its folder, and every driver submits it as written.
+The spec of an attempt is written once into its folder, and every driver submits it as written.
 
 The code that decides results is the trainer's, and that of kinds from installed packages. A manifest's `code` names
 both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of their trainer's code and are
@@ -189,44 +189,44 @@ def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
     return frozenset(str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
 
 
-def request_of(
+def spec_of(
     jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, of_rewards: frozenset[str]
 ) -> JobSpec:
-    """Write the attempt's request unless it exists, and return it; of concurrent writers the first one wins.
+    """Write the attempt's spec unless it exists, and return it; of concurrent writers the first one wins.
 
     Args:
         of_rewards: the secrets that its manifest names. A job of the same run can write into the folder.
 
     Raises:
-        InputError: the request is malformed, or another version wrote it.
+        InputError: the spec is malformed, or another version wrote it.
         IntegrityError: the file cannot be read, or names secrets that its manifest and its trainer do not.
         WorkspaceError: the disk is full or read-only.
     """
     folder = jobs.folders.of(attempt)
     path = folder.path / _FILE
-    spec = trainer.compile(order, folder.path)
+    compiled = trainer.compile(order, folder.path)
     if not path.exists():
         allowed = order.seconds_allowance
-        request = JobSpec(
+        spec = JobSpec(
             attempt.name,
-            spec.module,
+            compiled.module,
             str(folder.path),
-            dict(spec.environment),
-            gang=(PodGroup(gpus=spec.devices),),
+            dict(compiled.environment),
+            gang=(PodGroup(gpus=compiled.devices),),
             image=order.image,
-            secrets=(*spec.secrets, *sorted(of_rewards - set(spec.secrets))),
+            secrets=(*compiled.secrets, *sorted(of_rewards - set(compiled.secrets))),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,
         )
-        create_json(path, request.to_json())
+        create_json(path, spec.to_json())
     try:
         found = JobSpec.from_json(read_json(path), str(folder.path))
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{path} cannot be read: {error!r}; it is damaged; posttrain retry writes another"
         ) from error
-    other = set(found.secrets) - of_rewards - set(spec.secrets)
+    other = set(found.secrets) - of_rewards - set(compiled.secrets)
     if other:
         raise IntegrityError(
             f"{path} names secrets that its run does not: {', '.join(sorted(other))[:200]!a}; another process "

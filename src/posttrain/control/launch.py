@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.control import budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
-from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, request_of, secrets_of_rewards
+from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, secrets_of_rewards, spec_of
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
@@ -328,10 +328,10 @@ def launch_attempt(
     _lay_down(folder, order)
     if jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
-    request = request_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
+    spec = spec_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
     crashpoint("attempt.after_intent")
     try:
-        answer = jobs.executor.submit(request)
+        answer = jobs.executor.submit(spec)
     except CapacityError as error:  # another job took the devices first
         say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
         return None

@@ -1,6 +1,6 @@
-"""Requests to an executor, and references of container images.
+"""Specs of jobs, and references of container images.
 
-A request is a job with its pods, its limits and its owner.
+A spec is a job with its pods, its limits and its owner.
 
 A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so the planned image runs. A
 project lists the images that its runs may name: such a reference, or `registry.example.org/team/train@*` for every
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from posttrain.domain.errors import InputError
 
 SPEC_SCHEMA = 1
-WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
+WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every spec has
 SHORTEST_SECRET = 8  # characters, whitespace collapsed
 SECRET_NAME = re.compile(  # of a variable whose value is never written; TOKENIZERS_PARALLELISM does not match
     r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
@@ -62,7 +62,7 @@ def secret_fault(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job to look up, without its request."""
+    """A job to look up, without its spec."""
 
     name: str
     attempt_dir: str
@@ -94,7 +94,7 @@ class PodGroup:
 class JobSpec:
     """A job as submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
 
-    It is stored with its attempt before the submission, and every process submits the stored request: it contains no
+    It is stored with its attempt before the submission, and every process submits the stored spec: it contains no
     value of a secret, and of the submitter's environment only the variables in `environment`.
 
     Raises:
@@ -150,7 +150,7 @@ class JobSpec:
         """
         if value["schema"] != SPEC_SCHEMA:
             raise InputError(
-                f"job request must be of schema {SPEC_SCHEMA}, got {value['schema']!r}; "
+                f"job spec must be of schema {SPEC_SCHEMA}, got {value['schema']!r}; "
                 "drive the run with the version of Posttrain that wrote it"
             )
         known = {key: item for key, item in value.items() if key != "schema"}
@@ -160,7 +160,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A job that an executor has: its name, and the labels and epoch of its request."""
+    """A job that an executor has: its name, and the labels and epoch of its spec."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -31,13 +31,13 @@ class Executor(Protocol):
     - lets the job outlive the process that submitted it;
     - never gives a device to two jobs, even of different users: a job has the devices of its `gang` from its start
       until its end;
-    - refuses a request that it cannot meet in full, and ignores no part of it;
+    - refuses a spec that it cannot meet in full, and ignores no part of it;
     - ends a job after its `max_seconds`, and waits `grace_seconds` before it kills one;
     - adds `environment` and the values of `secrets` to the executor's environment and runs
       `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
 
-    Only `submit` needs the request; everything else finds the job by a `JobRef`.
+    Only `submit` needs the spec; everything else finds the job by a `JobRef`.
     """
 
     @property
@@ -57,11 +57,11 @@ class Executor(Protocol):
 
     @property
     def images(self) -> bool:
-        """Whether its jobs can run in an image that a request names, with access only to their own folder and to the
-        paths that their order names. If not, a request with an image is refused.
+        """Whether its jobs can run in an image that a spec names, with access only to their own folder and to the
+        paths that their order names. If not, a spec with an image is refused.
         """
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         """Create the job of that name, or find it.
 
         Raises:
@@ -79,9 +79,9 @@ class Executor(Protocol):
         """
 
     def signal(self, job: JobRef, word: Signal) -> None:
-        """Write a request to the job's channel and return immediately. A job that starts late still obeys it.
+        """Write a request to the job's mailbox and return immediately. A job that starts late still obeys it.
 
-        `job.mailbox` is the channel's place: the job may have rewritten the order in its folder.
+        `job.mailbox` is the mailbox's place: the job may have rewritten the order in its folder.
 
         Raises:
             InfrastructureError, WorkspaceError: the request could not be written.

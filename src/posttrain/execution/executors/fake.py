@@ -92,26 +92,26 @@ class FakeExecutor:
         """See `Executor.idempotent`."""
         return self.hostility.idempotent
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`."""
-        if request.image and not self.images:
-            raise InputError(f"job {request.name} requests image {request.image}; the fake has no images: request none")
+        if spec.image and not self.images:
+            raise InputError(f"job {spec.name} requests image {spec.image}; the fake has no images: request none")
         hostility = self.hostility
-        self._asked[request.name] = self._now()
+        self._asked[spec.name] = self._now()
         self._arrive()
         if self._take("lose_requests"):
             return Unknown("no answer")
         if self._take("late_requests"):
             late = hostility.visible_after if hostility.late_after is None else hostility.late_after
-            self._coming.append((self._now() + late, request))
+            self._coming.append((self._now() + late, spec))
             return Unknown("no answer")
-        had = request.name in self._jobs
+        had = spec.name in self._jobs
         for _ in range(2 if self._take("twice") else 1):
-            if not self._jobs.get(request.name) or not hostility.idempotent:
-                self._start(request, self._now() + hostility.visible_after)
+            if not self._jobs.get(spec.name) or not hostility.idempotent:
+                self._start(spec, self._now() + hostility.visible_after)
         if self._take("lose_answers"):
             return Unknown("no answer")
-        handle = f"fake-{request.name}"
+        handle = f"fake-{spec.name}"
         return Exists(handle) if had and hostility.idempotent else Accepted(handle)
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
@@ -141,7 +141,7 @@ class FakeExecutor:
         self._arrive()
         names = sorted(name for name in self._jobs if name.startswith(prefix) and self._look(name).live)
         asked = [self._jobs[name][-1].spec for name in names]
-        return [Listed(request.name, request.labels, request.epoch) for request in asked]
+        return [Listed(spec.name, spec.labels, spec.epoch) for spec in asked]
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """See `Executor.logs`."""

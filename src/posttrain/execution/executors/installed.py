@@ -57,11 +57,11 @@ class InstalledExecutor:
         with self._asked("images") as made:
             return bool(getattr(made, "images", False))
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`."""
         plugin, made = self._load()
         try:
-            answer = made.submit(request)
+            answer = made.submit(spec)
         except PosttrainError:
             raise
         except Exception as error:  # the job may or may not exist

@@ -50,7 +50,8 @@ def _audit(control: Control, of: str) -> str:
     model = next((one for one in nodes["model"] if one.digest), None)
     if model is None:
         return template("console/_audit.html").render(of=of, model=None, root=root)
-    uses = _by_kind(control.downstream(str(model.digest), _USES).tree.children)
+    found = control.downstream(str(model.digest), _USES)
+    uses = _by_kind(found.tree.children)
     known = {(one.name, dict(one.details).get("release")) for one in nodes["release"]}
     measured = {one.name for one in nodes["evaluation"]}
     made = _by_kind(one for one in model.walk() if one is not model)
@@ -64,10 +65,10 @@ def _audit(control: Control, of: str) -> str:
     }
     # a node may be below several others
     each = {
-        name: list({(one.kind, one.name, one.digest, one.details): one for one in found}.values())
-        for name, found in shown.items()
+        name: list({(one.kind, one.name, one.digest, one.details): one for one in listed}.values())
+        for name, listed in shown.items()
     }
-    return template("console/_audit.html").render(of=of, model=model, root=root, **each)
+    return template("console/_audit.html").render(of=of, model=model, root=root, left_off=found.left_off, **each)
 
 
 def _by_kind(nodes: Iterable[Node]) -> defaultdict[str, list[Node]]:

@@ -273,27 +273,27 @@ def _trouble(*_: str) -> str:
     return ""
 
 
-def contained(request: JobSpec, folder: Path) -> dict[str, Any]:
+def contained(spec: JobSpec, folder: Path) -> dict[str, Any]:
     """Return the container entry of spec.json for a job that names an image.
 
     Raises:
         InputError: podman is missing or too old, or the folder or the store cannot be mounted.
     """
     if why := trouble():
-        raise InputError(f"job {request.name} requests image {request.image}: {why}")
+        raise InputError(f"job {spec.name} requests image {spec.image}: {why}")
     here = os.stat(folder)
     mounts = [[str(folder), str(folder), "rw"], _mount(folder)]
     for source, _, _ in mounts:
         if "," in source:
-            raise InputError(f"job {request.name}: podman mounts no folder with a comma in its name, got {source}")
-    place = str(request.labels.get(WORKSPACE) or "alone")[:_PLACE_DIGITS]
+            raise InputError(f"job {spec.name}: podman mounts no folder with a comma in its name, got {source}")
+    place = str(spec.labels.get(WORKSPACE) or "alone")[:_PLACE_DIGITS]
     return {
-        "name": f"{request.name}-{place}-{secrets.token_hex(4)}",  # a copy of the workspace has the same digits
+        "name": f"{spec.name}-{place}-{secrets.token_hex(4)}",  # a copy of the workspace has the same digits
         "folder": str(folder),
         "place": [here.st_dev, here.st_ino],  # a copy of the folder has another inode
         "profile": _profile() or {},
-        "fetch_seconds": fetch_seconds(request.name),
-        "memory": request.gang[0].memory or int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE),
+        "fetch_seconds": fetch_seconds(spec.name),
+        "memory": spec.gang[0].memory or int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE),
         "limits": _controllers(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", "")),
         "word": secrets.token_hex(16),  # in exit.json: the job cannot read it, so it cannot forge the file
         "mounts": mounts,

@@ -79,12 +79,12 @@ class LocalExecutor:
         self._forks = ForkServer(preload) if preload else None
         self._machine = functools.cache(devices)
 
-    def submit(self, request: JobSpec) -> Submission:
+    def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`; the handle is the supervisor's pid. It never returns `Unknown`."""
         if not os.path.exists("/proc/self/stat"):
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
-        refuse_elsewhere(request, self._own(request), images=self.images)
-        folder = _folder(request)
+        refuse_elsewhere(spec, self._own(spec), images=self.images)
+        folder = _folder(spec)
         make_folder(folder)
         deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
         while True:
@@ -92,11 +92,11 @@ class LocalExecutor:
             if claim is not None:
                 return Accepted(str(claim["pid"])) if ours else Exists(str(claim["pid"]))
             if time.monotonic() >= deadline:
-                _withdraw(folder, _too_late(request))
+                _withdraw(folder, _too_late(spec))
                 continue
-            code = self._start(folder, request)
+            code = self._start(folder, spec)
             if code == NO_DEVICE:
-                raise CapacityError(self.capacity().lack(request.devices) or "its devices were taken a moment ago")
+                raise CapacityError(self.capacity().lack(spec.devices) or "its devices were taken a moment ago")
             ours = code == 0
             if code == ALREADY_CLAIMED:
                 time.sleep(_POLL_SECONDS)  # another supervisor holds the lock but has not written its claim yet
@@ -164,28 +164,28 @@ class LocalExecutor:
         """See `Executor.logs`."""
         return read_log(_folder(job) / "log.txt", cursor)
 
-    def _own(self, request: JobSpec) -> dict[str, str]:
+    def _own(self, spec: JobSpec) -> dict[str, str]:
         """Return the variables that a job gets from this process: those of all jobs, and the secrets that it names."""
-        named = {name: os.environ[name] for name in request.secrets if name in os.environ}
+        named = {name: os.environ[name] for name in spec.secrets if name in os.environ}
         return self._keep(os.environ) | processes.without_trackers(named)
 
-    def _start(self, folder: Path, request: JobSpec) -> int:
-        machine = self._machine() if request.devices else Devices()
-        reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
-        boxed = {containers.SPEC: containers.contained(request, folder)} if request.image else {}
+    def _start(self, folder: Path, spec: JobSpec) -> int:
+        machine = self._machine() if spec.devices else Devices()
+        reserved = {"machine": asdict(machine), "devices": spec.devices if machine.names else 0}
+        boxed = {containers.SPEC: containers.contained(spec, folder)} if spec.image else {}
         with unclaimed(folder) as free:
             if not free:  # replacing files that a running container covers would expose them
                 return ALREADY_CLAIMED
-            write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
-        code, own = None, self._own(request)
+            write_json(folder / "spec.json", {**asdict(spec), **reserved, **boxed})
+        code, own = None, self._own(spec)
         if boxed:
             own = containers.variables(os.environ) | own
         elif self._forks is not None:
-            code = self._forks.start(folder, job_environment(request.environment, own), _LAUNCH_SECONDS)
-        return code if code in _ANSWERS else _start_supervisor(folder, request, own)
+            code = self._forks.start(folder, job_environment(spec.environment, own), _LAUNCH_SECONDS)
+        return code if code in _ANSWERS else _start_supervisor(folder, spec, own)
 
 
-def refuse_elsewhere(request: JobSpec, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
+def refuse_elsewhere(spec: JobSpec, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
     """Refuse requests that one machine without a scheduler cannot meet.
 
     Args:
@@ -195,24 +195,24 @@ def refuse_elsewhere(request: JobSpec, own: Mapping[str, str] | None = None, *, 
     Raises:
         InputError: more than one pod, more than the machine has, another environment, a secret that is not set.
     """
-    group = request.gang[0]
+    group = spec.gang[0]
     here = "the local executor runs one pod on this machine, in this environment"
     wanted = {
-        f"{len(request.gang)} groups of pods": len(request.gang) > 1,
+        f"{len(spec.gang)} groups of pods": len(spec.gang) > 1,
         f"{group.min} to {group.max} pods": (group.min, group.max) != (1, 1),
         f"{group.kind} as its kind of GPU": bool(group.kind),
         f"{group.topology} as its topology": bool(group.topology),
-        f"image {request.image}": bool(request.image) and not images,
+        f"image {spec.image}": bool(spec.image) and not images,
     }
     if what := next((what for what, asked in wanted.items() if asked), ""):
-        raise InputError(f"job {request.name} requests {what}; {here}: request less, or use another executor")
+        raise InputError(f"job {spec.name} requests {what}; {here}: request less, or use another executor")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
         if needed > has:
-            raise InputError(f"job {request.name} requests {needed} {what}, this machine has {has}; request less")
-    if lacking := [name for name in request.secrets if name not in job_environment({}, own)]:
+            raise InputError(f"job {spec.name} requests {needed} {what}, this machine has {has}; request less")
+    if lacking := [name for name in spec.secrets if name not in job_environment({}, own)]:
         raise InputError(
-            f"job {request.name} needs {', '.join(lacking)} in the environment of the process that drives its run, "
+            f"job {spec.name} needs {', '.join(lacking)} in the environment of the process that drives its run, "
             "where it is not set (or is one that jobs do not get: a tracker's, Python's); export it"
         )
 
@@ -273,7 +273,7 @@ def _folder(job: JobRef) -> Path:
     return Path(job.attempt_dir).absolute()
 
 
-def _start_supervisor(folder: Path, request: JobSpec, own: dict[str, str]) -> int:
+def _start_supervisor(folder: Path, spec: JobSpec, own: dict[str, str]) -> int:
     """Start a supervisor, wait until it or another one has claimed the attempt, and return its exit code.
 
     Raises:
@@ -291,16 +291,16 @@ def _start_supervisor(folder: Path, request: JobSpec, own: dict[str, str]) -> in
     except subprocess.TimeoutExpired:
         process.kill()  # the supervisor that it forked has its own session and survives
         process.wait()
-        _withdraw(folder, _too_late(request))
+        _withdraw(folder, _too_late(spec))
         return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
     if code < 0:  # it was killed, but the supervisor that it forked may claim the attempt
-        _withdraw(folder, f"the supervisor of {request.name} was killed while it started (signal {-code})")
+        _withdraw(folder, f"the supervisor of {spec.name} was killed while it started (signal {-code})")
         return ALREADY_CLAIMED
     if code not in _ANSWERS:
         raise InfrastructureError(
-            f"the supervisor of {request.name} failed with exit code {code}; see {folder / 'log.txt'}"
+            f"the supervisor of {spec.name} failed with exit code {code}; see {folder / 'log.txt'}"
         )
     return code
 
