@@ -52,7 +52,7 @@ class Channel:
         self.history.append(("promote", model))
 
     def rollback(self) -> None:
-        """Go back to the newest release that is not quarantined, which quarantines the present one."""
+        """Go back to the newest release that is not quarantined, which quarantines the current one."""
         live = self.live
         if live is None:
             raise RefusedError("NotFoundError")
@@ -85,7 +85,7 @@ class Run:
     state: str = "pending"
     stopping: bool = False
     done: int = 0  # of its jobs
-    tries: int = 0  # of the present one
+    tries: int = 0  # of the current one
     job: str | None = None  # `lives`, or how it ended
     made: dict[str, int] = field(default_factory=lambda: dict.fromkeys(JOBS, 0))  # attempts, all in all
     told: float | None = None  # when its job was told to stop

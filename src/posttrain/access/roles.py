@@ -11,7 +11,7 @@ from posttrain.store.hosts import Ledger
 
 
 def role_of(ledger: Ledger, identity: Identity) -> Role | None:
-    """Return an identity's present role in the ledger's project; None: it has no role.
+    """Return an identity's current role in the ledger's project; None: it has no role.
 
     While no principal has a role yet, a user whom the operating system lets open the ledger is its admin: a workspace
     of one user. A token never grants more than its scopes.

@@ -204,7 +204,7 @@ class Models(Verbs):
 
 @dataclass(frozen=True, slots=True)
 class Whoami:
-    """The caller, and the caller's roles in the present project and in others."""
+    """The caller, and the caller's roles in the current project and in others."""
 
     principal: str
     auth: str  # how the caller was identified: os | token
@@ -281,7 +281,7 @@ class Access(Verbs):
         """Create a token that identifies a principal and limits its role in the project.
 
         Args:
-            role: the highest role that the token grants; None: the principal's present role.
+            role: the highest role that the token grants; None: the principal's current role.
 
         Raises:
             InputError: an invalid principal or role, a principal without a role, or too many days.

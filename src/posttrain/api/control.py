@@ -399,7 +399,7 @@ class Channels(Verbs):
         command="track",
     )
     def track_channel(self, name: Name) -> list[TrackerState]:
-        """Update every registry that follows a channel to the channel's present state."""
+        """Update every registry that follows a channel to the channel's current state."""
 
     @verb("POST /channels/{channel}/releases", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def promote(self, run_id: RunId, channel: Name, lift_quarantine: str = "") -> ReleaseEntry:
@@ -429,7 +429,7 @@ class Channels(Verbs):
 
     @verb("POST /approvals", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def approve(self, what: Word, channel: Name | None, reason: str) -> ApprovalStatus:
-        """Approve a pending request as the present principal; return the status of the request.
+        """Approve a pending request as the current principal; return the status of the request.
 
         Args:
             what: the id of a run whose model is to be released, or the digest of a request or a prefix of it.
@@ -512,7 +512,7 @@ class Channels(Verbs):
             protected: false removes the protection.
 
         Raises:
-            InputError: the present principal is the only possible approver.
+            InputError: the current principal is the only possible approver.
             ApprovalError: removing the protection is not approved yet; this call requests the approval.
         """
 
@@ -607,14 +607,14 @@ class Watcher(Protocol):
     """Reads one run repeatedly."""
 
     def read(self) -> RunStatus:
-        """Return the present status of the run."""
+        """Return the current status of the run."""
 
 
 class RunWatch(Protocol):
     """Waits for a run that another process drives."""
 
     def look(self) -> RunRecord:
-        """Return the present run. Raises DeadlineError after the timeout."""
+        """Return the current run. Raises DeadlineError after the timeout."""
 
     def rest(self, seconds: float) -> None:
         """Sleep until the next look."""

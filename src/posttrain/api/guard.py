@@ -21,7 +21,7 @@ class Guard:
     Args:
         asks: carries the verbs out.
         who: the caller's name in errors.
-        role: returns the caller's present role; None: no role.
+        role: returns the caller's current role; None: no role.
     """
 
     def __init__(self, asks: Asks, who: str, project: str, role: Callable[[], Role | None]) -> None:

@@ -1,6 +1,6 @@
 """Handles of the Python API: a run and a release channel, over any `Control`.
 
-A handle contains a name and no state: each access reads the present state.
+A handle contains a name and no state: each access reads the current state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """The present record of the run."""
+        """The current record of the run."""
         return self.control.run(self.id)
 
     @property

@@ -114,7 +114,7 @@ class ChannelView:
     deployments: tuple[Deployment, ...]
     quarantine: tuple[Quarantine, ...]
     looks: tuple[Look, ...]  # evaluations of the data that judged the live release
-    frozen: Event | None  # of the present freeze; None: not frozen
+    frozen: Event | None  # of the current freeze; None: not frozen
 
 
 @dataclass(frozen=True, slots=True)

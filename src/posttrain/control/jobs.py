@@ -55,7 +55,7 @@ def code_of(stages: Iterable[tuple[str, str]], trainers: Mapping[str, Trainer]) 
 
 
 def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
-    """Return the present digest of a name in `code`.
+    """Return the current digest of a name in `code`.
 
     Raises:
         InputError: the trainer or kind is no longer installed, or its package is broken.
@@ -236,7 +236,7 @@ def spec_of(
 
 
 def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
-    """Return how the present environment differs from the run's; empty: it does not, or the executor does not attest.
+    """Return how the current environment differs from the run's; empty: it does not, or the executor does not attest.
 
     The first call of a run pins the environment.
     """

@@ -476,7 +476,7 @@ def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptR
 def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     """Return the failure if secrets that a run's rewards still need are missing, before anything computes; else None.
 
-    They are looked up with the driver's present configuration, which may have changed since submission.
+    They are looked up with the driver's current configuration, which may have changed since submission.
     """
     left = [one.name for one in view.stages if not is_final("stage", one.state)]
     named = sorted({name for one in left for name in secrets_of_rewards(view.manifest.stage(one))})

@@ -30,7 +30,7 @@ from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
 T = TypeVar("T")
-_MARGIN = 0.02  # maximum of the suggested gate; `plan` prints its power on the present items
+_MARGIN = 0.02  # maximum of the suggested gate; `plan` prints its power on the current items
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
 _LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
 _TEXTS = ("prompt", "answer", "response", "extracted")

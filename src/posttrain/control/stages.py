@@ -183,7 +183,7 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
         state=StageState.FAILED,
         reason=Reason.CODE_CHANGED,
         message=message,
-        next_action="submit the run file again, which locks the present code",
+        next_action="submit the run file again, which locks the current code",
     )
     return True
 

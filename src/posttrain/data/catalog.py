@@ -496,7 +496,7 @@ def _told(asset: Asset, error: PosttrainError) -> PosttrainError:
     version = f" --version {asset.meta[VERSION]}" if asset.meta.get(VERSION) else ""
     again = f"posttrain asset add {asset.kind}:{asset.name} --external {asset.meta[URI]}{version}"
     if isinstance(error, ChangedError):
-        way = f"restore it, or register the present bytes: {again} --checksum {error.found}"
+        way = f"restore it, or register the current bytes: {again} --checksum {error.found}"
         return IntegrityError(f"{asset.ref}: {error}; {way}")
     if isinstance(error, NotFoundError):
         return NotFoundError(f"{asset.ref}: {error}; restore it, or register the data set from its new place")

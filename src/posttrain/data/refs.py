@@ -335,7 +335,7 @@ class Source(StrEnum):
     REGISTRY = "registry"  # a version registered in this workspace
     PATH = "path"  # a local file or folder
     HUB = "hub"  # the local cache of the Hugging Face hub
-    CHANNEL = "channel"  # a present or past release of a channel of this workspace
+    CHANNEL = "channel"  # a current or past release of a channel of this workspace
     RUN = "run"  # the output of a stage of a run of this workspace
     MODULE = "module"  # a reward of an installed package
 

@@ -181,7 +181,7 @@ class StaleWriteError(ConflictError):
 
 
 class WorkspaceError(PosttrainError):
-    """The workspace cannot be used in its present state."""
+    """The workspace cannot be used in its current state."""
 
     exit_code = 10
 

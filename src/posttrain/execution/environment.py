@@ -68,7 +68,7 @@ class Environment:
 def read_environment(
     roots: Sequence[str] | None = None, packages: Sequence[str] = (), known: Collection[str] = ()
 ) -> Environment:
-    """Return the present environment.
+    """Return the current environment.
 
     Args:
         roots: folders; by default this interpreter's standard library, its site-packages and this package.

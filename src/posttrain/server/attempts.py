@@ -77,7 +77,7 @@ class Granting:
         JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
     def keep(self) -> None:
-        """Renew the grants of living jobs when due, and write the server's present address into their folders.
+        """Renew the grants of living jobs when due, and write the server's current address into their folders.
 
         Raises:
             PosttrainError: ledger or server are away; call again later.

@@ -210,7 +210,7 @@ class Authentication:
         """Return the asker's `Control` over their project.
 
         Args:
-            request: id of the present request, for the event log.
+            request: id of the current request, for the event log.
 
         Raises:
             NotFoundError: there is no such project, or the asker has no role there.

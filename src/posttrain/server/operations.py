@@ -159,7 +159,7 @@ class Once:
             self._repeats.done(key, _OK, None)
 
     def _number(self, verb: str) -> str:
-        """Return the id of the present try; for a verb that continues an earlier try, the next free id."""
+        """Return the id of the current try; for a verb that continues an earlier try, the next free id."""
         if verb not in _GOES_ON:
             return self._request
         tries = (self._request, *(f"{self._request}{number:02x}" for number in range(1, _TRIES)))

@@ -163,7 +163,7 @@ def flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
-    """Update every registry to the channel's present state.
+    """Update every registry to the channel's current state.
 
     Returns:
         Their states.

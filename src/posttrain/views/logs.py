@@ -318,7 +318,7 @@ class RunWatch:
         self._told = False
 
     def look(self) -> RunRecord:
-        """Return the present run.
+        """Return the current run.
 
         Raises:
             DeadlineError: the deadline passed and the run is not final.

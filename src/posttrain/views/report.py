@@ -61,7 +61,7 @@ def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = No
 
 
 def read_report(workspace: OpenWorkspace, run_id: str) -> RunReport:
-    """Return the present contents of a run's page.
+    """Return the current contents of a run's page.
 
     Raises:
         NotFoundError: the run does not exist.

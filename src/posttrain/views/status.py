@@ -378,7 +378,7 @@ class RunWatcher:
         self._listed = False  # read nothing beyond the given rows
 
     def read(self) -> RunStatus:
-        """Return the present status of the run.
+        """Return the current status of the run.
 
         Raises:
             NotFoundError: the run does not exist.

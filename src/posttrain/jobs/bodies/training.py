@@ -228,7 +228,7 @@ class Trained:
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, folder: Path) -> None:
-        """Write the present model in Hugging Face format."""
+        """Write the current model in Hugging Face format."""
         self.save_model(folder)
         self.tokenizer.save_pretrained(folder)
 

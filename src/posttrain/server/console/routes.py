@@ -85,7 +85,7 @@ class Live:
         self.followers = 0
 
     def mark(self, visit: Visit, of: str) -> str:
-        """Return a hash of the present state of a page.
+        """Return a hash of the current state of a page.
 
         Raises:
             InputError: there is no such page.

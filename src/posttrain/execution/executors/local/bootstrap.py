@@ -55,7 +55,7 @@ def trouble(folder: Path) -> str:
         return ""
     return (
         f"the environment must be the one that the run began with, got {found.differs(expected)}; "
-        "restore it, or accept the present one with posttrain retry"
+        "restore it, or accept the current one with posttrain retry"
     )
 
 
