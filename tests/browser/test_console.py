@@ -155,6 +155,15 @@ def test_curves_take_a_log_scale_and_zoom_together(page: Any, world: ConsoleWorl
     assert {tuple(map(float, one.get_attribute("viewBox").split())) for one in card.locator(".lin .plot").all()} == {
         tuple(map(float, one.split())) for one in whole
     }
+    page.keyboard.press("+")  # zooms by the keyboard, in every card
+    near = [one.get_attribute("viewBox") for one in page.locator("svg.axes .plot").all()]
+    assert all(one != before for one, before in zip(near[: len(whole)], whole, strict=True))
+    page.wait_for_selector("#following:not([hidden])")
+    world.bench.control(world.bench.person("dee", Role.SUBMITTER)).note(world.run, "seen by all")
+    page.wait_for_selector("text=seen by all", timeout=120_000)
+    assert [one.get_attribute("viewBox") for one in page.locator("svg.axes .plot").all()] == near  # a refresh keeps it
+    page.keyboard.press("0")
+    assert len({one.get_attribute("viewBox") for one in card.locator(".lin .plot").all()} & set(near)) == 0
     assert page.troubles == []
 
 

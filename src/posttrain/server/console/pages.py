@@ -220,7 +220,7 @@ def decide(visit: Visit) -> Response:
     ):
         raise InputError("no pending approval has this name; open the channel again")
     visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
-    return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
+    return visit.goes_to("/approvals" if form.get("inbox") else f"/channels/{_quoted(found.record.name)}")
 
 
 def note(visit: Visit) -> Response:

@@ -33,6 +33,7 @@
     if (!answer.ok) throw new Error(String(answer.status));
     return new DOMParser().parseFromString(await answer.text(), "text/html");
   };
+  const controls = (part) => [...part.querySelectorAll("a[href], button, summary, input, select")];
   // The same element with what the other one shows; what is open, chosen or being written stays so.
   const take = (old, fresh) => {
     if (old.innerHTML === fresh.innerHTML) return false;
@@ -40,14 +41,18 @@
     if ([...old.querySelectorAll("textarea")].some((one) => one.value.trim() !== "")) return false; // a reason is being written
     const open = [...old.querySelectorAll("details")].map((one) => one.open);
     const chosen = new Set([...old.querySelectorAll("input:checked")].map((one) => one.value));
-    const at = rows().indexOf(document.activeElement);
+    const at = rows().indexOf(document.activeElement), place = controls(old).indexOf(document.activeElement);
+    const label = place < 0 ? "" : document.activeElement.textContent;
     old.replaceChildren(...fresh.childNodes);
     old.toggleAttribute("data-over", fresh.hasAttribute("data-over"));
     const now = [...old.querySelectorAll("details")];
     if (now.length === open.length) now.forEach((one, place) => { one.open = open[place]; });
     old.querySelectorAll("input[type=checkbox]").forEach((one) => { one.checked = chosen.has(one.value); });
     filter();
+    ranges.forEach(([from, to], card) => { if (cards()[card]) zoom(cards()[card], from, to); });
+    const same = place < 0 ? null : controls(old)[place];
     if (at >= 0) (rows()[at] || document.body).focus({ preventScroll: true });
+    else if (same && same.textContent === label) same.focus({ preventScroll: true });
     return true;
   };
   let busy = false, again = false;
@@ -133,7 +138,15 @@
 
   // --- zoom --------------------------------------------------------------------------------------------------------
   // Dragging across a curve shows a part of the steps in all curves of the card; a double click shows all of them.
-  const zoom = (card, from, to) => card.querySelectorAll("svg.axes").forEach((one) => {
+  const ranges = new Map(); // the place of a card on the page -> the first and last step that it shows
+  const cards = () => [...new Set([...document.querySelectorAll("svg.axes")].map((one) => one.closest(".card") || one.parentElement))];
+  const all = (card, from, to) => [...card.querySelectorAll("svg.axes")].every(
+    (one) => from <= Number(one.dataset.first) && to >= Number(one.dataset.last));
+  const zoom = (card, from, to) => {
+    if (all(card, from, to)) ranges.delete(cards().indexOf(card)); else ranges.set(cards().indexOf(card), [from, to]);
+    card.querySelectorAll("svg.axes").forEach((one) => show(one, from, to));
+  };
+  const show = (one, from, to) => {
     const plot = one.querySelector(".plot"), first = Number(one.dataset.first), last = Number(one.dataset.last);
     const left = plot.x.baseVal.value, width = plot.width.baseVal.value, height = plot.height.baseVal.value;
     const whole = from <= first && to >= last, scale = width / ((last - first) || 1);
@@ -150,7 +163,7 @@
       for (const [key, value] of [["class", "range"], ["x", x], ["y", height + 12], ["text-anchor", anchor]]) text.setAttribute(key, value);
       one.append(text);
     }
-  });
+  };
   const stepAt = (one, event) => { // the step under the pointer, by what the curve shows now
     const plot = one.querySelector(".plot"), box = plot.getScreenCTM(), view = plot.viewBox.baseVal;
     const inside = (event.clientX - box.e) / box.a, left = plot.x.baseVal.value, width = plot.width.baseVal.value;
@@ -170,6 +183,13 @@
     if (Math.abs(to - from) >= 1) zoom(card, Math.min(from, to), Math.max(from, to));
   });
   addEventListener("pointercancel", () => { drag = null; });
+  const narrow = (by) => cards().forEach((card, place) => { // 0: all steps; the newest steps stay in view
+    const { first, last } = card.querySelector("svg.axes").dataset;
+    const [from, to] = ranges.get(place) || [Number(first), Number(last)], width = (to - from) * by;
+    const end = by > 1 ? Math.min(Number(last), to + (to - from) / 2) : to;
+    if (by === 0) zoom(card, Number(first), Number(last));
+    else if (width >= 1) zoom(card, Math.max(Number(first), end - width), end);
+  });
   document.addEventListener("dblclick", (event) => {
     const one = event.target.closest && event.target.closest("svg.axes");
     if (one) zoom(one.closest(".card") || one.parentElement, Number(one.dataset.first), Number(one.dataset.last));
@@ -200,6 +220,7 @@
       x: row ? () => { const box = row.querySelector("input[type=checkbox]"); if (box) box.click(); } : null,
       "/": search ? () => { search.focus(); search.select(); } : null,
       g: () => { going = Date.now(); },
+      "+": () => narrow(0.5), "-": () => narrow(2), "0": () => narrow(0),
       "?": keys ? () => keys.showModal() : null,
     }[event.key];
     if (does) { event.preventDefault(); does(); }
