@@ -60,6 +60,16 @@ def test_the_reason_says_the_numbers() -> None:
     assert "is 0.5 against the channel's 0.95 on the same 200 items, a difference of -0.45" in reason
 
 
+@pytest.mark.parametrize(("right", "items"), [(92, 100), (46, 50), (20, 20), (455, 500)])
+def test_an_inconclusive_verdict_names_the_items_that_decide(right: int, items: int) -> None:
+    reason = absolute(rate(right, items)).reason
+    named = int(reason.rpartition("judge on about ")[2].removesuffix(" items.").replace(",", ""))
+    assert absolute(rate(round(named * right / items), named)).outcome is Outcome.PASS
+    fewer = named // 2
+    assert absolute(rate(round(fewer * right / items), fewer)).outcome is Outcome.INCONCLUSIVE
+    assert absolute(rate(18, 20)).reason.endswith("judge on more items.")  # exactly on the threshold
+
+
 @pytest.mark.parametrize(
     ("rule", "candidate", "baseline"),
     [(ACCURACY, rate(18, 20), None), (MARGIN, rate(180, 200), rate(184, 200))],

@@ -359,7 +359,23 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
     if outcome is Outcome.FAIL:
         short = abs(rule.threshold - measured.quantity)
         return f"{seen}, which misses {asked}{',' if short else ''}{_by(short)}; its {limit} misses it{_by(missed_by)}."
-    return f"{seen}, which meets {asked}, but its {limit} misses it{_by(missed_by)}: judge on more items."
+    enough = _enough_items(rule, measured, items)
+    return f"{seen}, which meets {asked}, but its {limit} misses it{_by(missed_by)}: judge on {enough}."
+
+
+def _enough_items(rule: GateRule, measured: _Measured, items: int) -> str:
+    """Name the number of items on which the same estimate would pass.
+
+    The distance of the limit from the estimate shrinks with the square root of the items; without any spread, with the
+    items.
+    """
+    margin, distance = abs(measured.quantity - rule.threshold), abs(measured.quantity - measured.limit)
+    even = measured.details.get("deviation") == 0 or measured.details.get("right") in (0, items)
+    if distance > 1_000 * margin:
+        return "more items"
+    count = items * distance / margin * (1.1 if even else distance / margin)
+    scale = 10 ** max(0, int(math.log10(count)) - 1)  # two digits: the estimate will move
+    return f"about {math.ceil(count / scale) * scale:,} items"
 
 
 def _judge_empty_channel(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Verdict:
