@@ -1,4 +1,4 @@
 """Side-by-side measurements; `python -m benchmarks` runs them all.
 
-Nothing here is imported by the product or its tests.
+Neither the product nor its tests import these modules.
 """

@@ -1,8 +1,8 @@
-"""Every benchmark of speed, one after the other, each in a process of its own.
+"""Runs every benchmark of speed, one after the other, each in a separate process.
 
     python -m benchmarks [--json DIR] [--tiny]
 
-The levels of gates are no matter of speed: `python -m benchmarks.gates`.
+The levels of gates have a separate command: `python -m benchmarks.gates`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SUITES = (  # a benchmark, with options of its own
+SUITES = (  # benchmark and options
     "rollout",
     "rollout --size 24m",
     "versions",
@@ -36,11 +36,11 @@ SUITES = (  # a benchmark, with options of its own
     "serving",
 )
 
-ON_RUNS = ("ledger", "serving")  # that look at the same workspace of real runs, which takes minutes to make
+ON_RUNS = ("ledger", "serving")  # these share a workspace of real runs, which takes minutes to create
 
 
 def file_name(suite: str) -> str:
-    """What its figures are written to."""
+    """Return the name of the file for the figures."""
     return f"{suite.replace(' --', '-').replace(' ', '-')}.json"
 
 

@@ -1,16 +1,16 @@
-"""What the single controller costs: its share of a GRPO step, the cost of tracing, and how dispatch grows.
+"""The cost of the single controller: its share of a GRPO step, tracing, and the growth of dispatch.
 
     python -m benchmarks.controller [--json FILE] [--steps N] [--ray] [--plot FILE.png] [--tiny]
 
 Overhead: GRPO steps of a 0.9 M parameter model (32 prompts x 8, as in benchmarks.training) through worker groups in
-one process. The controller's share of a step is its time less what workers' methods ran and less the reward function:
+one process. The controller's share of a step is the step's time minus the workers' methods and the reward function:
 sampling prompts, packing, advantages, dispatch, spans. Target: at most 2 %.
 
-Tracing: the facts of each step, calls and the recorded samples included, are written through the attempt folder's
-EventWriter, flush and fsync included; their time over the step's. Target: at most 2 %.
+Tracing: the facts of each step, including calls and recorded samples, are written through the attempt folder's
+EventWriter, with flush and fsync. The figure is their time as a share of the step. Target: at most 2 %.
 
-Growth: one `each` and one `map` on workers that do nothing, 1 to 64 ranks and 64 to 16384 documents of log-normal
-length, medians; with --ray also on Ray actors, in processes of their own.
+Growth: one `each` and one `map` on workers that do nothing, with 1 to 64 ranks and 64 to 16384 documents of log-normal
+length; medians. With --ray they also run on Ray actors, in separate processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from posttrain.sandbox.port import ScriptedReward
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
-TARGET = 0.02  # of a step, at most: for the controller, and for tracing
+TARGET = 0.02  # maximum share of a step, for the controller and for tracing
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 DOCUMENTS = (64, 256, 1024, 4096, 16384)
 TINY_RANKS, TINY_DOCUMENTS = (1, 2), (16,)
@@ -73,7 +73,7 @@ class Share:
 
 
 def recipe(recorder: Recorder, tiny: bool, seed: int = 0) -> OnPolicy:
-    """GRPO on a model that was taught the task for a few seconds."""
+    """Return GRPO on a model that was trained on the task for a few seconds."""
     tokenizer = character_tokenizer(SIZE.characters)
     module = initial_model(SIZE, tokenizer, seed)
     teach(module, tokenizer, *([2] if tiny else []))
@@ -92,7 +92,7 @@ def recipe(recorder: Recorder, tiny: bool, seed: int = 0) -> OnPolicy:
 
 
 def shares(steps: int, tiny: bool = False) -> Share:
-    """Measure `steps` steps after one that is not."""
+    """Measure `steps` steps after a warm-up step."""
     facts: list[Fact] = []
     recorder = Recorder(facts.append)
     grpo = recipe(recorder, tiny)
@@ -132,7 +132,7 @@ def _samples(facts: list[Fact]) -> int:
 
 
 def growth(open_pool: Callable[[int], ResourcePool], tiny: bool = False) -> dict[str, dict[int, float]]:
-    """Median seconds of `each` by ranks, of `map` (1024 documents) by ranks, and of `map` (8 ranks) by documents."""
+    """Return median seconds of `each` by ranks, `map` (1024 documents) by ranks, and `map` (8 ranks) by documents."""
     found: dict[str, dict[int, float]] = {"each": {}, "map": {}, "documents": {}}
     several = 2 if tiny else 8
     for ranks in TINY_RANKS if tiny else RANKS:
@@ -165,7 +165,7 @@ def _median(call: Callable[[], Any], rounds: int = 7) -> float:
 
 
 def draw(curves: dict[str, dict[str, dict[int, float]]], path: Path) -> None:
-    """The growth as a picture."""
+    """Plot the growth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,7 +190,7 @@ def draw(curves: dict[str, dict[str, dict[int, float]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, draw; exit 1 when a target is missed."""
+    """Measure, print, plot; exit 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)

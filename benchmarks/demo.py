@@ -1,17 +1,17 @@
-"""`make demo` of two checkouts in turns: what a change, or a version, did to the whole product.
+"""Compares `make demo` of two checkouts, alternately: the effect of a change or a version on the whole product.
 
     python -m benchmarks.demo OTHER [--python PYTHON] [--rounds N] [--json FILE] [--tiny]
 
-OTHER is the folder of another checkout of this repository, PYTHON the interpreter that plays it (by default its
-.venv's, or this one where it has none). A play is what `make demo` types, its seed included: `posttrain demo` in the
-checkout's folder, its sources before what the interpreter has installed, its workspace in a temporary folder of its
-own. Jobs of version 0.1 take such sources; those of later versions take what is installed alone, and refuse: so this
-checkout must be what this interpreter has installed, and another one than 0.1 needs a .venv (`make setup` there).
+OTHER is the folder of another checkout of this repository, PYTHON the interpreter for it (by default that of its .venv,
+or this one if it has none). A play is the command of `make demo`, with the same seed: `posttrain demo` in the
+checkout's folder, with its sources first on the path and its workspace in a separate temporary folder. Jobs of version
+0.1 use such sources; those of later versions accept only the installed package. Therefore this checkout must be
+installed in this interpreter, and a checkout later than 0.1 needs a .venv (`make setup` there).
 
-A round is a play of both, and each side begins every other round. Counted is the processor time of everything that a
-play starts (`benchmarks.process_tree`), and wall time beside it; ratios are this checkout's over the other's, inside
-each round; reported are the median and the range. The bound is the other version: what it took to do the same. A tiny
-round makes a workspace and plays nothing in it.
+A round is a play of both, and the sides take turns to begin. Measured are the processor time of all processes of a play
+(`benchmarks.process_tree`) and the wall time. Ratios are this checkout's over the other's, within each round; the
+median and the range are reported. The bound is the other version's time. A tiny round creates a workspace and plays
+nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.judging import at_most, judge
 from benchmarks.versions import HERE, asked, interpreter
 
-TARGET = 1.05  # times the other's processor seconds, at most, in the median
+TARGET = 1.05  # maximum ratio of processor seconds, median
 DEMO, TINY = ("demo", "--workspace"), ("init",)  # and a new folder
 SHOWN = 2000  # characters of a play that failed
 
@@ -44,7 +44,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians in seconds of both sides, and how many times the other's this checkout's are."""
+    """Medians in seconds of both sides, and the ratio of this checkout's to the other's."""
 
     time: str  # processor or wall
     here: float
@@ -56,19 +56,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Side:
-    """A checkout and the interpreter that plays it."""
+    """A checkout and its interpreter."""
 
     folder: Path
     python: Path
 
     def environment(self) -> dict[str, str]:
-        """What the Makefile sets, and this checkout's sources; nobody's workspace or server."""
+        """Return the Makefile's variables and the checkout's sources, without any workspace or server."""
         found = {name: value for name, value in os.environ.items() if not name.startswith("POSTTRAIN_")}
         own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": ""}
         return {**found, **own, "PYTHONPATH": str(self.folder / "src")}
 
     def check(self) -> None:
-        """Raises SystemExit where other sources would be played."""
+        """Raise SystemExit if other sources would be played."""
         words = [str(self.python), "-c", "import posttrain; print(posttrain.__file__)"]
         told = subprocess.run(
             words, cwd=self.folder, env=self.environment(), stdout=subprocess.PIPE, text=True, check=False
@@ -77,7 +77,7 @@ class Side:
             raise SystemExit(f"{self.python} must take posttrain from {self.folder / 'src'}, got {told!r}")
 
     def play(self, words: Sequence[str]) -> Play:
-        """One command of posttrain's, in a new folder."""
+        """Run one posttrain command in a new folder."""
         with tempfile.TemporaryDirectory() as name, open(Path(name) / "log.txt", "w+") as log:
             command = [sys.executable, "-m", "benchmarks.process_tree", str(self.folder)]
             command += [str(self.python), "-m", "posttrain", *words, str(Path(name) / "played")]
@@ -92,7 +92,7 @@ class Side:
 
 
 def measure(sides: Sequence[Side], words: Sequence[str], rounds: int) -> list[tuple[Play, Play]]:
-    """Plays of both sides, this checkout and the other, in turn."""
+    """Play both sides alternately."""
     found = []
     for turn in range(rounds):
         plays = dict[int, Play]()
@@ -105,7 +105,7 @@ def measure(sides: Sequence[Side], words: Sequence[str], rounds: int) -> list[tu
 
 
 def summary(rounds: Sequence[tuple[Play, Play]]) -> list[Result]:
-    """Of processor and of wall time."""
+    """Return the results for processor and wall time."""
     results = []
     for time in ("processor", "wall"):
         own, others = ([float(getattr(play, time)) for play in plays] for plays in zip(*rounds, strict=True))
@@ -116,7 +116,7 @@ def summary(rounds: Sequence[tuple[Play, Play]]) -> list[Result]:
 
 
 def main() -> None:
-    """Print the table; exit 1 when this checkout takes longer."""
+    """Print the table; exit 1 if this checkout takes longer than the target."""
     options = asked(
         "make demo of two checkouts in turns", 3, "one round that makes a workspace: that it runs, no figures"
     )

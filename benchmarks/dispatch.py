@@ -1,16 +1,15 @@
-"""How evenly a batch is split over ranks, and what splitting it costs.
+"""How evenly a batch is split over ranks, and the cost of splitting.
 
     python -m benchmarks.dispatch [--json FILE] [--plot FILE.png] [--draws N] [--tiny]
 
-Imbalance is the heaviest rank's cost over the mean rank's: with 1.25 the mean rank idles for a fifth of the step.
-Response lengths are lognormal with sigma 0.99 and mean 256 tokens. Samples of one prompt stand next to each other,
-eight of each, and resemble each other: half of the variance is taken to be the prompt's, which is what makes contiguous
-chunks worse than items dealt in turn. Costs are tokens, or tokens and causal attention of a model with 0.85 M
-parameters in 4 layers.
+Imbalance is the heaviest rank's cost over the mean rank's: with 1.25 the mean rank is idle for a fifth of the step.
+Response lengths are lognormal with sigma 0.99 and mean 256 tokens. The eight samples of a prompt are adjacent and
+similar: half of the variance is assumed to be between prompts, so contiguous chunks are worse than items dealt in turn.
+Costs are tokens, or tokens and causal attention of a model with 0.85 M parameters in 4 layers.
 
-Beside `pacing.balance.balance` stand what one does without it (equal counts: contiguous chunks, or items dealt in
-turn) and Karmarkar-Karp differencing; the floor is what no split goes below, the bound what ours is proven not to
-exceed. Each number is the median over draws; times are CPU time of this process, best of the draws.
+`pacing.balance.balance` is compared with splits into equal counts (contiguous chunks, or items dealt in turn) and with
+Karmarkar-Karp differencing. The floor is a lower limit of any split, the bound a proven upper limit of ours. Each
+number is the median over draws; times are CPU time of this process, best of the draws.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ COSTS = {
     "tokens + attention": CostModel.of_model(parameters=850_000, layers=4, attention_width=128),
 }
 LARGEST = 100_000  # items on 64 ranks
-TARGET_SECONDS = 0.3  # for the largest
-TARGET_ABOVE_FLOOR = 1.01  # with four items a rank or more
+TARGET_SECONDS = 0.3  # maximum seconds for `LARGEST`
+TARGET_ABOVE_FLOOR = 1.01  # maximum ratio to the floor with four or more items per rank
 
 _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("equal-count chunks", {"color": "#b3432b", "marker": "s"}),
@@ -74,7 +73,7 @@ class Row:
 
 
 def draw_lengths(count: int, seed: int) -> list[int]:
-    """Response lengths in tokens, the samples of a prompt next to each other."""
+    """Return response lengths in tokens; the samples of a prompt are adjacent."""
     rng = random.Random(seed)
     between, within = SIGMA * math.sqrt(OF_PROMPT), SIGMA * math.sqrt(1 - OF_PROMPT)
     lengths: list[int] = []
@@ -85,7 +84,7 @@ def draw_lengths(count: int, seed: int) -> list[int]:
 
 
 def karmarkar_karp(costs: Sequence[int], parts: int) -> Assignment:
-    """Largest differencing: the two most uneven partial splits are joined, heaviest part upon lightest."""
+    """Return the split of largest differencing: join the most uneven partial splits, heaviest part with lightest."""
     empty: tuple[tuple[int, tuple[int, ...]], ...] = ((0, ()),) * (parts - 1)
     heap = [(-cost, item, ((cost, (item,)), *empty)) for item, cost in enumerate(costs)]
     heapq.heapify(heap)
@@ -100,18 +99,18 @@ def karmarkar_karp(costs: Sequence[int], parts: int) -> Assignment:
 
 
 def in_turn(costs: Sequence[int], parts: int) -> Assignment:
-    """Item i to part i modulo parts."""
+    """Return the split that assigns item i to part i modulo parts."""
     return Assignment.of(costs, [range(part, len(costs), parts) for part in range(parts)])
 
 
 def chunks(costs: Sequence[int], parts: int) -> Assignment:
-    """Contiguous runs of equal counts."""
+    """Return the split into contiguous chunks of equal counts."""
     edges = [part * len(costs) // parts for part in range(parts + 1)]
     return Assignment.of(costs, [range(start, end) for start, end in itertools.pairwise(edges)])
 
 
 def measure(cost: str, batch: int, ranks: int, draws: int) -> Row:
-    """One row of the report."""
+    """Return one row of the report."""
     splits: dict[str, list[float]] = {name: [] for name in ("ours", "karmarkar_karp", "in_turn", "chunks")}
     seconds: dict[str, list[float]] = {"ours": [], "karmarkar_karp": []}
     floors, bounds = [], []
@@ -138,12 +137,12 @@ def measure(cost: str, batch: int, ranks: int, draws: int) -> Row:
 
 
 def imbalance_report(draws: int = 9) -> list[Row]:
-    """Every cost, batch size and number of ranks."""
+    """Return rows for every cost, batch size and number of ranks."""
     return [measure(cost, batch, ranks, draws) for cost in COSTS for batch in BATCHES for ranks in RANKS]
 
 
 def largest_seconds() -> dict[str, float]:
-    """CPU seconds that `balance` takes for 100 000 items on 64 ranks, by cost."""
+    """Return the CPU seconds of `balance` for 100 000 items on 64 ranks, by cost."""
     lengths = draw_lengths(LARGEST, 0)
     return {
         name: min(_timed(balance, model.costs(lengths), RANKS[-1])[1] for _ in range(3))
@@ -160,7 +159,7 @@ def _timed(
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Imbalance over ranks: a row of panels per cost, a column per batch size."""
+    """Plot imbalance over ranks: a row of panels per cost, a column per batch size."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(COSTS), len(BATCHES), sharex=True, sharey=True, squeeze=False)
@@ -197,7 +196,7 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def claims(rows: Sequence[Row], largest: dict[str, float]) -> list[Claim]:
-    """Every target: near the floor, no worse than another split or the bound, in time."""
+    """Return the claims: near the floor, not worse than the other splits or the bound, fast enough."""
     found = []
     for row in rows:
         where = f"imbalance of {row.batch} items on {row.ranks} ranks by {row.cost}"
@@ -209,7 +208,7 @@ def claims(rows: Sequence[Row], largest: dict[str, float]) -> list[Claim]:
 
 
 def main() -> None:
-    """Print the tables; exit 1 when a target is missed."""
+    """Print the tables; exit 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Imbalance of dispatch beside equal counts, and its cost")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--plot", type=Path, help="also draw the imbalances into this PNG")
@@ -237,7 +236,7 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     if options.plot:
         plot(rows, options.plot)
-    judge(claims(rows, largest))  # a tiny one, too: what is counted depends on no machine
+    judge(claims(rows, largest))  # also for a tiny round, because these counts do not depend on the machine
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A pool whose calls end when those of another machine would: one rank in a thread, and seconds that decoding seems to
-take. For benchmarks on one machine; what it computes is real, and counted in.
+"""A pool that emulates another machine: one rank in a thread, whose decoding ends after a given time.
+
+For benchmarks on one machine. The computation is real, and its time is included.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from posttrain.engine.groups.port import Answer, Call, Flow, Stored
 
 @dataclass
 class Running:
-    """A call in the other thread."""
+    """A call in the pool's thread."""
 
     role: str
     rank: int
@@ -26,16 +27,16 @@ class Running:
     answer: Future[Answer[Any]]
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         return self.answer.done()
 
     def answered(self) -> Answer[Any] | None:
-        """None before it has."""
+        """Return the answer; None before the call has ended."""
         return self.answer.result() if self.answer.done() and not self.answer.exception() else None
 
 
 class Arriving:
-    """What a generator in the other thread yields."""
+    """The answers of a generator in the pool's thread."""
 
     def __init__(self, role: str, rank: int) -> None:
         self.role, self.rank, self.ended = role, rank, False
@@ -43,11 +44,11 @@ class Arriving:
         self._taken, self._begun = 0, time.time()
 
     def taken(self) -> Answer[int]:
-        """How many."""
+        """Return the number of answers taken."""
         return Answer(self._taken, self._begun, time.time() - self._begun)
 
     def take(self, timeout: float) -> list[Any]:
-        """What is there; waits for the first."""
+        """Return the answers that have arrived; wait for the first."""
         found: list[Any] = []
         with suppress(Empty):
             while not self.ended:
@@ -61,21 +62,21 @@ class Arriving:
 
 
 class Elsewhere:
-    """One rank in a thread of its own; generating takes so many seconds."""
+    """One rank in a separate thread; generation takes `decode_seconds`."""
 
     name = "inline"
 
     def __init__(self, pool: str) -> None:
         self._inner, self._thread = InlineBackend(pool=pool), ThreadPoolExecutor(1)
-        self.decode_seconds = self.generated = 0.0  # as it shall seem, and as the last call really took
-        self.arrived: list[tuple[float, Any]] = []  # what the last stream yielded, and after how many seconds
+        self.decode_seconds = self.generated = 0.0  # the emulated time, and the real time of the last call
+        self.arrived: list[tuple[float, Any]] = []  # (seconds since the start, answer) of the last stream
         self.pool, self.ranks, self.contexts = pool, 1, self._inner.contexts
         self.processes = self._inner.processes
 
     def start(
         self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
     ) -> None:
-        """As a pool in this process."""
+        """See `Backend.start`; in this process."""
         self._inner.start(role, worker, args, kwargs, timeout)
 
     def submit(
@@ -86,7 +87,7 @@ class Elsewhere:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Call[Any]]:
-        """Returns at once."""
+        """See `Backend.submit`; returns immediately."""
 
         def run() -> Answer[Any]:
             (answer,) = self._inner.wait(self._inner.submit(role, ranks, method, args, kwargs), 60.0)
@@ -102,7 +103,7 @@ class Elsewhere:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Call[Stored[Any]]]:
-        """As a pool in this process, after what runs."""
+        """See `Backend.submit_stored`; runs after the current call."""
         done = self._thread.submit(lambda: self._inner.submit_stored(role, ranks, method, args, kwargs))
         return done.result()
 
@@ -114,13 +115,13 @@ class Elsewhere:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Flow[Any]]:
-        """Returns at once; what it yields comes when it shall seem to."""
+        """See `Backend.submit_stream`; returns immediately, and answers arrive at their emulated times."""
         flow = Arriving(role, ranks[0])
 
         def run() -> None:
             try:
                 arrive()
-            except Exception as error:  # raised where it is taken
+            except Exception as error:  # raised when it is taken
                 flow.queue.put(error)
 
         def arrive() -> None:
@@ -141,20 +142,20 @@ class Elsewhere:
         return [flow]
 
     def take(self, flows: Sequence[Flow[Any]], timeout: float) -> list[Any]:
-        """What has come."""
+        """Return the answers that have arrived."""
         (flow,) = flows
         assert isinstance(flow, Arriving)
         return flow.take(timeout)
 
     def wait(self, calls: Sequence[Call[Any]], timeout: float) -> list[Answer[Any]]:
-        """The answers."""
+        """Return the answers."""
         return [call.answer.result(timeout) if isinstance(call, Running) else _kept(call) for call in calls]
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Nobody is lost here."""
+        """Do nothing: no process can be lost."""
 
     def give_up(self, reason: str) -> None:
-        """Nothing here can be stuck."""
+        """Do nothing: no call can be stuck."""
 
     def close(self) -> None:
         """End the thread."""

@@ -16,9 +16,9 @@ class Empty:
         self._rank = context.rank
 
     def nothing(self) -> int:
-        """Only an answer."""
+        """Return an empty answer."""
         return self._rank
 
     def batch(self, batch: TokenBatch) -> TokenBatch:
-        """What it was given."""
+        """Return the argument."""
         return batch

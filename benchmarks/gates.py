@@ -1,13 +1,13 @@
-"""How often each gate passes a model that lies just on its threshold: the level, beside the nominal one.
+"""How often each gate passes a model exactly on its threshold: the level, compared with the nominal one.
 
     python -m benchmarks.gates            # the table of docs/gates.md, five minutes of processor time
     python -m benchmarks.gates --tiny     # its small cases, in seconds
 
 Every verdict comes from `posttrain.decision.gates.judge`. Rates and paired rates are enumerated: all results, weighted
-with their chances, at the worst threshold or nuisance rate of a grid. Means are simulated. The column `customary` is
-what the usual method does on the same case: Wilson's limit, Tango's score limit, a BCa bootstrap, or counting repeated
-rows as items. Exits 1 when an exact level is above the nominal one, or a simulated one by more than two
-standard errors.
+by their probabilities, at the worst threshold or nuisance rate of a grid. Means are simulated. The column `customary`
+is the level of the usual method on the same case: Wilson's limit, Tango's score limit, a BCa bootstrap, or counting
+repeated rows as items. Exits 1 if an exact level exceeds the nominal level, or a simulated level exceeds it by more
+than two standard errors.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Level:
 
     @property
     def holds(self) -> bool:
-        """Whether the level is at or under the nominal one, as far as it is known."""
+        """Whether the level is at most the nominal one, within two standard errors."""
         return self.level <= self.nominal + 2 * self.error + 1e-9
 
 
 def passes(rule: GateRule, ours: Array, theirs: Array | None, possible: ItemRange, seed: int = 0) -> bool:
-    """Whether the gate passes these values."""
+    """Return whether the gate passes these values."""
     ids = tuple(map(str, range(len(ours))))
     baseline = None if theirs is None else Evidence(ids, theirs, possible)
     verdict = judge(rule, Evidence(ids, ours, possible), baseline, channel_empty=False, seed=seed)
@@ -67,7 +67,7 @@ def passes(rule: GateRule, ours: Array, theirs: Array | None, possible: ItemRang
 
 
 def rate_levels(items: int, confidence: float, upper: bool) -> Level:
-    """The worst threshold of the grid for a rate against a number."""
+    """Return the level at the worst threshold of the grid, for a rate against a number."""
     counts = np.arange(items + 1)
     found: list[tuple[float, float]] = []
     for threshold in GRID:
@@ -84,7 +84,7 @@ def rate_levels(items: int, confidence: float, upper: bool) -> Level:
 
 
 def bits(right: int, items: int) -> Array:
-    """So many ones, then zeros."""
+    """Return `ones` ones, then zeros."""
     return np.repeat([1.0, 0.0], [right, items - right])
 
 
@@ -94,7 +94,7 @@ def _wilson(right: int, items: int, confidence: float, upper: bool) -> float:
 
 
 def repeated_levels(rows: int, times: int) -> Level:
-    """A suite that has every row several times, judged at .8; customary: each row an item."""
+    """Return levels of a suite with repeated rows, judged at .8; customary: each row is an item."""
     suite = [{"prompt": f"q{row}", "answer": "1"} for row in range(rows)] * times
     items = len(distinct_items(suite, "suite"))
     rule = GateRule(name="g", metric="m", at_least=0.8)
@@ -110,7 +110,7 @@ def repeated_levels(rows: int, times: int) -> Level:
 
 
 def paired_levels(items: int, threshold: float, confidence: float = 0.95, lower: bool = False) -> Level:
-    """The worst rate of losses for a difference of rates that is exactly the threshold."""
+    """Return the level at the worst rate of losses, for a difference of rates exactly on the threshold."""
     form = {"not_worse_than": "channel", "margin": -threshold} if threshold < 0 else {}
     form = form or {"better_than": "channel", "by": threshold}
     rule = GateRule(name="g", metric="m", confidence=confidence, direction="lower" if lower else "higher", **form)
@@ -129,7 +129,7 @@ def paired_levels(items: int, threshold: float, confidence: float = 0.95, lower:
 
 
 def _edge(items: int, good: Callable[[int, int], bool]) -> NDArray[np.int64]:
-    """For each number of losses the least gains that pass; `items + 1` where none do. It grows with the losses."""
+    """Return for each number of losses the minimum gains that pass (`items + 1`: none); it grows with the losses."""
     wanted, gained = np.full(items + 1, items + 1), 0
     for lost in range(items + 1):
         while gained + lost <= items and not good(gained, lost):
@@ -151,7 +151,7 @@ def _worst_nuisance(items: int, difference: float, wanted: NDArray[np.int64]) ->
 
 
 def tango(gained: int, lost: int, items: int, difference: float) -> float:
-    """The paired score statistic (Tango 1998, Stat. Med. 17): the customary test of a difference of paired rates."""
+    """Return the paired score statistic (Tango 1998, Stat. Med. 17), the customary test of paired rates."""
     linear = -gained - lost + (2 * items - gained + lost) * difference
     root = math.sqrt(max(linear**2 + 8 * items * lost * difference * (1 - difference), 0.0))
     variance = items * (2 * (root - linear) / (4 * items) + difference * (1 - difference))
@@ -163,7 +163,7 @@ def tango(gained: int, lost: int, items: int, difference: float) -> float:
 
 
 def rate_looks(items: int, looks: int) -> Level:
-    """How often one of several models on the threshold passes; customary: each judged as if it were the first."""
+    """Return how often any of several models on the threshold passes; customary: each is judged as the first look."""
     counts, rule = np.arange(items + 1), GateRule(name="g", metric="m", at_least=0.8)
     chances = stats.binom.pmf(counts, items, 0.8)
 
@@ -179,7 +179,7 @@ def rate_looks(items: int, looks: int) -> Level:
 
 
 def paired_looks(items: int, looks: int) -> Level:
-    """The same of models that are as good as the channel's, at the worst rate of losses of each look."""
+    """Return the same for models that are as good as the channel's, at the worst rate of losses of each look."""
     rule = GateRule(name="g", metric="m", better_than="channel")
     each = [Look(number, "corrected").rule(rule).confidence for number in range(1, looks + 1)]
     corrected = 1 - math.prod(1 - paired_levels(items, 0.0, confidence).level for confidence in each)
@@ -195,7 +195,7 @@ Draw = Callable[[np.random.Generator, int], Array]
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """What items are drawn from."""
+    """A distribution from which items are drawn."""
 
     name: str
     possible: ItemRange
@@ -204,7 +204,7 @@ class Population:
 
 
 def runaways(share: float, usual: float = 20.0, longest: float = 1024.0) -> Population:
-    """Responses of one length, but for a few that run to the limit."""
+    """Return responses of one length, except a few that reach the limit."""
 
     def draw(generator: np.random.Generator, items: int) -> Array:
         return np.where(generator.random(items) < share, longest, usual)
@@ -214,7 +214,7 @@ def runaways(share: float, usual: float = 20.0, longest: float = 1024.0) -> Popu
 
 
 def shares(rate: float, samples: int) -> Population:
-    """Share of an item's samples that are right, all items alike."""
+    """Return shares of correct samples per item, with equal probabilities for all items."""
     return Population(
         f"share of {samples}, rate {rate:g}",
         SHARE,
@@ -224,7 +224,7 @@ def shares(rate: float, samples: int) -> Population:
 
 
 def geometric(longest: int = 64, end: float = 0.1) -> Population:
-    """Responses that end with one chance after every token, cut at the limit."""
+    """Return geometric response lengths, truncated at the limit."""
     mean = sum((1 - end) ** token for token in range(longest))
     return Population(
         f"tokens, geometric to {longest}",
@@ -247,7 +247,7 @@ PAIRS = ((runaways(0.01), runaways(0.0)), (runaways(0.03), runaways(0.01)), (sha
 
 
 def mean_levels(population: Population, items: int, upper: bool, draws: int) -> Level:
-    """A mean against its own true value."""
+    """Return levels for a mean against its true value."""
     bound = {"at_most" if upper else "at_least": population.mean}
     rule = GateRule(name="g", metric="m", **bound)
     generator = np.random.default_rng(items)
@@ -257,7 +257,7 @@ def mean_levels(population: Population, items: int, upper: bool, draws: int) -> 
 
 
 def difference_levels(ours: Population, theirs: Population, items: int, lower: bool, draws: int) -> Level:
-    """A difference of means against its own true value."""
+    """Return levels for a difference of means against its true value."""
     sign = -1 if lower else 1
     gain = sign * (ours.mean - theirs.mean)
     form = {"better_than": "channel", "by": gain} if gain >= 0 else {"not_worse_than": "channel", "margin": -gain}
@@ -303,7 +303,7 @@ def _bca(values: Array, confidence: float) -> float:
 
 
 def table(quick: bool, draws: int) -> Iterator[Level]:
-    """Every row; the quick table's exact rows are rows of the whole one."""
+    """Return every row; the exact rows of the quick table are also in the whole table."""
     sizes = (20, 22) if quick else (20, 22, 50, 200)
     for items in sizes:
         for upper in (False, True):
@@ -326,7 +326,7 @@ def table(quick: bool, draws: int) -> Iterator[Level]:
 
 
 def simulated(quick: bool, draws: int) -> Iterator[Level]:
-    """Means and their differences."""
+    """Return the rows for means and their differences."""
     for items in (20,) if quick else (20, 50, 200):
         for population in POPULATIONS[:1] if quick else POPULATIONS:
             yield from (mean_levels(population, items, upper, draws) for upper in (False, True))
@@ -335,7 +335,7 @@ def simulated(quick: bool, draws: int) -> Iterator[Level]:
 
 
 def shown(row: Level) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     customary = "" if row.customary is None else f"{row.customary:.4f}"
     mark = "" if row.holds else "  ABOVE ITS LEVEL"
     return f"{row.what:<76} {row.items:>5}  {row.nominal:>7.2f} {row.level:>7.4f} {customary:>9}  {row.how}{mark}"
@@ -345,7 +345,7 @@ HEADER = f"{'gate':<76} {'items':>5}  {'nominal':>7} {'level':>7} {'customary':>
 
 
 def show(rows: Iterable[Level]) -> list[Level]:
-    """Print rows as they come."""
+    """Print rows as they are computed."""
     print(HEADER)
     found = []
     for row in rows:
@@ -355,7 +355,7 @@ def show(rows: Iterable[Level]) -> list[Level]:
 
 
 def main() -> None:
-    """Print the table; exit 1 when a method is above its level."""
+    """Print the table; exit 1 if a method exceeds its level."""
     parser = argparse.ArgumentParser(description="Levels of gates")
     parser.add_argument("--tiny", "--quick", dest="quick", action="store_true", help="small cases only, in seconds")
     parser.add_argument("--draws", type=int, help=f"simulated data sets per case ({DRAWS}; quick {QUICK_DRAWS})")

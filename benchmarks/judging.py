@@ -1,7 +1,7 @@
-"""How benchmarks end: what each aims at is held against what it measured.
+"""The end of a benchmark: its figures are compared with its targets.
 
-A target is a constant of its benchmark, which says what it means. A tiny round judges nothing: it shows that the
-benchmark runs, and its figures are those of other work.
+A target is a documented constant of its benchmark. A tiny round is not judged: it shows that the benchmark runs, and
+its figures are for different work.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NoReturn
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure beside its target."""
+    """A figure and its target."""
 
     what: str
     found: float
     target: float
-    most: bool  # the target is an upper limit, else a lower one
+    most: bool  # whether the target is an upper limit, not a lower one
     unit: str
 
     @property
     def holds(self) -> bool:
-        """Whether the target is met; NaN meets none."""
+        """Whether the target is met; NaN never meets it."""
         return self.found <= self.target if self.most else self.found >= self.target
 
     def __str__(self) -> str:
@@ -32,20 +32,20 @@ class Claim:
 
 
 def at_least(what: str, found: float, target: float, unit: str = "x") -> Claim:
-    """A figure of which more is better."""
+    """Return a claim with a lower limit."""
     return Claim(what, found, target, False, unit)
 
 
 def at_most(what: str, found: float, target: float, unit: str = "x") -> Claim:
-    """A figure of which less is better."""
+    """Return a claim with an upper limit."""
     return Claim(what, found, target, True, unit)
 
 
 def judge(claims: Iterable[Claim], *, full: bool = True) -> NoReturn:
-    """End the process, with exit code 1 where a target is missed.
+    """End the process, with exit code 1 if a target is missed.
 
     Args:
-        full: a round that can tell; another one ends with 0, whatever it found.
+        full: whether the round counts; otherwise the exit code is always 0.
     """
     judged = list(claims) if full else []
     missed = [claim for claim in judged if not claim.holds]

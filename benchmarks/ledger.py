@@ -1,13 +1,13 @@
-"""What a large ledger costs those who look at it: CPU seconds per command at so many runs and events.
+"""The cost of commands on a large ledger: CPU seconds per command, by the number of runs and events.
 
     python -m benchmarks.ledger [--json FILE] [--runs N] [--events N] [--rounds N] [--keep DIR] [--tiny]
 
-Takes a workspace of N runs as the reconciler leaves them (`benchmarks.real_runs` makes it), or, with `--events`, of
-bare runs of so many events each, by the ledger's own transactions (10,000 runs of 100: a million events). Then it takes
-the CPU time of `ls`, `get`, `why`, `verify`, `lineage`, `doctor` and `gc` as a person would type them: the median of
-three. `beyond` is what that is more than in a workspace of two runs, round by round: the
-cost of the size, without the start of a process. The bound of `verify` is what cannot be left out: reading every event
-once and hashing its bytes once.
+It uses a workspace of N runs as the reconciler leaves them (created by `benchmarks.real_runs`) or, with `--events`, of
+bare runs with this number of events each, written by the ledger's transactions (10,000 runs of 100: a million events).
+It measures the CPU time of `ls`, `get`, `why`, `verify`, `lineage`, `doctor` and `gc` as a user would type them: the
+median of three. `beyond` is the difference to a workspace of two runs, round by round: the cost of the size, without
+the start of a process. The bound of `verify` is the necessary work: reading every event once and hashing its bytes
+once.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from posttrain.server.authentication import to_json
 
 ROUNDS, PER_TRANSACTION = 3, 200
 STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")
-ROWS = 3 + 3 * len(STAGES)  # events of a run's rows: itself three times, each stage three times
+ROWS = 3 + 3 * len(STAGES)  # events of a run's rows: three for the run, three for each stage
 COMMANDS = ("ls", "get", "why", "verify", "lineage", "doctor", "gc")
 OF_A_RUN = ("get", "why", "verify", "lineage")
-LIMITS, _LISTS = (20, 100), 15  # runs of a list; how often it is asked for
+LIMITS, _LISTS = (20, 100), 15  # runs of a list; number of requests
 MORE = {"gc": ("--dry-run",)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One command; `bound` in seconds where there is one."""
+    """One command; `bound` in seconds if there is one."""
 
     command: str
     seconds: float
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def fill(folder: Path, runs: int, events: int) -> None:
-    """A workspace in which so many runs have ended, each with so many events."""
+    """Create a workspace with ended runs, each with the given number of events."""
     folder.mkdir(parents=True, exist_ok=True)
     workspace = init_workspace(folder)
     manifest = Manifest(
@@ -117,10 +117,10 @@ def fill(folder: Path, runs: int, events: int) -> None:
 
 
 def measure(newest: Mapping[Path, str], rounds: int, names: Sequence[str]) -> list[Row]:
-    """Every command in turn, in both workspaces, round by round.
+    """Measure every command in both workspaces, round by round.
 
     Args:
-        newest: the large workspace and the small one, with the run that is looked at.
+        newest: the large and the small workspace, with the run to read.
     """
     times: dict[str, list[float]] = {name: [] for name in names}
     beyond: dict[str, list[float]] = {name: [] for name in names}
@@ -148,7 +148,7 @@ def measure(newest: Mapping[Path, str], rounds: int, names: Sequence[str]) -> li
 
 
 def listed(folder: Path, limit: int) -> tuple[float, int]:
-    """Milliseconds of CPU for a list of so many runs as a server answers with it, and its bytes for each."""
+    """Return CPU milliseconds of a server's list of runs, and its bytes per run."""
     workspace = Workspace(folder / ".posttrain")
     control, times, body = control_of(workspace), list[float](), b""
     for _ in range(_LISTS):
@@ -161,7 +161,7 @@ def listed(folder: Path, limit: int) -> tuple[float, int]:
 
 
 def _seconds(words: list[str], folder: Path) -> float:
-    """CPU seconds of one command."""
+    """Return the CPU seconds of one command."""
     started = _children()
     command = [sys.executable, "-m", "posttrain", *words]
     subprocess.run(command, cwd=folder, check=words[0] != "doctor", stdout=subprocess.DEVNULL)
@@ -169,7 +169,7 @@ def _seconds(words: list[str], folder: Path) -> float:
 
 
 def least(folder: Path) -> tuple[float, int]:
-    """Seconds to read every event and hash its bytes, by nothing but SQLite and SHA-256; and how many there are."""
+    """Return seconds to read every event and hash its bytes with only SQLite and SHA-256, and the number of events."""
     started, count = time.process_time(), 0
     with closing(sqlite3.connect(folder / ".posttrain" / "ledger.db")) as connection:
         for row in connection.execute("SELECT * FROM events LEFT JOIN payloads ON event = id ORDER BY id"):
@@ -179,7 +179,7 @@ def least(folder: Path) -> tuple[float, int]:
 
 
 def _children() -> float:
-    """CPU seconds of every process that was waited for."""
+    """Return the CPU seconds of all child processes that were waited for."""
     spent = os.times()
     return spent.children_user + spent.children_system
 

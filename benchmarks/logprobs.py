@@ -2,13 +2,13 @@
 
     python -m benchmarks.logprobs [--json FILE] [--rounds N] [--tiny]
 
-Both sides compute the log-probabilities of 2,048 tokens from hidden states of width 512 under a vocabulary of 151,936
-words, sum them, and go backward. `naive` is what is written first: log_softmax of all logits, then gather; `posttrain`
-is what the engine's objectives are given. Each measurement is a process of its own; its peak is the kernel's
-(`ru_maxrss`) less what was held before, weights and hidden states among it. Sides are interleaved; a ratio is taken
-inside each round; reported are medians. Seconds are CPU time of one thread.
+Both sides compute the log-probabilities of 2,048 tokens from hidden states of width 512 with a vocabulary of 151,936
+tokens, sum them, and run backward. `naive` is the direct way: log_softmax of all logits, then gather; `posttrain` is
+the engine's function. Each measurement is a separate process; its peak is the kernel's (`ru_maxrss`) minus the memory
+in use before, including weights and hidden states. Sides are interleaved; ratios are within each round; medians are
+reported. Seconds are CPU time of one thread.
 
-The bound: the gradients of weight and hidden states, which both leave behind.
+The bound: the gradients of weight and hidden states, which both sides produce.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.judging import at_most, judge
 
 VOCABULARY = 151_936
 SIDES = ("naive", "posttrain")
-TARGET = 0.25  # of the naive peak, at most
+TARGET = 0.25  # maximum share of the naive peak
 MIB = 2**20
 
 
@@ -39,7 +39,7 @@ MIB = 2**20
 class Measured:
     """One process."""
 
-    peak_mib: float  # beyond what was held before
+    peak_mib: float  # beyond the memory in use before
     seconds: float
     total: float  # of the log-probabilities
 
@@ -83,17 +83,17 @@ def measure(side: str, dtype: str, tokens: int, hidden: int) -> Measured:
 
 
 def elsewhere(side: str, dtype: str, tokens: int, hidden: int) -> Measured:
-    """The same in a process of its own."""
+    """Measure in a separate process."""
     words = ["--side", side, "--dtype", dtype, "--tokens", str(tokens), "--hidden", str(hidden)]
     done = subprocess.run([sys.executable, "-m", "benchmarks.logprobs", *words], check=True, capture_output=True)
     return Measured(**json.loads(done.stdout))
 
 
 def compare(dtype: str, tokens: int, hidden: int, rounds: int) -> Row:
-    """Both sides in turn.
+    """Measure both sides alternately.
 
     Raises:
-        ValueError: they disagree about what they computed.
+        ValueError: their results differ.
     """
     found: dict[str, list[Measured]] = {side: [] for side in SIDES}
     for _ in range(rounds):
@@ -115,7 +115,7 @@ def _median(found: list[Measured]) -> Measured:
 
 
 def main() -> None:
-    """Print the table; exit 1 when the target is missed."""
+    """Print the table; exit 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)

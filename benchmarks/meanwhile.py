@@ -1,13 +1,13 @@
-"""What is done while others are sampled: GRPO with a slow reward and a reference, two pools, emulated decode time.
+"""The gain from work during sampling: GRPO with a slow reward and a reference, two pools, emulated decode time.
 
     python -m benchmarks.meanwhile [--json FILE] [--steps N] [--tiny]
 
 Three ways of one step, interleaved: everything after the last response (`waits`), scores and the reference's
-log-probabilities as groups end (`streams`), and gradients too (`gradients`). Loop, training and reference are the real
-ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups come when those of another machine
-would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal scores
-a stretch of groups when its last one has come and the reward is free, and does its share of the rest when those before
-it in the data stream have theirs; groups come as they came. Medians of wall-clock seconds.
+log-probabilities as groups end (`streams`), and gradients as well (`gradients`). Loop, training and reference are real
+(0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups arrive as from another machine, with a
+quarter of the rows decoded at a time; the reward sleeps in a separate thread. In the ideal step, a stretch of groups is
+scored when its last group has arrived and the reward is free, and its share of the rest is computed after the earlier
+stretches of the data stream; groups arrive at the measured times. Medians of wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ SHARES = (0.0, 0.5, 1.0)  # the reward's time, of the decode time, which is twic
 
 
 class Late(RewardScorer):
-    """Scores when the rollout has ended."""
+    """A scorer that begins after the rollout has ended."""
 
-    early = False  # as if it took its memory
+    early = False  # as if it shared the rollout's memory
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass
 class Side:
-    """One way of a step."""
+    """One of the three ways."""
 
     recipe: OnPolicy
     away: Elsewhere
@@ -81,7 +81,7 @@ class Side:
 
 
 def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: bool, steps: int) -> Side:
-    """GRPO with a reference, in two pools."""
+    """Return GRPO with a reference, in two pools."""
     rng = random.Random(3)
     rows = [task(rng) for _ in range(512)]
     prompts = [Prompt(tuple(render(tokenizer, row["question"])), row["question"], row) for row in rows]
@@ -113,7 +113,7 @@ def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: boo
 
 
 def ideal(arrived: Sequence[tuple[float, Rollouts]], stretches: int, reward: float, rest: float) -> float:
-    """Seconds of a step in which nothing waits but for what it needs: see above."""
+    """Return the seconds of the ideal step (see the module)."""
     came = {group.key: at for at, found in arrived for group in found.groups}
     keys, size = sorted(came), len(came) // stretches
     there = [max(came[key] for key in keys[at : at + size]) for at in range(0, len(keys), size)]
@@ -127,7 +127,7 @@ def ideal(arrived: Sequence[tuple[float, Rollouts]], stretches: int, reward: flo
 
 
 def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, steps: int, tiny: bool) -> Result:
-    """Interleaved steps of the three; the first two of each are not timed."""
+    """Measure interleaved steps of the three ways; the first two of each are not timed."""
     sides = [recipe(folder, tokenizer, way, tiny, steps + 2) for way in WAYS]
     for side in sides:
         run(side.recipe, 0)

@@ -2,11 +2,12 @@
 
     python -m benchmarks.overlap [--json FILE] [--steps N] [--tiny]
 
-The loop, the buffer and the training are the real ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a
-thread of this process whose calls end a given time after they began, as those of another machine would: what it decodes
-here is small and counted in. Decode times are half of, equal to and twice the time that the rest of a step takes, which
-is measured first. The ideal is what two machines could do at best: the sum of both times over the longer one. Steps are
-interleaved; reported are medians of wall-clock seconds.
+The loop, the buffer and the training are real (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread of
+this process whose calls end a given time after their start, like those of another machine; the real decoding is short
+and included. Decode times are half, equal to and twice the time of the rest of a step, which is measured first. The
+ideal is
+the best ratio of two machines: the sum of both times over the longer one. Steps are interleaved; medians of wall-clock
+seconds are reported.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
-TARGET = 0.9  # of the ideal ratio, at least
-SHARES = (0.5, 1.0, 2.0)  # decode time, of the rest of a step
+TARGET = 0.9  # minimum share of the ideal ratio
+SHARES = (0.5, 1.0, 2.0)  # decode time as a share of the rest of a step
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Result:
 def recipe(
     folder: Path, tokenizer: PreTrainedTokenizerFast, lag: int, tiny: bool, steps: int
 ) -> tuple[OnPolicy, Elsewhere]:
-    """GRPO in two pools, and the one that samples."""
+    """Return GRPO in two pools, and the pool that samples."""
     rng = random.Random(3)
     rows = [task(rng) for _ in range(512)]
     prompts = [Prompt(tuple(render(tokenizer, row["question"])), row["question"], row) for row in rows]
@@ -87,7 +88,7 @@ def recipe(
 
 
 def run(made: OnPolicy, step: int) -> float:
-    """A step and its publication, in seconds."""
+    """Return the seconds of a step with its publication."""
     begin = time.perf_counter()
     made.step(step, Trace(lambda fact: None, step))
     made.publish_weights(PolicyVersion(0, step + 1))
@@ -95,7 +96,7 @@ def run(made: OnPolicy, step: int) -> float:
 
 
 def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, steps: int, tiny: bool) -> Result:
-    """Interleaved steps of both; the first of each is not timed."""
+    """Measure interleaved steps of both; the first of each is not timed."""
     total = steps + 2
     (plain, slow), (ahead, away) = (recipe(folder, tokenizer, lag, tiny, total) for lag in (0, 1))
     for made in (plain, ahead):
@@ -111,7 +112,7 @@ def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, step
 
 
 def main() -> None:
-    """Print the table; exit 1 when the target is missed."""
+    """Print the table; exit 1 if the target is missed."""
     parser = argparse.ArgumentParser(description="Exact lag 1 against the synchronous step")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--steps", type=int, default=8)

@@ -1,13 +1,13 @@
-"""What the controller costs per million tokens, by the mean length of the responses.
+"""The cost of the controller per million tokens, by the mean length of the responses.
 
     python -m benchmarks.per_token [--json FILE] [--steps N] [--tiny]
 
-GRPO steps, traces apart (`trace: {groups: 0}`), of responses whose lengths are log-normal with p99/median = 10 around
-means of 28, 500 and 5,000 tokens. An engine that answers at once with such responses stands in for the rollout; the
-policy has two dimensions. What is measured is the controller: a step less what its workers' methods ran, that is
-prompts, groups, packing, advantages, metrics and dispatch; `scoring` is what its scorer takes besides, which decodes
-the responses and asks a function that says 1 or 0. Both in processor seconds per million tokens of prompts and
-responses, medians over steps. The bound is 0, the target for the controller at most 0.1 s at 500 tokens and more.
+GRPO steps without traces (`trace: {groups: 0}`), with response lengths that are log-normal with p99/median = 10 and
+means of 28, 500 and 5,000 tokens. An engine that immediately returns such responses replaces the rollout; the policy
+has two dimensions. Measured is the controller: a step minus its workers' methods, that is prompts, groups, packing,
+advantages, metrics and dispatch. `scoring` is the additional time of the scorer, which decodes the responses and calls
+a function that returns 1 or 0. Both are in processor seconds per million tokens of prompts and responses, medians over
+steps. The bound is 0; the target for the controller is at most 0.1 s at 500 tokens and more.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import Score, ScriptedReward
 
-TARGET = 0.1  # processor seconds of the controller per million tokens, at most; scoring is told beside
-FROM = 500  # tokens a response in the mean: of shorter ones the documents cost more than their tokens
+TARGET = 0.1  # maximum processor seconds of the controller per million tokens, without scoring
+FROM = 500  # mean tokens per response from which the target holds; below, costs are per document
 LENGTHS = {28: (32, 8), 500: (32, 8), 5000: (8, 8)}  # mean → prompts and samples of a step
 TINY = {28: (2, 2)}
 PROMPT = 64  # tokens
@@ -63,7 +63,7 @@ class Row:
 
     mean: int
     documents: int
-    tokens: int  # of a step, prompts and responses
+    tokens: int  # per step, prompts and responses
     controller_seconds: float  # per million tokens
     scoring_seconds: float  # per million tokens
 
@@ -80,20 +80,20 @@ class Timed:
         self.give_up, self.replace = self._inner.give_up, self._inner.replace
 
     def submit(self, *words: Any, **named: Any) -> list[Call[Any]]:
-        """As a pool in this process."""
+        """See `InlineBackend`."""
         return self._counted(self._inner.submit, *words, **named)
 
     def submit_stored(self, *words: Any, **named: Any) -> list[Call[Stored[Any]]]:
-        """As a pool in this process."""
+        """See `InlineBackend`."""
         return self._counted(self._inner.submit_stored, *words, **named)
 
     def submit_stream(self, *words: Any, **named: Any) -> list[Flow[Any]]:
-        """As a pool in this process."""
+        """See `InlineBackend`."""
         found: list[Flow[Any]] = self._counted(self._inner.submit_stream, *words, **named)
         return found
 
     def take(self, *words: Any, **named: Any) -> list[Any]:
-        """As a pool in this process."""
+        """See `InlineBackend`."""
         found: list[Any] = self._counted(self._inner.take, *words, **named)
         return found
 
@@ -106,14 +106,14 @@ class Timed:
 
 
 class Scored(RewardScorer):
-    """Counts its processor seconds."""
+    """A scorer whose processor seconds are counted."""
 
     seconds = 0.0
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
-        """As it does, and at once."""
+        """Score immediately."""
         begin = time.process_time()
         try:
             answer = super().begin(prompts, trajectories, stretch)
@@ -124,7 +124,7 @@ class Scored(RewardScorer):
 
 
 class Scripted:
-    """Answers every generation at once, with tokens of a length that its key and sample decide."""
+    """Answers every generation immediately; key and sample determine the number of tokens."""
 
     name = "scripted"
 
@@ -135,7 +135,7 @@ class Scripted:
         self._version = ""
 
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """It has no weights."""
+        """Return None: there are no weights."""
         return None
 
     def counts(self) -> Mapping[str, int]:
@@ -153,18 +153,18 @@ class Scripted:
             self._done.append(Completion(asked.id, answer))
 
     def completed(self, timeout: float) -> list[Completion]:
-        """Everything."""
+        """Return all answers."""
         done, self._done = self._done, []
         return done
 
     def abort(self, ids: Collection[str]) -> None:
-        """Nothing is in work."""
+        """Do nothing: every generation is answered immediately."""
 
     def pause(self) -> None:
-        """Nothing is in work."""
+        """Do nothing: every generation is answered immediately."""
 
     def resume(self) -> None:
-        """Nothing is in work."""
+        """Do nothing: every generation is answered immediately."""
 
     def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
         """Answer as this version."""
@@ -172,7 +172,7 @@ class Scripted:
 
 
 def recipe(mean: int, prompts: int, samples: int, backend: Timed) -> tuple[OnPolicy, Scored]:
-    """GRPO of a policy with next to nothing to compute, and its scorer."""
+    """Return GRPO with a policy that computes almost nothing, and its scorer."""
     longest = 10 * mean
     size = InitModelConfig(
         hidden_size=2, intermediate_size=2, layers=1, heads=1, kv_heads=1, context_length=PROMPT + longest
@@ -201,7 +201,7 @@ def recipe(mean: int, prompts: int, samples: int, backend: Timed) -> tuple[OnPol
 
 
 def measure(mean: int, prompts: int, samples: int, steps: int) -> Row:
-    """`steps` steps after one that is not measured."""
+    """Measure `steps` steps after a warm-up step."""
     backend, facts = Timed(), list[Fact]()
     loop, scorer = recipe(mean, prompts, samples, backend)
     found: list[tuple[int, float, float]] = []
@@ -219,7 +219,7 @@ def measure(mean: int, prompts: int, samples: int, steps: int) -> Row:
 
 
 def main() -> None:
-    """Print the table; exit 1 when the target is missed."""
+    """Print the table; exit 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=5)

@@ -1,10 +1,10 @@
-"""Wall and processor seconds of a command and of everything that it starts, as one line of JSON.
+"""Prints wall and processor seconds of a command and all processes that it starts, as one line of JSON.
 
     python -m benchmarks.process_tree FOLDER WORD...
 
-The kernel adds a process to the count of whoever waits for it. Supervisors of jobs outlive who started them, so this
-process asks to be given such orphans (Linux), and waits for them too: without that no training would be counted. The
-command runs in FOLDER; what it prints goes to stderr.
+The kernel adds the time of a process to the process that waits for it. Supervisors of jobs outlive their parents, so
+this process adopts orphans (a Linux subreaper) and waits for them; otherwise no training would be counted. The command
+runs in FOLDER; its output goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 def main() -> None:
-    """Run it and tell; its exit code is told too, and not this process's."""
+    """Run the command and print the result, including the command's exit code."""
     if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0):
         raise SystemExit(f"orphans cannot be counted: {os.strerror(ctypes.get_errno())}")
     begin = time.monotonic()
     process = subprocess.Popen(sys.argv[2:], cwd=sys.argv[1], stdin=subprocess.DEVNULL, stdout=sys.stderr)
     wall = 0.0
-    while True:  # whoever has ended is taken away at once: a supervisor that stays in the table seems to live
+    while True:  # ended processes are reaped immediately, because an unreaped supervisor counts as alive
         try:
             pid, status = os.wait()
         except ChildProcessError:

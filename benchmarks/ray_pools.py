@@ -11,6 +11,6 @@ from posttrain.engine.groups.worker_group import ResourcePool
 
 @contextmanager
 def ray_pools() -> Iterator[Callable[[int], ResourcePool]]:
-    """A local cluster; the function opens a pool of so many ranks in it. Ranks reserve no cores."""
+    """Start a local cluster; yield a function that opens a pool of n ranks in it. Ranks reserve no cores."""
     with open_cluster(cpus=1) as cluster:
         yield lambda ranks: ResourcePool(cluster.backend(f"ranks-{ranks}", ranks, cpus=0, start_seconds=300.0))

@@ -1,13 +1,13 @@
-"""A workspace of runs as the reconciler leaves them: what a list, a look and a server really have to read.
+"""Creates a workspace of runs as the reconciler leaves them, with realistic data for commands and servers.
 
     python -m benchmarks.real_runs FOLDER [--runs N] [--steps N] [--tiny]
 
-Plans, submits and drives N runs of eleven stages with the product's own planner and reconciler, and its own store; only
-the jobs are scripted: in a moment they write what jobs write, facts of every step, a summary, a result, models and
-measurements of 200 items. So every stage has its inputs, attempts, outputs and metrics, every run its gate report, its
-release and some hundred events. Every fourth run passes its gates and moves the channel; every twentieth fails once,
-every fiftieth three times and for good. Prints the seconds and bytes of a run. A folder that has a workspace already is
-left as it is, so one that was made once serves several benchmarks (`--keep` of theirs).
+It plans, submits and drives N runs of eleven stages with the product's planner, reconciler and store. Only the jobs are
+scripted: they immediately write the files of real jobs, with facts of every step, a summary, a result, models and
+measurements of 200 items. Every stage has inputs, attempts, outputs and metrics, and every run has a gate report, a
+release and about a hundred events. Every fourth run passes its gates and moves the channel; every twentieth fails once,
+every fiftieth three times and permanently. Prints the seconds and bytes of a run. An existing workspace is not changed,
+so several benchmarks can use the same one (their `--keep`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.hosts import Ledger
 
 RUNS, STEPS, ITEMS, TRIES, HELDOUTS = 2_000, 40, 200, 3, 20
-_APART = 300.0  # seconds from one run to the next, at least
+_APART = 300.0  # minimum seconds between two runs
 _SUITES: dict[str, Any] = {"heldout": {"data": "heldout"}}
 RUN: dict[str, Any] = {
     "name": "bench",
@@ -70,10 +70,10 @@ RUN: dict[str, Any] = {
 
 
 class Clock:
-    """Time that also passes, at once, for whoever sleeps.
+    """A clock on which a sleep takes no real time.
 
     Args:
-        behind: seconds that it begins before now.
+        behind: seconds by which the clock begins in the past.
     """
 
     def __init__(self, behind: float) -> None:
@@ -89,7 +89,7 @@ class Clock:
 
 
 class Builder:
-    """A reconciler over scripted jobs, in a workspace of its own."""
+    """A reconciler with scripted jobs, in a separate workspace."""
 
     def __init__(self, workspace: Workspace, runs: int, steps: int = STEPS) -> None:
         self._workspace, self._steps = workspace, steps
@@ -125,7 +125,7 @@ class Builder:
         catalog.add_reward(scratch / "reward.py", "exact")
 
     def run(self, number: int) -> str:
-        """Submit run `number` and drive it to its end; its id."""
+        """Submit run `number` and drive it to its end; return its id."""
         self._number = number
         raw = {
             **RUN,
@@ -140,7 +140,7 @@ class Builder:
         return run_id
 
     def _job(self, request: JobSpec) -> int:
-        """What a job leaves: of one in twenty runs its first GRPO fails once, of one in fifty whenever it is tried."""
+        """Write a job's files; in every twentieth run the first GRPO fails once, in every fiftieth always."""
         folder = AttemptFolder(Path(request.attempt_dir))
         order, tried = folder.read_order(), int(folder.path.name)
         folder.log.write_text(f"{order.kind}: {self._steps} steps\n")
@@ -186,7 +186,7 @@ class Builder:
 
 
 def build(folder: Path, runs: int, steps: int = STEPS) -> list[str]:
-    """Make a workspace of so many runs in a folder; the runs' ids, the oldest first."""
+    """Create a workspace of `runs` runs in a folder; return the runs' ids, oldest first."""
     folder.mkdir(parents=True, exist_ok=True)
     workspace = init_workspace(folder)
     try:
@@ -205,7 +205,7 @@ def build(folder: Path, runs: int, steps: int = STEPS) -> list[str]:
 
 
 def built(folder: Path, runs: int) -> list[str]:
-    """The ids of the runs of a workspace that `build` made here, now or before, the oldest first."""
+    """Return the ids of the runs of the workspace here, oldest first; `build` it if it does not exist."""
     if not (folder / ".posttrain").exists():
         return build(folder, runs)
     workspace = Workspace(folder / ".posttrain")
@@ -264,7 +264,7 @@ def _items(right: int) -> bytes:
 
 
 def main() -> None:
-    """Build, and say what a run took."""
+    """Build, and print the cost of a run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_runs", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="where; by default a folder that is removed again")
     parser.add_argument("--runs", type=int, default=RUNS)

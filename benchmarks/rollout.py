@@ -3,22 +3,22 @@
     python -m benchmarks.rollout [--size 1m|24m|600m] [--device cpu|cuda] [--json FILE] [--rounds N] [--tiny]
 
 Both sides get the same prompts, the same weights, one thread, float32 (bfloat16 on CUDA), temperature 1 without top-k
-or top-p. Response lengths are prescribed, because a randomly initialised model never ends by itself: every row stops at
-its own limit, drawn once from a distribution with a mean near 27 and maximum 64 (on CUDA four times as long), and
-end-of-sequence tokens are ignored. So both produce exactly the same number of useful tokens. `generate` learns the
-limits through a stopping criterion per row and, as it does with end-of-sequence tokens, computes finished rows until
-the last one ends.
+or top-p. Response lengths are prescribed, because a randomly initialised model never ends a response: every row stops
+at its limit, drawn once from a distribution with a mean near 27 and maximum 64 (on CUDA four times as long), and
+end-of-sequence tokens are ignored. Both sides therefore produce exactly the same number of useful tokens. `generate`
+gets the limits as a stopping criterion per row and, as with end-of-sequence tokens, computes finished rows until the
+last row ends.
 
-Each batch size is measured with every prompt different (group 1) and with 8 samples of every prompt (group 8), as in
-GRPO; only there does computing a prompt once for its group help.
+Each batch size is measured with different prompts (group 1) and with 8 samples of every prompt (group 8), as in GRPO;
+only with groups does it help to compute a prompt once.
 
-Rounds are interleaved (A B A B …); a ratio is taken inside each round; reported are the median and the range. Time is
-CPU time of this process, which on one thread equals elapsed time on an idle machine and leaves out what other
-processes do. On CUDA it is elapsed time, from an idle device to an idle device.
+Rounds are interleaved (A B A B …); ratios are within each round; the median and the range are reported. Time is CPU
+time of this process, which on one thread equals elapsed time on an idle machine and excludes other processes. On CUDA
+it is elapsed time, from an idle device to an idle device.
 
-The bound is what the machine could reach on the useful work: matrix products and attention of every useful token
-counted in FLOP at the GEMM rate measured in this process, or weights and key-value cache read once per step at the
-copy rate measured in this process, whichever takes longer.
+The bound is the machine's limit for the useful work, the longer of two times: matrix products and attention of every
+useful token at the GEMM rate measured in this process, or weights and key-value cache read once per step at the copy
+rate measured in this process.
 """
 
 from __future__ import annotations
@@ -55,44 +55,44 @@ SIZES = {  # hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary
     "24m": (512, 1408, 8, 8, 4, 64, 512),  # 23.6 M and 0.3 M
     "600m": (1024, 3072, 28, 16, 8, 128, 151_936),  # 440 M and 156 M: the shape of Qwen3-0.6B
 }
-# Times Hugging Face's rate on a CPU, at least, by rows. What is not named is told: at 16 rows of 24 M parameters both
-# sides read the same weights for few tokens, and what is left is overhead.
+# Minimum ratio to Hugging Face's rate on a CPU, by rows. Other cases are only reported: at 16 rows of 24 M parameters
+# both sides read the same weights for few tokens, and the difference is overhead.
 TARGETS = {"1m": {256: 2.5, 16: 2.2}, "24m": {256: 1.6}}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes, and in which numbers."""
+    """The device, and its number type."""
 
     name: str = "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The type of the weights."""
         return torch.bfloat16 if self.name == "cuda" else torch.float32
 
     def clock(self) -> float:
-        """Seconds: of this process's CPU, or until the device has done what it was given."""
+        """Return seconds of this process's CPU time, or, after the device has finished, of elapsed time."""
         if self.name == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
         return time.perf_counter()
 
     def timed(self, run: Callable[[], object], repeats: int = 1) -> float:
-        """Seconds of one run."""
+        """Return the seconds of one run."""
         start = self.clock()
         for _ in range(repeats):
             run()
         return (self.clock() - start) / repeats
 
     def gemm_rate(self) -> float:
-        """FLOP/s of a square product, best of several."""
+        """Return FLOP/s of a square product, best of several."""
         size = 1024 if self.name == "cpu" else 8192
         a, b = torch.randn(2, size, size, device=self.name, dtype=self.dtype).unbind()
         return 2 * size**3 / min(self.timed(lambda: torch.mm(a, b)) for _ in range(8))
 
     def copy_rate(self) -> float:
-        """Bytes/s of reading and writing a buffer beyond the caches."""
+        """Return bytes/s of reading and writing a buffer larger than the caches."""
         source = torch.randn(2**26 if self.name == "cpu" else 2**30, device=self.name)
         target = torch.empty_like(source)
         return 2 * source.numel() * 4 / min(self.timed(lambda: target.copy_(source)) for _ in range(4))
@@ -103,7 +103,7 @@ CPU = Machine()
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: `prompts` in groups, and how long each response is."""
+    """One batch: `prompts` in groups, and the length of each response."""
 
     group: int  # samples of each prompt
     prompts: list[list[int]]  # [rows / group]
@@ -131,7 +131,7 @@ class Result:
 
 
 def build_module(positions: int = 256, size: str = "1m", machine: Machine = CPU) -> PreTrainedModel:
-    """Qwen3 architecture of a size."""
+    """Return a Qwen3 model of this size."""
     torch.manual_seed(0)
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SIZES[size]
     config = Qwen3Config(
@@ -154,7 +154,7 @@ def build_module(positions: int = 256, size: str = "1m", machine: Machine = CPU)
 
 
 def build_workload(rows: int, group: int, longer: int = 1) -> Workload:
-    """Prompts of 20 tokens; response lengths 4 + exponential(28), cut at 64, or so many times as long."""
+    """Return prompts of 20 tokens and response lengths 4 + exponential(28), at most 64, times `longer`."""
     rng = random.Random(rows)
     prompts = [[rng.randrange(3, 512) for _ in range(PROMPT)] for _ in range(rows // group)]
     limits = [min(LONGEST, 4 + int(rng.expovariate(1 / 28))) * longer for _ in range(rows)]
@@ -162,7 +162,7 @@ def build_workload(rows: int, group: int, longer: int = 1) -> Workload:
 
 
 class RowLimits(StoppingCriteria):
-    """Ends each row at its own limit."""
+    """A stopping criterion that ends each row at its limit."""
 
     def __init__(self, limits: Sequence[int], prompt: int, device: torch.device) -> None:
         self._ends = torch.tensor(limits, device=device) + prompt
@@ -172,7 +172,7 @@ class RowLimits(StoppingCriteria):
 
 
 def run_hugging_face(module: PreTrainedModel, work: Workload) -> None:
-    """One batch through `generate`."""
+    """Sample one batch with `generate`."""
     ids = torch.tensor(work.prompts, device=module.device).repeat_interleave(work.group, 0)
     with torch.inference_mode():
         out = module.generate(
@@ -190,14 +190,14 @@ def run_hugging_face(module: PreTrainedModel, work: Workload) -> None:
 
 
 def run_engine(engine: RolloutEngine, work: Workload) -> None:
-    """The same batch through one of our engines."""
+    """Sample the same batch with a Posttrain engine."""
     sampling = SamplingParams(max_new_tokens=max(work.limits), batch_size=len(work.limits), ignore_eos=True)
     out = generate(engine, work.prompts, samples=work.group, sampling=sampling, limits=work.limits)
     assert sum(t.generated for t in out) == work.tokens
 
 
 def bound_seconds(model: LanguageModel, work: Workload, machine: Machine) -> float:
-    """Least time for the useful work at the rates that the machine is measured to reach.
+    """Return the minimum time for the useful work at the machine's measured rates.
 
     The first token of a response comes from the prompt pass, so a response of n tokens needs n - 1 steps; a prompt is
     computed once for its group.
@@ -217,7 +217,7 @@ def bound_seconds(model: LanguageModel, work: Workload, machine: Machine) -> flo
 
 
 def measure(work: Workload, rounds: int, size: str, machine: Machine) -> list[Result]:
-    """Interleaved rounds of all engines on one batch."""
+    """Measure interleaved rounds of all engines on one batch."""
     module = build_module(positions=max(256, max(work.limits) + PROMPT), size=size, machine=machine)
     own = adopt_module(copy.deepcopy(module))
     contenders: dict[str, Callable[[], None]] = {
@@ -255,7 +255,7 @@ def measure(work: Workload, rounds: int, size: str, machine: Machine) -> list[Re
 
 
 def main() -> None:
-    """Print the table; exit 1 when a target is missed."""
+    """Print the table; exit 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Sampling throughput against Hugging Face generate")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,15 +1,15 @@
-"""What a server answers in time: latencies of `get` and `ls` over many connections, from the moment each was intended.
+"""Latencies of a server's `get` and `ls` over many connections, measured from each request's intended moment.
 
     python -m benchmarks.serving [--json FILE] [--runs N] [--seconds N] [--rate N] [--connections N] [--limit N]
                                  [--keep DIR] [--tiny]
 
-Serves a workspace of N runs as the reconciler leaves them (`benchmarks.real_runs` makes it), and offers so many
-requests a second in all over so many connections, whatever has been answered: a server that falls behind is seen to;
-the first five seconds, in which its driver starts beside it, do not count. Half are a run (`get`), half the newest
-twenty, or `--limit` of them (`ls`). What the server turns away (503) is counted, and is no latency. Beside the
-latencies: bytes of the largest answer, seconds from `posttrain serve` to the first answer, the server's memory when
-it is idle and afterwards, and its processor time for a request. The targets, at 50 requests a second and 2,000 runs: a
-p99 of 100 ms, 150 MiB when idle, 1.5 s to the first answer.
+It serves a workspace of N runs as the reconciler leaves them (created by `benchmarks.real_runs`), and sends requests at
+the given rate over the given number of connections, independent of the answers, so that a server that falls behind is
+noticed. The first five seconds, in which the driver starts, do not count. Half of the requests read a run (`get`), half
+the newest twenty, or `--limit`, runs (`ls`). Rejected requests (503) are counted and have no latency. Also measured:
+bytes of the largest answer, seconds from `posttrain serve` to the first answer, the server's memory when idle and
+afterwards, and its processor time per request. The targets, at 50 requests a second and 2,000 runs: a p99 of 100 ms,
+150 MiB when idle, 1.5 s to the first answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.judging import at_most, judge
 from benchmarks.real_runs import RUNS, built
 
 SECONDS, RATE, CONNECTIONS, LIMIT = 30.0, 50.0, 50, 20
-P99, IDLE, READY = 100.0, 150.0, 1.5  # targets at that rate and number of runs, at most: milliseconds, MiB, seconds
-_PATIENCE = 120.0  # seconds until a server must have answered
+P99, IDLE, READY = 100.0, 150.0, 1.5  # maxima at that rate and number of runs: milliseconds, MiB, seconds
+_PATIENCE = 120.0  # seconds within which a server must answer
 _MIB = 2**20
 _WARM = 5.0  # seconds that do not count
 
@@ -45,8 +45,8 @@ class Row:
     """One verb: milliseconds from the intended moment to the last byte."""
 
     verb: str
-    requests: int  # that were answered
-    refused: int  # with 503
+    requests: int  # answered requests
+    refused: int  # answered with 503
     median: float
     p99: float
     worst: float
@@ -92,7 +92,7 @@ def main() -> None:
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[int, str, float, psutil.Process]]:
-    """A server over the workspace: port, key, seconds until it answered, process."""
+    """Start a server for the workspace; yield port, key, seconds until its first answer, process."""
     place = folder / ".posttrain" / "server.json"
     place.unlink(missing_ok=True)
     began = time.perf_counter()
@@ -121,13 +121,13 @@ def _answers(port: int) -> bool:
 
 
 def _spent(process: psutil.Process) -> float:
-    """Seconds of processor time of the server and what it started."""
+    """Return the processor seconds of the server and its child processes."""
     each = [one.cpu_times() for one in (process, *process.children(recursive=True))]
     return float(sum(one.user + one.system for one in each))
 
 
 async def offered(port: int, key: str, ids: Sequence[str], given: argparse.Namespace) -> list[Row]:
-    """Offer requests at their moments, each on the next connection; its latency counts from that moment."""
+    """Send requests at their moments, each on the next connection; latencies count from these moments."""
     rng = random.Random(1)
     paths: dict[str, Callable[[], str]] = {
         "get": lambda: f"/runs/{rng.choice(ids)}/status",
@@ -163,7 +163,7 @@ async def offered(port: int, key: str, ids: Sequence[str], given: argparse.Names
 
 
 async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> tuple[int, int]:
-    """Ask; status and bytes of the answer."""
+    """Send a request; return status and bytes of the answer."""
     head = f"GET /v1/projects/default{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n\r\n"
     writer.write(head.encode())
     status = int((await reader.readline()).split()[1])

@@ -1,4 +1,4 @@
-"""The task of the GRPO benchmark: short to teach, with responses that end by themselves at uneven lengths."""
+"""The task of the GRPO benchmark: quick to learn, with responses that end at uneven lengths."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TEACHING_STEPS = 200
 
 
 def one_process() -> PoolOf:
-    """Every role in this process."""
+    """Run every role in this process."""
     pool = ResourcePool(InlineBackend())
     return lambda role: pool
 
 
 def task(rng: random.Random) -> dict[str, str]:
-    """Sort the digits; the worked answer repeats the question up to three times, so lengths vary."""
+    """Return the rows: sort the digits; an answer repeats the question up to three times, so lengths vary."""
     digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 8)))
     answer = "".join(sorted(digits))
     return {
@@ -38,19 +38,19 @@ def task(rng: random.Random) -> dict[str, str]:
 
 
 def exact(completion: str, answer: str) -> float:
-    """1 when the text after the last `A: ` is the answer."""
+    """Return 1 if the text after the last `A: ` is the answer, else 0."""
     return float(completion.rpartition("A: ")[2] == answer)
 
 
 def render(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
-    """The chat prompt's tokens."""
+    """Return the chat prompt's tokens."""
     chat = [{"role": "user", "content": question}]
     ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
     return ids
 
 
 def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int = TEACHING_STEPS) -> None:
-    """Supervised steps on the task until responses end, and are right now and then."""
+    """Train supervised steps on the task until responses end and are sometimes correct."""
     rng = random.Random(2)
     documents = []
     for _ in range(4000):

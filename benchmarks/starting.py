@@ -1,15 +1,15 @@
-"""From the launch of a job to its first step: cold, and in a fork of the driver's fork server.
+"""The time from the launch of a job to its first step: cold, and in a fork of the driver's fork server.
 
     python -m benchmarks.starting [--json FILE] [--rounds N] [--tiny] [--encoding]
 
-A run of a 0.1 M parameter model is made by the command line; then its jobs (SFT, GRPO with a confined reward,
-evaluation) are launched again and again from their own orders, by two executors in turn. "first job of a driver" is one
-that waits for its fork server to import the engine. Files are in the page cache and their digests are remembered, as
-they are behind any first job. Wall time is to the end of the first step, as its first progress fact tells it.
-Processor time, which other work on the machine hardly changes, is the job's own until its first step begins, as its log
-tells it: `before` of it is the interpreter, the comparison of the environment and what reads the order. The bound of a
-cold start is a Python that imports torch and the transformers classes which a job of this model needs, nothing else.
-With `--encoding` no job is launched: what an SFT job spends on encoding as many chat rows is measured in this process.
+The command line creates a run of a 0.1 M parameter model. Its jobs (SFT, GRPO with a confined reward, evaluation) are
+then launched repeatedly from their orders, by two executors alternately. The "first job of a driver" waits for the fork
+server to import the engine. Files are in the page cache and their digests are cached, as after any first job. Wall time
+is until the end of the first step, according to its first progress fact. Processor time, which other work on the
+machine hardly changes, is the job's until its first step begins, according to its log; its part `before` is the
+interpreter, the comparison of the environment and reading the order. The bound of a cold start is a Python that only
+imports torch and the transformers classes that a job of this model needs. With `--encoding` no job is launched: the
+time that an SFT job spends on encoding the same number of chat rows is measured in this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain.store.attempts import AttemptFolder
 
 PRELOAD = "posttrain.jobs.preload"
 ROWS = 4000
-TARGET = 2.0  # seconds of processor time of a forked job until its first step begins, at most
+TARGET = 2.0  # maximum processor seconds of a forked job until its first step begins
 PATIENCE = 600.0
 MODULES = {"sft": "posttrain.jobs.train", "grpo": "posttrain.jobs.train", "evaluate": "posttrain.jobs.evaluate"}
 BARE = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM"
@@ -80,7 +80,7 @@ class Start:
 
 
 def main() -> None:
-    """Measure, print a table; exit 1 when the target is missed."""
+    """Measure, print a table; exit 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--rounds", type=int, default=9)
@@ -111,8 +111,8 @@ def main() -> None:
 
 
 def encoding(rounds: int) -> float:
-    """Median processor seconds of encoding the rows of an SFT stage, after a first time."""
-    # here: a process that launches jobs has no torch
+    """Return the median processor seconds of encoding the rows of an SFT stage, after a warm-up."""
+    # imported here, because a process that launches jobs has no torch
     from posttrain.engine.config import InitModelConfig
     from posttrain.engine.models.files import character_tokenizer, encode_examples
 
@@ -133,7 +133,7 @@ def encoding(rounds: int) -> float:
 
 
 def prepare(folder: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
-    """Stage → the order of its job, of a run that has ended."""
+    """Return stage → the order of its job, for a run that has ended."""
     posttrain(folder, "init")
     posttrain(folder, "examples", "01-sort")
     subprocess.run([sys.executable, "01-sort/make_data.py", "--out", "data"], cwd=folder, check=True, stdout=2)
@@ -148,13 +148,13 @@ def prepare(folder: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def posttrain(folder: Path, *words: str) -> None:
-    """One command; what it says goes to stderr."""
+    """Run one command; its output goes to stderr."""
     environment = {name: value for name, value in os.environ.items() if name != "POSTTRAIN_WORKSPACE"}
     subprocess.run([sys.executable, "-m", "posttrain", *words], cwd=folder, check=True, stdout=2, env=environment)
 
 
 def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
-    """Cold and forked in turn, after a first of each."""
+    """Measure cold and forked launches alternately, after a warm-up of each."""
     forked = LocalExecutor(PRELOAD)
     count = iter(range(10**9))
 
@@ -189,7 +189,7 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
 
 
 def bare() -> float:
-    """Processor seconds of a Python that only imports what a job of this model cannot do without."""
+    """Return the processor seconds of a Python that only imports the modules that a job of this model needs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     subprocess.run([sys.executable, "-s", "-P", "-c", BARE], check=True, env=environment)

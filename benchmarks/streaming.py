@@ -2,18 +2,18 @@
 
     python -m benchmarks.streaming [--size 1m|24m|600m] [--device cpu|cuda] [--json FILE] [--rounds N] [--tiny]
 
-Response lengths are log-normal with p99/median = 10 (σ 0.99) and prescribed, as in `benchmarks.rollout`; prompts differ
-in length too, as they do (rows that all stand at one position, which batches of equal prompts do, take cheaper steps).
-Three ways over the native engine, each with at most as many rows at a time:
+Response lengths are log-normal with p99/median = 10 (σ 0.99) and prescribed, as in `benchmarks.rollout`. Prompts also
+differ in length (steps are cheaper if all rows are at the same position, as in batches of equal prompts). Three ways
+with the native engine, each with at most the same number of rows at a time:
 
-- `padded batches`: batch by batch, and each computes its ended rows until the last one ends, as a batch of fixed size
-  does and the field calls static batching; measured as one that gives every row of a batch the batch's longest limit;
-- `static batches`: batch by batch, ended rows are dropped, nobody takes their place;
-- `continuous`: everything is submitted at once, free slots are filled from the queue.
+- `padded batches`: batch by batch; ended rows are computed until the last row ends, as in the field's static batching.
+  It is measured by giving every row of a batch the batch's longest limit;
+- `static batches`: batch by batch; ended rows are dropped and not replaced;
+- `continuous`: everything is submitted together; free slots are filled from the queue.
 
-Rounds are interleaved; ratios are taken inside each round: against `padded batches`, for which there is a target, and
-against `static batches`; reported are the median and the range, in CPU time of this process (on CUDA, which has no
-target: elapsed time). The bound is that of `benchmarks.rollout`: the useful work alone.
+Rounds are interleaved. Ratios are within each round: to `padded batches`, for which there is a target, and to `static
+batches`. The median and the range are reported, in CPU time of this process (on CUDA, which has no target: elapsed
+time). The bound is that of `benchmarks.rollout`: the useful work alone.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import generate, open_rollout
 
-TARGET = 1.5  # times the rate of padded batches, at least, of continuous batching
+TARGET = 1.5  # minimum ratio of continuous batching to padded batches
 SIGMA = 0.99  # p99 / median = exp(2.326 * 0.99) = 10
 
 
 @dataclass(frozen=True)
 class Result:
-    """Rates in useful tokens per CPU-second, and ratios to the other ways of the same round."""
+    """Rates in useful tokens per CPU-second, and ratios to the other ways in the same round."""
 
     way: str
     rows: int
@@ -62,14 +62,14 @@ class Result:
 
 
 def build_lengths(responses: int, median: float, longest: int) -> Workload:
-    """Prompts of 8 to 20 tokens; log-normal response lengths."""
+    """Return prompts of 8 to 20 tokens and log-normal response lengths."""
     rng = random.Random(responses)
     prompts = [[rng.randrange(3, 512) for _ in range(rng.randrange(8, PROMPT + 1))] for _ in range(responses)]
     return Workload(1, prompts, [max(1, min(longest, int(rng.lognormvariate(0, SIGMA) * median))) for _ in prompts])
 
 
 def answer(engine: RolloutEngine, work: Workload, limits: Sequence[int], rows: int, batch: int) -> None:
-    """All responses, `batch` at a time."""
+    """Sample all responses, `batch` at a time."""
     sampling = SamplingParams(max_new_tokens=max(limits), batch_size=rows, ignore_eos=True)
     for begin in range(0, len(limits), batch):
         part = slice(begin, begin + batch)
@@ -80,7 +80,7 @@ def answer(engine: RolloutEngine, work: Workload, limits: Sequence[int], rows: i
 def measure(
     rows: int, responses: int, median: float, longest: int, *, rounds: int, size: str = "1m", machine: Machine = CPU
 ) -> list[Result]:
-    """Interleaved rounds of the three ways."""
+    """Measure interleaved rounds of the three ways."""
     torch.set_num_threads(1)
     model = adopt_module(build_module(positions=longest + 2 * PROMPT, size=size, machine=machine))
     engine, work = open_rollout(model), build_lengths(responses, median, longest)
@@ -91,7 +91,7 @@ def measure(
         "continuous": lambda: answer(engine, work, work.limits, rows, responses),
     }
     if machine != CPU:
-        ways["continuous"]()  # a device compiles and records what it meets first
+        ways["continuous"]()  # warm-up: a device compiles and records new sizes
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, run in ways.items():
@@ -106,13 +106,13 @@ def measure(
 
 
 def _spread(base: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
-    """Median, least and most of the ratios of each round."""
+    """Return median, minimum and maximum of the rounds' ratios."""
     ratios = [there / here for there, here in zip(base, own, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def main() -> None:
-    """Print the table; exit 1 when the target is missed."""
+    """Print the table; exit 1 if the target is missed."""
     parser = argparse.ArgumentParser(description="Continuous against static batching on log-normal lengths")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--rounds", type=int, default=5)

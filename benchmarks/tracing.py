@@ -1,16 +1,16 @@
-"""What saying a fact costs the process that says it, and what the traces of long responses cost a step.
+"""The cost of reporting a fact for its process, and of the traces of long responses for a step.
 
     python -m benchmarks.tracing [--json FILE] [--facts N] [--steps N] [--tiny]
 
 A job hands facts to `EventWriter`, which buffers them and writes segments of 256 (encoded, written, synced, renamed).
-"said" is the call that only buffers; "written" is the whole way to the disk, synced, per fact. Process CPU time tells
-what of it a training step loses even on a fast disk. The best of five rounds, for the disk and the other processes of
-a machine only ever add.
+"said" is the call that only buffers; "written" is the whole path to the disk, synced, per fact. Process CPU time is the
+cost for a training step even with a fast disk. The best of five rounds counts, because the disk and other processes
+only add time.
 
-The step is one of GRPO over one group of 8 responses of 10,000 tokens, of a model of 0.1 M parameters: a larger one
-takes longer for the same tokens. Its tracing is everything that follows samples: choosing them, keeping their columns,
-reading their text, encoding and writing them, synced. The stage has the default 10 MB for all of its steps. The target
-is at most 1 % of the step.
+The step is a GRPO step over one group of 8 responses of 10,000 tokens with a model of 0.1 M parameters; a larger model
+takes longer for the same tokens. Tracing is all work on traced samples: choosing them, keeping their columns, reading
+their text, encoding and writing them, synced. The stage has the default 10 MB for all its steps. The target is at most
+1 % of the step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
-TARGET = 0.01  # of a step: tracing
+TARGET = 0.01  # maximum share of tracing in a step
 GROUP, LENGTH = 8, 10_000
 ROUNDS = 5
 TOKENS = (16, 256, 4096)  # response lengths of the samples measured
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, what of it was tracing, and what it left."""
+    """One step, the part for tracing, and the bytes written."""
 
     step: int
     seconds: float
@@ -77,11 +77,11 @@ class Step:
 
 
 def steps(count: int, length: int, most: int) -> list[Step]:
-    """Steps of one group, each sample of which has `length` tokens."""
+    """Measure steps of one group whose samples have `length` tokens each."""
     size = InitModelConfig(hidden_size=64, intermediate_size=128, layers=2, context_length=length + 64)
     tokenizer = character_tokenizer(size.characters)
     module = initial_model(size, tokenizer, 0)
-    module.config.eos_token_id = module.generation_config.eos_token_id = None  # responses go to their limit
+    module.config.eos_token_id = module.generation_config.eos_token_id = None  # responses reach their limit
     config = GRPOConfig(
         data="d", reward="r", steps=count, prompts_per_step=1, group_size=GROUP, max_new_tokens=length,
         optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-6, warmup_steps=0), trace=TraceConfig(bytes=most),
@@ -106,7 +106,7 @@ def steps(count: int, length: int, most: int) -> list[Step]:
 
 
 class _Timed:
-    """A sink that adds up what tracing takes, and everything that follows samples in the engine."""
+    """A sink that adds up the time of tracing, in the sink and in the engine."""
 
     def __init__(self, writer: EventWriter) -> None:
         self._writer, self._inside = writer, False
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def measure(name: str, make: Callable[[int], Fact], facts: int) -> Row:
-    """The cheapest of some rounds, each in a folder of its own."""
+    """Measure the cheapest of several rounds, each in a separate folder."""
     said, written, cpu, size = [], [], [], 0
     values = [make(index) for index in range(facts)]
     for _ in range(ROUNDS):

@@ -5,8 +5,8 @@
 Both sides train the same Qwen3 model of 0.9 M (or 24 M) parameters from the same weights: one thread, float32, AdamW
 (fused), the same batch, loss, clipping and learning rate. Trackers, progress bars and saving are off. A side is timed
 from the end of its first step to the end of its last one, data loading included, start-up and tokenising not. Rounds
-are interleaved (A B A B …), a ratio is taken inside each round, and the median and the range are reported. Time is CPU
-time of this process, which on one thread equals elapsed time on an idle machine and leaves out what other processes do.
+are interleaved (A B A B …), ratios are within each round, and the median and the range are reported. Time is CPU time
+of this process, which on one thread equals elapsed time on an idle machine and excludes other processes.
 
 SFT: batches of 64 documents, loss on completions, token mean over the batch. Lengths are log-normal (median 48 tokens,
 16 to 256), as instruction data are uneven; TRL pads a batch to its longest document, Posttrain packs it. `sft-even` are
@@ -74,8 +74,8 @@ from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerCo
 from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import ScriptedReward
 
-TARGETS = {"sft": 2.0, "grpo": 2.6}  # times TRL's rate, at least, of the small model
-GOALS = {"grpo": 3.0}  # where this is to go: told, not judged
+TARGETS = {"sft": 2.0, "grpo": 2.6}  # minimum ratio to TRL's rate, for the small model
+GOALS = {"grpo": 3.0}  # future targets, reported and not judged
 SIZES = {
     "1m": InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512),
     "24m": InitModelConfig(hidden_size=512, intermediate_size=1408, layers=8, heads=8, kv_heads=4, context_length=512),
@@ -85,19 +85,19 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.95), warmup_steps=
 
 @dataclass(frozen=True)
 class Scale:
-    """How much work a round is."""
+    """The amount of work of a round."""
 
     documents: int = 64  # of an SFT batch
     prompts: int = 32  # of a GRPO step
     samples: int = 8
     new_tokens: int = 64
-    sft_steps: int = 6  # timed, after one that is not
+    sft_steps: int = 6  # timed steps, after a warm-up step
     grpo_steps: int = 4
     teaching_steps: int = TEACHING_STEPS
 
 
 EVEN = 80  # tokens of a document of `sft-even`
-LARGE = Scale(prompts=8, sft_steps=2, grpo_steps=2, teaching_steps=60)  # of 24 M: minutes a round as it is
+LARGE = Scale(prompts=8, sft_steps=2, grpo_steps=2, teaching_steps=60)  # for 24 M parameters: a round takes minutes
 TINY = Scale(documents=4, prompts=2, samples=2, new_tokens=8, sft_steps=1, grpo_steps=1, teaching_steps=2)
 
 
@@ -128,7 +128,7 @@ class Run:
 
 
 def timed_steps(recipe: Recipe, steps: int) -> tuple[float, list[dict[str, float]]]:
-    """Seconds per step of a recipe without the first, and the reports of the timed steps."""
+    """Return seconds per step of a recipe without the first step, and the reports of the timed steps."""
     recipe.step(0, Trace(lambda fact: None, 0))
     start, reports = time.process_time(), []
     for step in range(1, steps + 1):
@@ -148,10 +148,10 @@ def training_flops(model: PreTrainedModel, lengths: Sequence[int], *, passes: in
 
 
 def sft_documents(vocabulary: int, scale: Scale, even: int | None = None) -> list[Document]:
-    """Random documents, enough for every step; a third of each is prompt.
+    """Return random documents, enough for every step; a third of each is prompt.
 
     Args:
-        even: tokens of each; None: they are uneven.
+        even: tokens of each document; None: uneven lengths.
     """
     rng = random.Random(1)
     documents = []
@@ -209,7 +209,7 @@ Rows = Sequence[dict[str, str]]
 def grpo_recipe(
     module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, trace: TraceConfig
 ) -> OnPolicy:
-    """Ours, on a copy of the weights."""
+    """Return Posttrain's recipe, on a copy of the weights."""
     config = GRPOConfig(
         data="x",
         reward="x",
@@ -240,7 +240,7 @@ def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows:
 
 
 def grpo_flops(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> float:
-    """Useful work of a timed step, from the samples that the same steps tell when nobody takes the time."""
+    """Return the useful work of a timed step, from the samples of the same steps in an untimed run."""
     recipe, facts = grpo_recipe(module, tokenizer, rows, scale, TraceConfig(groups="all")), list[Fact]()
     for step in range(scale.grpo_steps + 1):
         recipe.step(step, Trace(facts.append, step))
@@ -294,7 +294,7 @@ def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: 
 def compare(
     kind: str, ours: Callable[[], Run], trl: Callable[[], Run], rounds: int, per_step: int, flops: float
 ) -> Result:
-    """Interleaved rounds; `per_step` documents make a rate of a step, `flops` is a step's useful work."""
+    """Measure interleaved rounds; rates are `per_step` units per step, `flops` is a step's useful work."""
     pairs = [(ours(), trl()) for _ in range(rounds)]
     ratios = [theirs.seconds / own.seconds for own, theirs in pairs]
     seconds = statistics.median(own.seconds for own, _ in pairs)
@@ -322,7 +322,7 @@ def compare_sft(
     scale: Scale,
     rounds: int,
 ) -> Result:
-    """Both sides on the same documents."""
+    """Compare both sides on the same documents."""
     lengths = [len(d.prompt) + len(d.response) for d in documents]
     flops = training_flops(module, lengths) / (scale.sft_steps + 1)
     note = f"{statistics.mean(lengths):.0f} tokens per document, longest {max(lengths)}"
@@ -337,7 +337,7 @@ def compare_sft(
 
 
 def measure(rounds: int, scale: Scale, size: InitModelConfig) -> list[Result]:
-    """All tasks."""
+    """Measure all tasks."""
     tokenizer = character_tokenizer(size.characters)
     module = initial_model(size, tokenizer, seed=0)
     half = replace(scale, documents=max(1, scale.documents // 2))
@@ -354,7 +354,7 @@ def measure(rounds: int, scale: Scale, size: InitModelConfig) -> list[Result]:
 
 
 def main() -> None:
-    """Print the table; exit 1 when a target is missed."""
+    """Print the table; exit 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Training throughput against TRL")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--rounds", type=int, default=5)

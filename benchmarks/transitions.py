@@ -1,14 +1,14 @@
-"""What a durable transition costs: beside the bare commit below it, and beside a step of DBOS.
+"""The cost of a durable transition, compared with a bare commit and with a step of DBOS.
 
     python -m benchmarks.transitions [--json FILE] [--postgres URL] [--rounds N] [--tiny]
 
-All at equal durability: a write-ahead log that is synced at every commit (SQLite: WAL, synchronous=FULL; PostgreSQL:
-fsync and synchronous_commit on). Interleaved, round by round, medians over rounds:
+All have equal durability: a write-ahead log that is synced at every commit (SQLite: WAL, synchronous=FULL; PostgreSQL:
+fsync and synchronous_commit on). Rounds are interleaved; figures are medians over rounds:
 
-- `floor`: one transaction of the database's own driver that updates a row and inserts a row, with its fsync;
-- `transition`: `Transaction.update_attempt` in a transaction of its own: a compare-and-set with its event;
-- `dbos step`: a step of a workflow that does nothing, which DBOS records;
-- `grouped`: transitions when 50 share a commit; `sealing`: events that get their place in the tree. Both in 1/s.
+- `floor`: one transaction of the database's driver that updates a row and inserts a row, with its fsync;
+- `transition`: `Transaction.update_attempt` in a separate transaction: a compare-and-set with its event;
+- `dbos step`: an empty step of a workflow, recorded by DBOS;
+- `grouped`: transitions with 50 per commit; `sealing`: sealed events. Both per second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIGEST = "sha256:" + "a" * 64
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: milliseconds of one, or how many in a second."""
+    """One figure: milliseconds per operation, or operations per second."""
 
     database: str
     what: str
@@ -49,7 +49,7 @@ class Row:
 
 
 class Bench:
-    """A ledger with one attempt, moved to and fro."""
+    """A ledger with one attempt whose state changes back and forth."""
 
     def __init__(self, location: str | Path) -> None:
         self.ledger = Ledger(Database(location))
@@ -60,7 +60,7 @@ class Bench:
             transaction.insert_attempt(self.attempt)
 
     def transitions(self, count: int, each: int = 1) -> float:
-        """Seconds of one transition, `each` of them to a commit."""
+        """Return the seconds of one transition, with `each` transitions per commit."""
         started = time.perf_counter()
         for _ in range(count // each):
             with self.ledger.transaction("user:bench") as transaction:
@@ -70,7 +70,7 @@ class Bench:
         return (time.perf_counter() - started) / count
 
     def sealing(self, count: int) -> float:
-        """Seconds of sealing one event."""
+        """Return the seconds of sealing one event."""
         for _ in range(count // 400):
             with self.ledger.transaction("user:bench") as transaction:
                 for number in range(400):
@@ -81,7 +81,7 @@ class Bench:
 
 
 def sqlite_floor(path: Path) -> Callable[[int], float]:
-    """Seconds of one bare commit on a file with the same settings."""
+    """Return the seconds of one bare commit on a file with the same settings."""
     connection = sqlite3.connect(path, isolation_level=None)
     for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL"):
         connection.execute(statement)
@@ -102,7 +102,7 @@ def sqlite_floor(path: Path) -> Callable[[int], float]:
 
 
 def postgres_floor(url: str) -> Callable[[int], float]:
-    """Seconds of one bare commit in the same database."""
+    """Return the seconds of one bare commit in the same database."""
     import psycopg
 
     connection = psycopg.connect(url, autocommit=True)
@@ -124,10 +124,10 @@ def postgres_floor(url: str) -> Callable[[int], float]:
 
 @contextmanager
 def dbos_steps(url: str) -> Iterator[Callable[[int], float]]:
-    """Seconds of one step of a DBOS workflow; the whole workflow's time less that of one with no steps."""
+    """Return the seconds of one DBOS step: the time of a workflow minus that of a workflow without steps."""
     from dbos import DBOS, DBOSConfig
 
-    if url.startswith("sqlite:///"):  # as durable and as fast as SQLite can be both
+    if url.startswith("sqlite:///"):  # SQLite's fastest durable settings
         connection = sqlite3.connect(url.removeprefix("sqlite:///"))
         connection.execute("PRAGMA journal_mode = WAL")
         connection.close()
@@ -154,7 +154,7 @@ def dbos_steps(url: str) -> Iterator[Callable[[int], float]]:
 
 
 def measure(name: str, bench: Bench, floor: Callable[[int], float], url: str, rounds: int, tiny: bool) -> list[Row]:
-    """All figures of one database."""
+    """Measure all figures of one database."""
     each, sealed = (4, 400) if tiny else (EACH, SEALED)
     group = 2 if tiny else GROUP
     found: dict[str, list[float]] = {}
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def show(rows: list[Row]) -> None:
-    """The figures, and what a transition is to the floor and to a step."""
+    """Print the figures, and the ratios of a transition to the floor and to a step."""
     print(f"{'database':11s} {'what':11s} {'median':>9s} {'(min-max)':>19s}")
     for row in rows:
         span = f"({row.low:.2f}-{row.high:.2f})" if row.unit == "ms" else f"({row.low:.0f}-{row.high:.0f})"

@@ -1,4 +1,4 @@
-"""How the benchmark of training sets up and times TRL's trainers."""
+"""Set-up and timing of TRL's trainers, for the benchmark of training."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Clock(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Per step, without the first."""
+        """Return the seconds per step, without the first step."""
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
 def trainer_options(steps: int, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """One step more than is timed, by our optimizer's settings; nothing is saved or told."""
+    """Return options: one step more than is timed, Posttrain's optimizer settings, no saving, no logging."""
     return {
         "max_steps": steps + 1,
         "learning_rate": optimizer.learning_rate,
@@ -51,13 +51,13 @@ def trainer_options(steps: int, optimizer: OptimizerConfig) -> dict[str, Any]:
 
 
 def seconds_of(trainer: Any, clock: Clock) -> float:
-    """Train, and seconds per step."""
+    """Train; return the seconds per step."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return clock.seconds
 
 
 def mean_loss(trainer: Any) -> float:
-    """Of the timed steps."""
+    """Return the mean loss of the timed steps."""
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return statistics.mean(losses[1:])

@@ -1,13 +1,13 @@
-"""Rollout of two checkouts in turns: what a change, or a version, did to it.
+"""Compares the rollout of two checkouts, alternately: the effect of a change or a version.
 
     python -m benchmarks.versions OTHER [--python PYTHON] [--rounds N] [--json FILE] [--tiny]
 
 OTHER is the folder of another checkout of this repository, PYTHON its environment's interpreter (by default
-OTHER/.venv/bin/python, or this one where there is none). Each side is a process of its own, which draws the batches of
-`benchmarks.rollout` from its own checkout; the two are asked in turns, and each begins every other turn. A ratio of
-useful tokens per CPU-second is taken inside each turn; reported are the median, the quartiles and the range. Where a
-process's memory lies moves its figures by some percent, so both begin anew after every few turns. Machines differ more
-from hour to hour than versions do: compare nothing else.
+OTHER/.venv/bin/python, or this one if it does not exist). Each side is a separate process, which generates the batches
+of `benchmarks.rollout` from its checkout. The sides alternate, and take turns to begin. The ratio of useful tokens per
+CPU-second is within each turn; median, quartiles and range are reported. The memory layout of a process changes its
+figures by some percent, so both processes are restarted after every few turns. Figures of different runs of this
+benchmark are not comparable, because machines vary more between hours than versions do.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import final
 from benchmarks.judging import at_least, judge
 
 HERE = Path(__file__).resolve().parents[1]
-TARGET = 0.95  # of the other's rate, at least, in the median: no slower, but for what ADR 0057 accepts at 16 rows
+TARGET = 0.95  # minimum ratio to the other's rate, median; ADR 0057 accepts less at 16 rows
 BATCHES = ((256, 1), (256, 8), (16, 1), (16, 8))  # rows, samples of each prompt
-_TURNS = 8  # of one process
-_PER_TURN = 256  # rows at the least: a turn is no shorter than a batch of so many
-# What a side runs, of whatever version it is: it has nothing but the names that every version's benchmark has.
+_TURNS = 8  # per process
+_PER_TURN = 256  # minimum rows per turn
+# The code of a side; it uses only names that every version's benchmark has.
 _SIDE = """
 import sys, time
 sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
@@ -55,7 +55,7 @@ for line in sys.stdin:
 
 @dataclass(frozen=True)
 class Result:
-    """Useful tokens per CPU-second of both sides, and how many times the other's this checkout's are."""
+    """Useful tokens per CPU-second of both sides, and the ratio of this checkout's to the other's."""
 
     rows: int
     group: int
@@ -85,14 +85,14 @@ class Side:
         self._answer()
 
     def rate(self, rows: int, group: int, times: int) -> float:
-        """Useful tokens per CPU-second of so many batches."""
+        """Return useful tokens per CPU-second over a number of batches."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{rows} {group} {times}\n")
         self._process.stdin.flush()
         return float(self._answer())
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
@@ -105,13 +105,13 @@ class Side:
 
 
 def interpreter(folder: Path) -> Path:
-    """What runs a checkout: its own environment's Python where it has one, and this one for this checkout."""
+    """Return the interpreter for a checkout: its environment's Python if it has one; this one for this checkout."""
     own = folder / ".venv" / "bin" / "python"
     return own if folder != HERE and own.exists() else Path(sys.executable)
 
 
 def measure(folders: Sequence[tuple[Path, Path]], batches: Sequence[tuple[int, int]], rounds: int) -> list[Result]:
-    """Turns of both sides, each a checkout and an interpreter, on each batch."""
+    """Measure turns of both sides, each a checkout and an interpreter, on each batch."""
     turns: dict[tuple[int, int], list[tuple[float, float]]] = {batch: [] for batch in batches}
     for begin in range(0, rounds, _TURNS):
         with ExitStack() as ends:
@@ -133,11 +133,11 @@ def _result(rows: int, group: int, turns: Sequence[tuple[float, float]]) -> Resu
 
 
 def asked(description: str, rounds: int, tiny: str) -> argparse.Namespace | None:
-    """Read the words of a benchmark of two checkouts; None: no other one was named, so nothing is compared.
+    """Return the arguments of a benchmark of two checkouts; None without another checkout, so nothing is compared.
 
     Args:
-        rounds: the default.
-        tiny: what `--tiny` does.
+        rounds: the default number of rounds.
+        tiny: help text of `--tiny`.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout; with --tiny this one")
@@ -148,7 +148,7 @@ def asked(description: str, rounds: int, tiny: str) -> argparse.Namespace | None
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {options.rounds}")
-    if options.other is None and not options.tiny:  # as `python -m benchmarks` asks
+    if options.other is None and not options.tiny:  # as in `python -m benchmarks`
         print("nothing is compared: no other checkout was named; git worktree add makes one")
         if options.json:
             options.json.write_text("[]\n")
@@ -157,7 +157,7 @@ def asked(description: str, rounds: int, tiny: str) -> argparse.Namespace | None
 
 
 def main() -> None:
-    """Print the table; exit 1 when this checkout is slower."""
+    """Print the table; exit 1 if this checkout is slower than the target."""
     options = asked("Rollout of two checkouts in turns", 60, "one round of four rows: that it runs, no figures")
     if options is None:
         return

@@ -1,12 +1,11 @@
-"""What runs cost a driver while nothing changes: looks at the executor, statements and CPU of a server's driver.
+"""The cost of unchanged runs for a driver: observations of the executor, statements and CPU of a server's driver.
 
     python -m benchmarks.watching [--against OTHER] [--running N] [--waiting N] [--seconds N] [--json FILE] [--tiny]
 
-Submits N runs whose jobs a scripted executor runs without an end, and N that wait for devices, which others hold. Then
-a driver passes over all of them ten times in each of so many seconds of a simulated clock, as a server's does. Counted
-are the calls of `observe`, the statements that reach the database (SQLite), the runs that were looked at, and the CPU
-time of the passes. OTHER is the folder of another checkout of this repository: the same is done with its sources, in a
-process of its own, after this one's.
+It submits N runs whose jobs a scripted executor runs endlessly, and N runs that wait for devices in use. A driver then
+passes over all runs ten times in each second of a simulated clock, like a server's driver. Counted are the calls of
+`observe`, the statements that reach the database (SQLite), the observed runs, and the CPU time of the passes. OTHER is
+the folder of another checkout of this repository: its sources are measured afterwards, in a separate process.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from posttrain.store.database import Database
 from posttrain.store.hosts import Ledger
 
 HERE = Path(__file__).resolve().parents[1]
-INTERVAL = 5.0  # seconds: what a running job reports is seen within them
-OBSERVES, STATEMENTS, SHARE = 2.0, 2.0, 0.2  # at most: per interval, per second, of the other's CPU
+INTERVAL = 5.0  # seconds within which a job's reports are read
+OBSERVES, STATEMENTS, SHARE = 2.0, 2.0, 0.2  # maxima: per interval, per second, share of the other's CPU
 _PER_SECOND = 10  # passes
 _RUN: dict[str, Any] = {
     "name": "r",
@@ -59,19 +58,19 @@ _RUN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Idle:
-    """Seconds in which nothing changes."""
+    """Figures of a period in which nothing changes."""
 
     running: int
     waiting: int
     seconds: int
     observes_per_interval: float
     statements_per_second: float
-    looks: int  # at runs
+    looks: int  # observations of runs
     cpu_per_second: float
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """A clock that advances only by sleeps."""
 
     def __init__(self) -> None:
         self.time = 1_000_000.0
@@ -86,7 +85,7 @@ class Clock:
 
 
 class Counting(FakeExecutor):
-    """Jobs that run without an end; looks at them are counted."""
+    """An executor whose jobs never end; it counts observations."""
 
     observes = 0
 
@@ -97,7 +96,7 @@ class Counting(FakeExecutor):
 
 
 class Every:
-    """Wants every run for good."""
+    """Always wants every run."""
 
     def __init__(self, project: str) -> None:
         self.runs: list[str] = []
@@ -108,7 +107,7 @@ class Every:
         return {self._project: self.runs}
 
     def over(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
@@ -119,7 +118,7 @@ class Every:
 
 
 class Served:
-    """A workspace as far as a driver uses it, without trackers."""
+    """The parts of a workspace that a driver uses, without trackers."""
 
     read_only = True
 
@@ -145,14 +144,14 @@ class Bench:
         self.driver = Driver(served, self._wanted, lambda line: None)  # type: ignore[arg-type]
 
     def submit(self, count: int) -> None:
-        """So many more."""
+        """Submit `count` more runs."""
         for _ in range(count):
             raw = {**_RUN, "seed": len(self.runs)}
             planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", _resolve, self.jobs.trainers)
             self.runs.append(submit(self.stores, planned.manifest).run.id)
 
     def passes(self, seconds: float) -> None:
-        """What a server's driver does."""
+        """Run the passes of a server's driver."""
         for _ in range(round(seconds * _PER_SECOND)):
             self.driver.look()
             self.clock.sleep(1 / _PER_SECOND)
@@ -163,7 +162,7 @@ def _resolve(kind: str, text: str, called: object = None) -> InputRef:
 
 
 def scripted(root: Path, running: int, waiting: int, seconds: int) -> Idle:
-    """Make the runs in `root`, and count what they cost while nothing changes."""
+    """Create the runs in `root`, and count their cost while nothing changes."""
     bench = Bench(root, running)
     bench.submit(running)
     bench.passes(3)
@@ -197,7 +196,7 @@ def scripted(root: Path, running: int, waiting: int, seconds: int) -> Idle:
 
 
 def elsewhere(checkout: Path, words: Sequence[str]) -> Idle:
-    """The same with the sources of a checkout."""
+    """Do the same with the sources of a checkout."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / "src"), str(HERE)])}
     command = [sys.executable, "-P", "-m", "benchmarks.watching", "--side", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

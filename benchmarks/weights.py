@@ -1,10 +1,10 @@
-"""What attesting weights costs, and carrying them in buckets.
+"""The cost of attesting weights, and of transferring them in buckets.
 
     python -m benchmarks.weights [--json FILE] [--tiny]
 
-`attest`: bytes of weights that one thread hashes in a second; beside it SHA-256 of the same bytes, which cannot be
-put together from pieces, and a plain copy, which is the bound: the bytes have to be read. `buckets`: bytes that are
-converted and copied into buckets and out of them in a second. Best of five rounds.
+`attest`: bytes of weights that one thread hashes per second, compared with SHA-256 of the same bytes, which cannot be
+composed from pieces, and with a plain copy, which is the bound: the bytes must be read. `buckets`: bytes that are
+converted and copied into and out of buckets per second. Best of five rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = {"24M": (384, 1152, 12, 4096), "1M": (128, 384, 4, 512)}  # hidden, int
 
 
 def model(size: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of the shapes of a decoder."""
+    """Return tensors with the shapes of a decoder."""
     hidden, inner, layers, vocabulary = SHAPES[size]
     shapes = {"embedding": (vocabulary, hidden), "norm": (hidden,)}
     for layer in range(layers):
@@ -43,12 +43,12 @@ def model(size: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def shards(tensors: dict[str, Tensor]) -> Iterator[Shard]:
-    """Each whole."""
+    """Return each tensor as one shard."""
     return (Shard(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
 
 
 def gigabytes_per_second(work: Callable[[], object], size: int, rounds: int) -> float:
-    """Of the fastest round."""
+    """Return the rate of the fastest round."""
     best = float("inf")
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -58,7 +58,7 @@ def gigabytes_per_second(work: Callable[[], object], size: int, rounds: int) -> 
 
 
 def sha256(tensors: dict[str, Tensor]) -> str:
-    """Of all bytes."""
+    """Hash all bytes."""
     digest = hashlib.sha256()
     for tensor in tensors.values():
         flat: Any = tensor.view(-1).view(torch.uint8).numpy()
@@ -67,14 +67,14 @@ def sha256(tensors: dict[str, Tensor]) -> str:
 
 
 def carried(tensors: dict[str, Tensor], into: dict[str, Tensor]) -> None:
-    """Through buckets, in the reader's type."""
+    """Transfer the tensors through buckets, in the reader's type."""
     for bucket in buckets(shards(tensors), {name: value.dtype for name, value in into.items()}, BUCKET_BYTES):
         for shard in bucket.shards():
             put(into, shard)
 
 
 def measured(size: str, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """Figures of one model."""
+    """Return the figures of one model."""
     tensors = model(size, dtype)
     into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     count = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,7 +1,7 @@
-"""Plays the day with an installed package and nothing of its checkout: `python -m day --wheel FILE --constraints FILE`.
+"""Plays the day with an installed wheel, without the checkout: `python -m day --wheel FILE --constraints FILE`.
 
-The driver, the process that writes the trackers, and the job are killed in the middle of GRPO. Whatever is not as it
-must be ends the day with exit code 1.
+The driver, the process that writes the trackers, and the job are killed in the middle of GRPO. Any failed check ends
+the day with exit code 1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PATIENCE = 1800.0  # seconds for anything, on a machine as busy as it likes
-KILLED_AFTER = 25  # steps of GRPO, of which the last ones have no checkpoint yet
+PATIENCE = 1800.0  # seconds for any step, on a busy machine
+KILLED_AFTER = 25  # steps of GRPO; the last of them have no checkpoint yet
 TRACKERS = ("csv", "tensorboard", "mlflow", "wandb")
 
 
 class Day:
-    """One folder, one environment, the commands typed in it."""
+    """A folder and an environment in which commands run."""
 
     def __init__(self, folder: Path, python: Path) -> None:
         self.folder, self.python = folder, python
@@ -35,19 +35,19 @@ class Day:
         self.environment = {**kept, "PATH": f"{python.parent}:{kept['PATH']}"}
 
     def say(self, text: str) -> None:
-        """The next chapter."""
+        """Print the title of the next chapter."""
         self.count += 1
         print(f"\n{self.count}. {text}", flush=True)
 
     def type(self, *words: str) -> None:
-        """One command, shown with what it prints; it must succeed."""
+        """Run a command that must succeed; print it with its output."""
         print("$", *words, flush=True)
         done = subprocess.run(words, cwd=self.folder, env=self.environment, timeout=PATIENCE, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}")
 
     def ask(self, *words: str) -> Any:
-        """The JSON that a command prints."""
+        """Return the JSON that a command prints."""
         command = [*words, "-o", "json"]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, timeout=PATIENCE, check=True, capture_output=True
@@ -55,7 +55,7 @@ class Day:
         return json.loads(done.stdout)
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """A command in another terminal."""
+        """Start a command in the background."""
         print("$", *words, "&", flush=True)
         with open(self.folder / "killed.log", "wb") as log:
             return subprocess.Popen(
@@ -64,7 +64,7 @@ class Day:
 
 
 def main() -> None:
-    """Play it."""
+    """Play the day."""
     parser = argparse.ArgumentParser(prog="python -m day", description=__doc__)
     parser.add_argument("--wheel", type=Path, required=True)
     parser.add_argument("--constraints", type=Path, required=True)
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def play(day: Day, wheel: Path, constraints: Path) -> None:
-    """From the wheel to what three trackers show."""
+    """Run all chapters, from the wheel to the checks of three trackers."""
     day.say("Install the wheel and the task's package into an empty environment")
     subprocess.run([sys.executable, "-m", "venv", day.folder / "venv"], check=True)
     install = [str(day.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -119,7 +119,7 @@ def play(day: Day, wheel: Path, constraints: Path) -> None:
 
 
 def interrupted(day: Day) -> str:
-    """Start the run, kill all that works on it in the middle of GRPO; its id."""
+    """Start the run and kill all its processes in the middle of GRPO; return the run's id."""
     driver = day.start("posttrain", "run", "run.yaml")
     run = wait_for(lambda: running(day, driver), "the run to be submitted")
 
@@ -144,27 +144,27 @@ def interrupted(day: Day) -> str:
 
 
 def running(day: Day, driver: subprocess.Popen[bytes]) -> str:
-    """The run's id; empty while there is none."""
+    """Return the run's id; empty while there is no run."""
     if driver.poll() is not None:
         raise SystemExit(f"posttrain run ended:\n{(day.folder / 'killed.log').read_text()}")
     return next((str(run["id"]) for run in day.ask("posttrain", "ls")["runs"] if run["name"] == "day"), "")
 
 
 def children(parent: int, word: str) -> list[int]:
-    """Processes that `parent` started and whose command line has the word."""
+    """Return the processes that `parent` started whose command line contains the word."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 found += [int(entry.name)] if any(word in one for one in words) else []
-        except OSError:  # gone meanwhile
+        except OSError:  # ended in the meantime
             continue
     return found
 
 
 def wait_for(look: Callable[[], Any], what: str) -> Any:
-    """What `look` finds, as soon as it finds something."""
+    """Poll `look`; return its first non-empty result."""
     deadline = time.monotonic() + PATIENCE
     while not (found := look()):
         if time.monotonic() > deadline:

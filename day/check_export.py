@@ -1,4 +1,4 @@
-"""The exported folder in plain transformers, without Posttrain: the greedy answers are those that the gate saw.
+"""Checks in plain transformers, without Posttrain, that the exported model gives the evaluation's greedy answers.
 
 python check_export.py FOLDER ITEMS.parquet
 """

@@ -1,4 +1,4 @@
-"""What TensorBoard, MLflow and W&B show of a run, read by their own packages: every point once, none missing.
+"""Checks, with the packages of TensorBoard, MLflow and W&B, that each has every point of a run exactly once.
 
 python check_trackers.py RUN FOLDER    # FOLDER: .posttrain/tracking
 """
@@ -69,9 +69,9 @@ def of_wandb(folder: Path, run: str) -> Iterator[Place]:
 
 
 def records(log: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format behind a header of seven bytes.
+    """Yield the records of a .wandb file: LevelDB's log format after a header of seven bytes.
 
-    A block has 32 KiB. A part of a record has a check sum (4 bytes), a length (2) and a type: whole, first, middle or
+    A block has 32 KiB. A part of a record has a checksum (4 bytes), a length (2) and a type: whole, first, middle or
     last.
     """
     block, place, record = 32768, 7, b""

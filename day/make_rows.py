@@ -1,6 +1,7 @@
-"""Rows of reasoning-gym: `train.jsonl` with its answers as demonstrations, `heldout.jsonl` without.
+"""Writes rows of reasoning-gym: `train.jsonl` with answers as demonstrations, `heldout.jsonl` without.
 
-Item i of a set is made from seed + i, so the seeds of the two lie far apart; a word that both drew stays in the first.
+Item i of a set is generated from seed + i, so the seeds of the two sets are far apart; a word in both sets stays only
+in the first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import reasoning_gym
 
 
 def rows(size: int, seed: int) -> list[dict[str, Any]]:
-    """Rows as the package writes them."""
+    """Return rows as the package generates them."""
     made = reasoning_gym.create_dataset("spell_backward", size=size, seed=seed, min_word_len=3, max_word_len=4)
     return [json.loads(json.dumps(entry)) for entry in made]
 
@@ -27,7 +28,7 @@ def main() -> None:
 
 
 def write(name: str, found: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in found))
     print(f"{name}: {len(found)} rows")
 

@@ -1,1 +1,1 @@
-"""The documentation site: its configuration (`conf.py`), and the pages that are made from the code: `make site`."""
+"""The documentation site: its configuration (`conf.py`), and pages generated from the code: `make site`."""

@@ -1,4 +1,4 @@
-"""The names that `import posttrain` offers as a page, from their docstrings."""
+"""A page with the names that `import posttrain` exports, from their docstrings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from posttrain.api.handles import Bound
 
 
 def page() -> str:
-    """The whole reference in Markdown."""
+    """Return the whole reference in Markdown."""
     named = [(name, getattr(posttrain, name)) for name in posttrain.__all__ if not name.startswith("_")]
     functions = [_function(name, value) for name, value in named if inspect.isfunction(value)]
     return "\n\n".join([*functions, *(_class(name, value) for name, value in named if inspect.isclass(value))])
 
 
 def members(owner: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that a class defines itself, in the order of its source."""
+    """Yield the public methods and properties that a class itself defines, in source order."""
     for name, value in vars(owner).items():
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property | Bound)):
             yield name, value
@@ -43,7 +43,7 @@ def _told(value: Any) -> str:
 
 
 def _signature(value: Any) -> str:
-    """Arguments and defaults; types stand in the source."""
+    """Return arguments and defaults, without types."""
     bound = isinstance(value, Bound)
     signature = inspect.signature(value.verb.function if bound else value)
     taken = [one for one in signature.parameters.values() if one.name != "self"][bound:]  # of a verb: what it is of

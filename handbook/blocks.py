@@ -1,7 +1,7 @@
-"""Parts of pages that are on disk as the code makes them; `python -m handbook.blocks` writes them again.
+"""Generated parts of pages, which are stored in the pages; `python -m handbook.blocks` writes them.
 
 A part is between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, a table of fields between `<!-- fields:KIND -->` and
-`<!-- fields:end -->`; a test compares.
+`<!-- fields:end -->`. A test checks that the stored parts are current.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from handbook import codes, http, kinds, reasons, states, verbs
 from handbook.weaving import DOCS, FIELDS
 
-BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → name of its part, what makes it
+BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → (name of its part, generator)
     "api.md": ("endpoints", http.table),
     "architecture.md": ("lifecycle", states.diagrams),
     "reference/codes.md": ("codes", codes.page),
@@ -22,16 +22,16 @@ BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → name of its 
 
 
 def pages(docs: Path = DOCS) -> list[str]:
-    """Return the pages that have a part, sorted."""
+    """Return the pages that have a generated part, sorted."""
     tables = [docs / "run-yaml.md", *(docs / "run-yaml").glob("*.md")]
     return sorted({*BLOCKS, *(path.relative_to(docs).as_posix() for path in tables)})
 
 
 def made(page: str, text: str) -> str:
-    """Return a page's text with its parts made again.
+    """Return a page's text with its parts generated again.
 
     Raises:
-        ValueError: a part's marks do not appear once each, in order.
+        ValueError: the marks of a part do not each appear once, in order.
     """
     if page in BLOCKS:
         name, make = BLOCKS[page]
@@ -46,7 +46,7 @@ def made(page: str, text: str) -> str:
 
 
 def write(docs: Path = DOCS) -> None:
-    """Make every part again."""
+    """Generate and write every part."""
     for page in pages(docs):
         path = docs / page
         path.write_text(made(page, path.read_text(encoding="utf-8")), encoding="utf-8")

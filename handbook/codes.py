@@ -1,4 +1,4 @@
-"""Exit codes, failure classes, verdicts and states as a page, from the classes that they are."""
+"""A page with exit codes, failure classes, verdicts and states, from the classes that define them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STATES: dict[str, type[Enum]] = {
 
 
 def page() -> str:
-    """The whole reference in Markdown."""
+    """Return the whole reference in Markdown."""
     return "\n\n".join([_exit_codes(), _failures(), _outcomes(), *_states()])
 
 
 def exit_codes() -> dict[int, str]:
-    """Code → meaning, as `posttrain --help` prints them."""
+    """Return code → meaning, as `posttrain --help` prints them."""
     return {int(code): told for code, told in re.findall(r"^ +(\d+)  (.+)$", EPILOG, re.MULTILINE)}
 
 

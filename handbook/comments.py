@@ -1,4 +1,4 @@
-"""What the sources say of a field: the comment on its lines, or the one above it."""
+"""Comments of fields in the sources: on the field's lines, or above the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 
 
 def comment(owner: type, name: str) -> str:
-    """The comment of a field or an enum's member, from the class that wrote it last; empty where there is none."""
+    """Return the comment of a field or an enum's member, from the most derived class; empty if there is none."""
     for kind in owner.__mro__:
         if name in vars(kind).get("__annotations__", {}) or name in getattr(kind, "__members__", {}):
             return _comments(kind).get(name, "")
@@ -19,7 +19,7 @@ def comment(owner: type, name: str) -> str:
 
 
 def summary(owner: object) -> str:
-    """The first paragraph of a docstring as one line."""
+    """Return the first paragraph of a docstring as one line."""
     return " ".join((inspect.getdoc(owner) or "").split("\n\n")[0].split())
 
 
@@ -47,7 +47,7 @@ def _tokens(source: str) -> list[tokenize.TokenInfo]:
 
 
 def _above(said: dict[int, tokenize.TokenInfo], line: int) -> list[str]:
-    """Comments that stand alone on the lines right above."""
+    """Return the comments on the lines directly above."""
     found: list[str] = []
     while (token := said.get(line := line - 1)) and token.line.lstrip().startswith("#"):
         found.insert(0, token.string)

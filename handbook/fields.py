@@ -1,4 +1,4 @@
-"""Every field of run.yaml as a page, from the models that read it."""
+"""A page with every field of run.yaml, from the models that read it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PLACES = {
     ChannelPolicy: "a channel's policy",
     Wait: "kind: wait",
 }
-_FLATTENED = {(StageSpec, "params")}  # written beside `kind`: the tables of the kinds
+_FLATTENED = {(StageSpec, "params")}  # written next to `kind`: the tables of the kinds
 
 
 def documented() -> dict[str, type[BaseModel]]:
-    """Title → model of every section of the page, in its order."""
+    """Return title → model of every section of the page, in order."""
     found: dict[str, type[BaseModel]] = {title: model for model, title in _PLACES.items()}
-    for config in dict.fromkeys(STAGE_CONFIGS.values()):  # kinds of one family share theirs
+    for config in dict.fromkeys(STAGE_CONFIGS.values()):  # kinds may share a class
         found["kind: " + ", ".join(kind for kind, model in STAGE_CONFIGS.items() if model is config)] = config
     waiting = list(found.values())
     for model in waiting:
@@ -46,12 +46,12 @@ def documented() -> dict[str, type[BaseModel]]:
 
 
 def page() -> str:
-    """The whole reference in Markdown."""
+    """Return the whole reference in Markdown."""
     return "\n\n".join(_section(title, model) for title, model in documented().items())
 
 
 def rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Field, type with bounds, default, meaning."""
+    """Yield field, type with bounds, default and meaning."""
     for name, info in model.model_fields.items():
         if (model, name) not in _FLATTENED:
             word = info.alias or name
@@ -59,7 +59,7 @@ def rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _parts(model: type[BaseModel]) -> str:
-    """`optimizer (OptimizerConfig)`: two parts of one name differ by their model."""
+    """Return the nested parts: `optimizer (OptimizerConfig)`; parts with equal names differ by their model."""
     users = {
         field.alias or name
         for config in (*_PLACES, *STAGE_CONFIGS.values())

@@ -1,4 +1,4 @@
-"""The endpoints of a server as tables, from the document that it serves itself."""
+"""Tables of a server's endpoints, from the OpenAPI document that the server returns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _OTHERS = {"add_to_blob": "submitter", "blob_state": "submitter", "blob": "submi
 
 
 def table() -> str:
-    """Every endpoint: method, path below `/v1/projects/PROJECT`, the role that it needs, what it does.
+    """Return every endpoint: method, path below `/v1/projects/PROJECT`, required role, purpose.
 
-    What is of no project stands with its whole path.
+    Endpoints without a project have their full path.
     """
     paths = document()["paths"]
     rows = ["| method and path | role | what it does |", "|---|---|---|"]

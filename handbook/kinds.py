@@ -1,7 +1,7 @@
 """The tables on the pages of docs/run-yaml: one row for each field of a kind of stage or of a part of run.yaml.
 
-A nested map has a row for each of its fields (`kl.coefficient`), unless another page documents it: then its type is a
-link to that page.
+A nested map has a row for each of its fields (`kl.coefficient`). If another page documents the map, its type is a link
+to that page instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "placement": Placement,
     "pool": Resources,
 }
-_DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the place below docs/ that has its table
+_DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the page and anchor below docs/ with its table
     StageSpec: "run-yaml.md#stages",
     Budget: "run-yaml/budget.md",
     GateRule: "run-yaml/gates.md#gates",
@@ -88,7 +88,7 @@ def table(name: str, page: str) -> str:
 
     Args:
         name: a key of `TABLES`.
-        page: the page below docs/ that has it; its links are relative to that.
+        page: the page below docs/ that contains the table; links are relative to this page.
     """
     lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     places = {model.__name__: os.path.relpath(at, os.path.dirname(page)) for model, at in _DOCUMENTED.items()}
@@ -109,6 +109,6 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, 
 
 
 def _rank(field: str) -> int:
-    """Return 0 for what a reader needs first, 2 for what every kind has, 1 for the kind's own fields."""
+    """Return 0 for fields that readers need first, 1 for the kind's own fields, 2 for fields that every kind has."""
     outer = field.partition(".")[0]
     return 0 if outer in _FIRST else 2 if outer in _LAST else 1

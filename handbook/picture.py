@@ -1,6 +1,6 @@
-"""The picture of the concepts: one column, so that a phone shows it with letters one can read.
+"""The picture of the concepts: one column, which stays readable on a phone.
 
-It is drawn in the page itself and takes the page's colours, so it is dark where the page is.
+It is inline SVG with the page's colours, so it follows the page's dark mode.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from html import escape
 
 _WIDTH, _PAD, _LINE = 400, 12, 18
-_STAGES = 122  # height of what is drawn of a run's stages
+_STAGES = 122  # height of the drawing of a run's stages
 
 
 def page() -> str:
-    """The figure as HTML without an empty line, which would end it in Markdown."""
+    """Return the figure as HTML without empty lines, which would end it in Markdown."""
     parts: list[str] = []
     top = 4
     for title, lines, arrow, kind in _STORY:
@@ -47,7 +47,7 @@ _STYLE = (
     ".picture path{stroke:var(--color-foreground-secondary);stroke-width:1.5;fill:none}"
     "</style>"
 )
-# title, lines, what happens on the way to the next box, how it is framed
+# title, lines, label of the arrow to the next box, frame
 _RUN = "run: stages, in the order of their inputs"
 _STORY: list[tuple[str, list[str], str, str]] = [
     (
@@ -106,7 +106,7 @@ def _box(top: int, height: int, title: str, lines: list[str], kind: str, drawing
 
 
 def _stages(top: int) -> Iterator[str]:
-    """sft → grpo → evaluate, the channel's model → baseline, both → gate → release."""
+    """Draw sft → grpo → evaluate, the channel's model → baseline, both → gate → release."""
     places = {"sft": (16, 0, 52), "grpo": (92, 0, 58), "evaluate": (174, 0, 82), "baseline": (174, 44, 82)}
     places |= {"gate": (310, 22, 74), "release": (310, 76, 74)}
     for name, (x, y, width) in places.items():
@@ -126,7 +126,7 @@ def _stages(top: int) -> Iterator[str]:
 
 
 def _to_the_right(top: int, line: str) -> str:
-    """A line that ends in an arrow's head; its heights are counted from `top`."""
+    """Return a line that ends in an arrow's head; its heights are relative to `top`."""
     words = line.split()
     heights = {number for number, word in enumerate(words) if number and (words[number - 1] == "V" or number == 2)}
     moved = [str(int(word) + top) if number in heights else word for number, word in enumerate(words)]

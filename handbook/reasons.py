@@ -1,4 +1,4 @@
-"""The reason codes as a table, from the enum that they are."""
+"""A table of the reason codes, from their enum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from posttrain.domain.lifecycle import Reason, StopCause
 
 
 def table() -> str:
-    """Code, what it is a reason of, meaning, what a person does next."""
+    """Return the table: code, objects that have it, meaning, next action."""
     lines = ["| reason | of | meaning | what to do next |", "|---|---|---|---|"]
     for one in Reason:
         lines.append(f"| `{one.value}` | {', '.join(one.of)} | {one.meaning} | {one.action} |")

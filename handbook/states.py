@@ -1,4 +1,4 @@
-"""The state machines as diagrams, from the tables that the control plane refuses other transitions by."""
+"""Diagrams of the state machines, from the tables of transitions that the control plane allows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from posttrain.domain.lifecycle import INITIAL, TABLES
 
 
 def diagrams() -> str:
-    """A heading and a diagram of every machine."""
+    """Return a heading and a diagram for every state machine."""
     return "\n\n".join(f"### {machine}\n\n```mermaid\n{mermaid(machine)}\n```" for machine in TABLES)
 
 
 def mermaid(machine: str) -> str:
-    """One machine as a Mermaid state diagram."""
+    """Return one state machine as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {INITIAL[machine]}"]
     for source, targets in TABLES[machine].items():
         lines += [f"    {source} --> {target}" for target in sorted(targets)]

@@ -1,4 +1,4 @@
-"""Tables of the reference: on a phone each row stands as a block of its own, by the site's style sheet."""
+"""Tables of the reference; on a phone the site's style sheet shows each row as a block."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Sequence
 
 
 def stacked(lines: Sequence[str]) -> str:
-    """A Markdown table of name, value, default and meaning, marked for the style sheet."""
+    """Return a Markdown table of name, value, default and meaning, marked for the style sheet."""
     table = "\n".join(lines)
     return f":::{{container}} stacked\n{table}\n:::"

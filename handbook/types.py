@@ -1,4 +1,4 @@
-"""A field's type, bounds and default in the words of somebody who writes YAML."""
+"""A field's type, bounds and default in terms of YAML."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EACH_ON_ITS_OWN = (list, tuple, frozenset, set)
 
 
 def described(info: FieldInfo) -> str:
-    """Type and bounds: "whole number, 1 to 10⁹"."""
+    """Return type and bounds: "whole number, 1 to 10⁹"."""
     return _type(info.annotation, info.metadata)
 
 
 def default(info: FieldInfo) -> str:
-    """The default as in YAML; "required" where there is none."""
+    """Return the default as in YAML; "required" if there is none."""
     if info.default_factory is not None:
         return "`{}`"
     if info.default is PydanticUndefined:
@@ -33,7 +33,7 @@ def default(info: FieldInfo) -> str:
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every model that a type is made of."""
+    """Yield every model that a type contains."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -59,7 +59,7 @@ def _value(value: Any) -> str:
 
 
 def _yaml_number(value: float) -> str:
-    """YAML reads 1e-05 as text and 1.0e-5 as a number."""
+    """Return the number in a form that YAML reads as a number: 1.0e-5, because 1e-05 is text."""
     mantissa, mark, exponent = f"{value!r}".partition("e")
     return mantissa if not mark else f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent)}"
 
@@ -88,7 +88,7 @@ def _type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
 
 
 def anchor(model: type[BaseModel]) -> str:
-    """Where its section stands on the page."""
+    """Return the anchor of a section on the page."""
     return f"fields-{model.__name__.lower()}"
 
 
@@ -98,7 +98,7 @@ def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _named(metadata: list[Any] | tuple[Any, ...]) -> str:
-    """What a validator of ours turns text into, by its name."""
+    """Return the type into which a Posttrain validator converts text, by the validator's name."""
     known = {
         "parse_duration": "duration (`90s`, `10m`, `2h`, `1d`, or seconds)",
         "parse_amount": "memory (`40GiB`, `512MiB`, `16GB`, or bytes)",

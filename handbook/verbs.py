@@ -1,4 +1,4 @@
-"""Every verb of the command line as a page, from the commands themselves."""
+"""A page with every command, from the command line's own definitions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _KINDS: dict[Any, str] = {str: "text", int: "whole number", float: "number", Pat
 
 
 def commands() -> dict[str, Any]:
-    """ "asset add" → its command, in the order of `posttrain --help`."""
+    """Return "asset add" → its command, in the order of `posttrain --help`."""
     return dict(_commands(typer.main.get_command(app)))
 
 
 def page() -> str:
-    """The whole reference in Markdown."""
+    """Return the whole reference in Markdown."""
     return "\n\n".join(_section(name, command) for name, command in commands().items())
 
 

@@ -1,8 +1,8 @@
-"""What the site does to a page before it is rendered; on disk a page stays plain Markdown.
+"""Changes to a page before the site renders it; on disk a page stays plain Markdown.
 
-A line `<!-- made by handbook.NAME -->` becomes what `handbook.NAME.page()` returns, so that no copy of the reference
-can grow stale. A table of fields is marked for the style sheet. A Mermaid state diagram becomes a table, which needs no
-script. A link to a folder outside docs/ becomes text.
+A line `<!-- made by handbook.NAME -->` is replaced by the result of `handbook.NAME.page()`, so no stored copy of the
+reference can become stale. A table of fields is marked for the style sheet. A Mermaid state diagram becomes a table,
+which needs no script. A link to a folder outside docs/ becomes text.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LINK = re.compile(r"\[([^\]\n]+)\]\(((?:\.\./)+[^)\s#]+)\)")
 
 
 def woven(text: str, folder: Path) -> str:
-    """A page as it is rendered.
+    """Return a page's Markdown for rendering.
 
     Args:
-        text: its Markdown.
-        folder: where it lies.
+        text: the page's Markdown.
+        folder: the page's folder.
     """
     text = MADE.sub(lambda found: import_module(f"handbook.{found[1]}").page(), text)
     text = FIELDS.sub(lambda found: stacked([found[3].strip()]), text)
@@ -35,7 +35,7 @@ def woven(text: str, folder: Path) -> str:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Sphinx calls this."""
+    """Register the changes with Sphinx, which calls this function."""
     app.connect("source-read", _read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 

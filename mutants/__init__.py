@@ -1,1 +1,1 @@
-"""Mutants of the sources, written by hand, and the tests that must notice them: `make mutants`."""
+"""Handwritten mutants of the sources, and the tests that must fail on them: `make mutants`."""

@@ -1,9 +1,9 @@
-"""`python -m mutants`: try every mutant of the list against its tests; at least 95 % must be noticed.
+"""`python -m mutants`: run the tests of every mutant; at least 95 % of mutants must make a test fail.
 
-python -m mutants                        all of them, two at a time
-python -m mutants control "NaN"          only those whose area, file or name holds one of the words
-python -m mutants --sample 12 --seed 7   a dozen by a seed, every area among them
-python -m mutants --check                only whether the list fits the sources
+python -m mutants                        all mutants, two at a time
+python -m mutants control "NaN"          only mutants whose area, file or name contains a given word
+python -m mutants --sample 12 --seed 7   twelve mutants by a seed, from every area
+python -m mutants --check                only check that the list fits the sources
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from queue import SimpleQueue
 from mutants.catalogue import LISTS, Mutant, check, load, sample
 from mutants.workplace import Trial, Workplace
 
-REQUIRED = 0.95  # share of mutants without an equivalent that must be noticed
+REQUIRED = 0.95  # required share of noticed mutants, without equivalent ones
 
 
 def main() -> int:
-    """Run the command; 0 when enough were noticed, 1 when not, 2 when the list or the tests are not in order."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the copies go
+    """Run the command; return 0 if enough mutants were noticed, 1 if not, 2 if the list or the tests are invalid."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that copies are deleted
     words = arguments()
     everything = load(words.lists)
     problems = check(everything)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(prog="python -m mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only mutants whose area, file or name holds one of these")
     parser.add_argument("--sample", type=int, default=0, help="so many of them, by --seed")
@@ -63,10 +63,10 @@ def arguments() -> argparse.Namespace:
 
 
 def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> list[Trial]:
-    """Try them, told one line each.
+    """Run the mutants' tests, and print one line per mutant.
 
     Raises:
-        ValueError: their tests fail without a mutant, or cannot be run.
+        ValueError: the tests fail without a mutant, or cannot be run.
     """
     places: SimpleQueue[Workplace] = SimpleQueue()
 
@@ -92,7 +92,7 @@ def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> list[Trial]:
 
 
 def report(chosen: Sequence[Mutant], trials: Sequence[Trial]) -> float:
-    """Print the table; the share that was noticed."""
+    """Print the table; return the share of noticed mutants."""
     total, hung = Counter(t.mutant.area for t in trials), Counter(t.mutant.area for t in trials if t.outcome == "hung")
     lost = Counter(trial.mutant.area for trial in trials if trial.outcome == "survived")
     same = Counter(mutant.area for mutant in chosen if mutant.equivalent)

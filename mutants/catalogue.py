@@ -1,17 +1,17 @@
-"""The list of mutants: one YAML file per area, each mutant an exact piece of a source file and what stands there now.
+"""The list of mutants: one YAML file per area; each mutant replaces an exact piece of a source file.
 
 ::
 
     control/attempts.py:                       below src/posttrain
-      tests: [unit/test_control_hazards.py]    below tests; those that must notice
+      tests: [unit/test_control_hazards.py]    below tests; one must fail
       mutants:
         - name: a result between two looks is lost
           old: "return trainer.collect(folder) or observation"
           new: "return observation"
           tests: [...]                         instead of the file's
-          equivalent: why no test can notice   it is not run then
+            equivalent: why no test can notice   such a mutant is not run
 
-`old` must stand in its file exactly once: who changes the line changes the mutant.
+          `old` must occur in its file exactly once: a change of the line also requires a change of the mutant.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Mutant:
         return Path("src", "posttrain", self.file)
 
     def apply(self, source: str) -> str:
-        """The mutated source.
+        """Return the mutated source.
 
         Raises:
-            ValueError: `old` does not stand there exactly once, or the result is no Python.
+            ValueError: `old` does not occur exactly once, or the result is not Python.
         """
         found = source.count(self.old)
         if found != 1:
@@ -71,7 +71,7 @@ class Mutant:
 
 
 def load(folder: Path = LISTS) -> list[Mutant]:
-    """Every mutant of every list."""
+    """Return the mutants of all lists."""
     found = []
     for path in sorted(folder.glob("*.yaml")):
         for file, entry in yaml.safe_load(path.read_text()).items():
@@ -83,7 +83,7 @@ def load(folder: Path = LISTS) -> list[Mutant]:
 
 
 def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
-    """What is wrong with the list, one line each: a stale entry, a name used twice, a test that does not exist."""
+    """Return the errors of the list, one line each: a stale entry, a duplicate name, a test that does not exist."""
     problems, names = [], set[str]()
     for mutant in mutants:
         if str(mutant) in names:
@@ -105,7 +105,7 @@ def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
 
 
 def _defines(root: Path, file: Path, names: Sequence[str]) -> bool:
-    """Whether a test file defines a test: a function, a class, or a method of a class or of one of its bases."""
+    """Return whether a test file defines a test: a function, a class, or a method of a class or of its bases."""
     found = _definitions(file).get(names[0])
     if found is None or len(names) == 1:
         return isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -124,7 +124,7 @@ def _defines(root: Path, file: Path, names: Sequence[str]) -> bool:
 
 @functools.cache
 def _definitions(file: Path) -> dict[str, ast.stmt]:
-    """What each top-level name of a file comes from: a function, a class or an import."""
+    """Return top-level name → its definition in a file: a function, a class or an import."""
     found: dict[str, ast.stmt] = {}
     for statement in ast.parse(file.read_text()).body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -135,7 +135,7 @@ def _definitions(file: Path) -> dict[str, ast.stmt]:
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """`count` of them by a seed, every area among them, those of one test file together."""
+    """Return `count` mutants by a seed, from every area; mutants of the same test file are adjacent."""
     generator = random.Random(seed)
     alive = [mutant for mutant in mutants if not mutant.equivalent]
     areas = sorted({mutant.area for mutant in alive})

@@ -1,7 +1,7 @@
-"""A copy of the repository with an environment of its own, in which mutants are tried one after another.
+"""A copy of the repository with a separate environment, in which mutants are tested one after another.
 
-The environment is a virtual one whose only own path is the copy's `src`, before everything that is installed here. So
-processes that tests start, isolated ones too, see the mutant; an installed Posttrain is not looked at.
+The environment is a virtual one whose only added path is the copy's `src`, before all packages that are installed here.
+Processes that tests start, even isolated ones, therefore import the mutant and not an installed Posttrain.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import psutil
 
 from mutants.catalogue import ROOT, Mutant
 
-MARK = "POSTTRAIN_MUTANT"  # in the environment of all that a trial starts
+MARK = "POSTTRAIN_MUTANT"  # variable in the environment of all processes of a trial
 _PASSED, _FAILED, _INTERRUPTED, _INTERNAL = 0, 1, 2, 3  # exit codes of pytest; 4 and 5: the list is wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How one mutant fared: `killed`, `hung` (killed at the limit) or `survived`."""
+    """The outcome of one mutant: `killed`, `hung` (killed at the limit) or `survived`."""
 
     mutant: Mutant
     outcome: str
@@ -44,17 +44,17 @@ class Workplace:
     """One copy. Use it as a context manager.
 
     Args:
-        limit: seconds a mutant's tests may take; a hang counts as noticed.
+        limit: maximum seconds of a mutant's tests; a hang counts as noticed.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-        self._folder.chmod(0o755)  # tests play other users, who read what they made
+        self._folder.chmod(0o755)  # tests act as other users, who must be able to read the files
         self._tree = self._folder / "tree"
         self._zygote: subprocess.Popen[str] | None = None
         self._fresh = True
-        self._moment = 1_000_000_000  # of the last change of a source; bytecode is told from older by it
+        self._moment = 1_000_000_000  # modification time of the last changed source, by which bytecode is recompiled
 
     def __enter__(self) -> Workplace:
         listed = subprocess.run(
@@ -78,12 +78,12 @@ class Workplace:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def baseline(self, tests: Sequence[str]) -> str:
-        """Run tests on what is not mutated: empty when all pass, else what pytest said."""
+        """Run tests on the unmutated sources; return pytest's output, or an empty text if all pass."""
         code, said = self._pytest(tests, self._limit * 10)
         return "" if code == _PASSED else said or "no answer within the limit"
 
     def trial(self, mutant: Mutant) -> Trial:
-        """Put the mutant in place, run its tests, take it away again.
+        """Write the mutant, run its tests, restore the source.
 
         Raises:
             ValueError: the mutant is stale, or its tests cannot be run.
@@ -110,7 +110,7 @@ class Workplace:
         os.utime(path, (self._moment, self._moment))
 
     def _pytest(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """Exit code (None: it ran past the limit) and output. Nothing that it started is left."""
+        """Return exit code (None: over the limit) and output. No process that the tests started remains."""
         mark, scratch = uuid.uuid4().hex, self._folder / "scratch"
         scratch.mkdir()
         said = scratch / "said.txt"
@@ -138,7 +138,7 @@ class Workplace:
     def _ask(self, order: str) -> int | None:
         if self._zygote is None:
             python = self._folder / "venv" / "bin" / "python"
-            ours = ("PYTHONPATH", "PYTEST_ADDOPTS")  # a copy has paths and a cache of its own
+            ours = ("PYTHONPATH", "PYTEST_ADDOPTS")  # a copy has separate paths and a separate cache
             environment = {key: value for key, value in os.environ.items() if key not in ours}
             self._zygote = subprocess.Popen(
                 [str(python), "-m", "mutants.zygote"],
@@ -158,7 +158,7 @@ class Workplace:
 
 
 def _end_all(mark: str) -> None:
-    """Kill every process that carries the mark; what they start meanwhile, too."""
+    """Kill every process with the mark, including processes that these start in the meantime."""
     while found := [process for process in psutil.process_iter() if _carries(process, mark)]:
         for process in found:
             with contextlib.suppress(psutil.Error):

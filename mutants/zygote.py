@@ -1,7 +1,7 @@
-"""A process that has the slow libraries imported and forks one child per trial. Run by the environment of a copy.
+"""A process that has imported the slow libraries and forks one child per trial, in the environment of a copy.
 
-Told one JSON line per trial, `{"arguments": [pytest's], "environment": {…}, "said": file, "limit": seconds}`; answers
-with one line, the exit code, or `null` when the trial ran past its limit. Nothing of Posttrain is imported here.
+It reads one JSON line per trial, `{"arguments": [pytest's], "environment": {…}, "said": file, "limit": seconds}`, and
+answers with one line: the exit code, or `null` if the trial exceeded its limit. It imports no module of Posttrain.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def trial(order: dict[str, Any]) -> int | None:
-    """Fork, run, wait."""
+    """Fork a child that runs the trial; wait for its end."""
     child = os.fork()
     if child == 0:
         run(order)
@@ -63,7 +63,7 @@ def trial(order: dict[str, Any]) -> int | None:
 
 
 def run(order: dict[str, Any]) -> NoReturn:
-    """Be a pytest process."""
+    """Run pytest in this process."""
     code = 3
     try:
         os.setsid()
@@ -76,7 +76,7 @@ def run(order: dict[str, Any]) -> NoReturn:
 
         import pytest
 
-        tempfile.tempdir = None  # it may have been settled before the environment was
+        tempfile.tempdir = None  # it may have been determined before the environment was set
         code = int(pytest.main(order["arguments"]))
         sys.stdout.flush()
     finally:

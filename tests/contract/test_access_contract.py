@@ -126,7 +126,7 @@ def test_a_token_ends_when_it_expires_and_when_it_is_revoked(ledger: Ledger) -> 
         assert not transaction.revoke_token(token.id)
         assert not transaction.revoke_token("t0")
     for seconds in (0.0, -1.0, LONGEST + 1, float("nan")):
-        with pytest.raises(InputError, match="must be good for at most 366 days"):
+        with pytest.raises(InputError, match="must be valid for at most 366 days"):
             issue(ledger, "user:ann", "service:ci", HERE, seconds)
     with pytest.raises(InputError, match="must have a scope"):
         issue(ledger, "user:ann", "service:ci", {}, DAY)
@@ -147,7 +147,7 @@ def test_a_rotated_token_is_good_for_nothing_at_once(ledger: Ledger) -> None:
         rotate(ledger, "user:bob", "t0", DAY)
     assert len([one for one in ledger.pending_events() if one.kind.startswith("token.")]) == 3
     erase_principal(ledger, "user:bob", "service:ci", "it is gone")
-    with pytest.raises(AccessError, match="is not known here"):
+    with pytest.raises(AccessError, match="the token is unknown"):
         known.authenticate(second)
 
 
@@ -190,7 +190,7 @@ def test_a_token_is_of_the_project_whose_admin_issues_it(ledger: Ledger) -> None
         assert not transaction.revoke_token(token.id)
         assert transaction.snapshot.tokens() == []
     for scopes in (HERE, {**HERE, "other": Role.ADMIN}):
-        with pytest.raises(InputError, match="must be for project other, whose admin issues it, got default"):
+        with pytest.raises(InputError, match="must be for project other, got default"):
             issue(other, "user:mallory", "user:mallory", scopes, DAY)
     with ledger.snapshot() as now:
         assert [one.revoked_at for one in now.tokens()] == [None]
@@ -233,7 +233,7 @@ def test_a_projects_images_are_said_by_events_and_are_its_own(ledger: Ledger) ->
 def test_what_has_expired_is_not_rotated(ledger: Ledger) -> None:
     _, token = issue(ledger, "user:ann", "service:ci", HERE, DAY)
     ledger.clock.sleep(DAY)
-    with pytest.raises(InputError, match="has expired, so nothing takes its place; issue another one"):
+    with pytest.raises(InputError, match="has expired and cannot be replaced; issue a new one"):
         rotate(ledger, "user:ann", token.id, DAY)
 
 

@@ -157,7 +157,8 @@ def test_a_running_cluster_is_joined_and_left_running(tmp_path: Path) -> None:
     assert said.splitlines() == [
         '{"handler": true}',
         '{"said": "False 2.0\\n", "code": 0, "still": 2.0}',
-        '{"error": "a process can be in one Ray cluster at a time, this one is in one already; leave that first"}',
+        '{"error": "a process must be in at most one Ray cluster, got one that is already in a cluster; '
+        'leave that one first"}',
     ]
 
 

@@ -214,7 +214,7 @@ class TestJob:
         result = json.loads((tmp_path / "job" / "result.json").read_bytes())
         assert result["status"] == "failed"
         assert result["failure"]["kind"] == "bad_input"
-        assert "evil_or_not.py changed; restore it, or accept the current one" in result["failure"]["message"]
+        assert "evil_or_not.py changed; restore it, or accept the current environment" in result["failure"]["message"]
         assert not (tmp_path / "pwned").exists()
         assert not (tmp_path / "job" / "ran").exists()
 

@@ -394,7 +394,7 @@ def test_what_cannot_travel(shared: Opening) -> None:
 
     with pytest.raises(InputError, match="top level of a module"):
         policy.one(local)
-    with pytest.raises(InputError, match=r"arguments of policy\.accept must travel"):
+    with pytest.raises(InputError, match=r"arguments of policy\.accept must be sent"):
         policy.one(gw.Policy.accept, open(os.devnull))  # type: ignore[arg-type]  # noqa: SIM115
 
 
@@ -449,7 +449,7 @@ def test_what_the_cluster_could_never_hold_is_refused_at_once(pools: Opening, cl
 @RAY
 def test_a_full_cluster_names_who_is_in_the_way(pools: Opening, clusters: Callable[[], object]) -> None:
     pools(1, "hog")
-    with pytest.raises(InfrastructureError, match=r"in the way: .*hog"):
+    with pytest.raises(InfrastructureError, match=r"the rest used by .*hog"):
         clusters().backend("late", 8, start_seconds=1)  # type: ignore[attr-defined]
 
 

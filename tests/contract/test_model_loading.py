@@ -82,7 +82,7 @@ def test_bfloat16_is_loaded_as_such(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"must hold a config\.json"):
+    with pytest.raises(NotFoundError, match=r"must contain a config\.json"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(NotFoundError, match="tokenizer folder must exist"):
         load_tokenizer(tmp_path / "nowhere")

@@ -175,7 +175,7 @@ def test_a_row_that_is_refused_is_one_line(postgres_ledger: str) -> None:
             with ledger.transaction("ann") as transaction:
                 transaction.put_cache(work.MODEL, "nobody", "train")
 
-        assert "the ledger refused a row" in said(cache_of_nobody, ConflictError)
+        assert "the ledger rejected a row" in said(cache_of_nobody, ConflictError)
 
         def say_nothing() -> None:
             with ledger.transaction("ann") as transaction:

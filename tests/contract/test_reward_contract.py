@@ -447,7 +447,7 @@ class TestUserErrors:
             open_reward(tmp_path / "absent.py", timeout=PATIENCE)
         (tmp_path / "a.py").touch()
         (tmp_path / "b.py").touch()
-        with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got a\.py, b\.py"):
+        with pytest.raises(InputError, match=r"must contain `reward\.py` or a single Python file, got a\.py, b\.py"):
             open_reward(tmp_path, timeout=PATIENCE)
 
     def test_probe_finds_a_broken_reward_before_step_one(self, opened: ProcessOpener) -> None:
@@ -457,7 +457,7 @@ class TestUserErrors:
             opened("def score(completion, row):\n    return row['gold']\n").score(probe)
 
     def test_call_of_unequal_columns(self) -> None:
-        with pytest.raises(InputError, match=r"RewardCall\.rows must hold one entry per completion \(2\), got 1"):
+        with pytest.raises(InputError, match=r"RewardCall\.rows must have one entry per completion \(2\), got 1"):
             RewardCall(["a", "b"], ["c", "d"], [{}])
 
 

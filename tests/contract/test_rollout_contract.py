@@ -127,7 +127,7 @@ def test_limits_cut_single_responses(make: Any, case: tuple[str, ...]) -> None:
     ("arguments", "message"),
     [
         ({"prompts": []}, "at least one prompt"),
-        ({"prompts": [[3], []]}, "prompt 1 must hold at least one token"),
+        ({"prompts": [[3], []]}, "prompt 1 must contain at least one token"),
         ({"prompts": [[3], [3] * 90]}, r"prompt 1 .* context of 96 tokens, got 90 \+ 18"),
         ({"samples": 0}, "samples per prompt must be >= 1, got 0"),
         ({"prompt_keys": [1, 2]}, r"one per prompt \(1\), got 2"),

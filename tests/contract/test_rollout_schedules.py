@@ -290,7 +290,7 @@ def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> No
     engine.submit([short])
     assert [done.id for done in engine.completed(300)] == ["short"]
     engine.pause()
-    with pytest.raises(InputError, match="none may have begun to finish under the old ones, got 4"):
+    with pytest.raises(InputError, match="begun samples cannot finish with the old weights, got 4"):
         engine.update("", "0.1")
     with torch.no_grad():
         model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)

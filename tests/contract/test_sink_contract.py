@@ -254,7 +254,7 @@ def test_a_url_that_cannot_be_posted_to_is_refused(url: str) -> None:
 def test_a_url_may_be_named_by_a_variable(http: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", SECRET)
     sink = WebhookSink({"url_env": "POSTTRAIN_SINK_HOOK_URL", "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}, lambda: NOW)
-    with pytest.raises(SinkError, match="POSTTRAIN_SINK_HOOK_URL must hold the URL"):
+    with pytest.raises(SinkError, match="POSTTRAIN_SINK_HOOK_URL must contain the URL"):
         sink.send([notice(1)])
     monkeypatch.setenv("POSTTRAIN_SINK_HOOK_URL", http.url)
     sink.send([notice(1)])
@@ -326,7 +326,7 @@ def test_what_somebody_else_wrote_is_not_cut(tmp_path: Path) -> None:
 def test_only_what_holds_events_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "profile.jsonl"
     path.write_text("export X=1\n")
-    with pytest.raises(SinkError, match="must be empty or hold events"):
+    with pytest.raises(SinkError, match="must be empty or contain events"):
         JsonLinesSink({"path": str(path)}).send([notice(1)])
     assert path.read_text() == "export X=1\n"
     for name in (".bashrc", "events", "events.json", "x.jsonl.sh"):
@@ -350,7 +350,7 @@ def test_a_variable_that_holds_no_url_is_not_shown(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("POSTTRAIN_SINK_URL", "hidden-words")
     sink = WebhookSink({"url_env": "POSTTRAIN_SINK_URL", "secret_env": "POSTTRAIN_SINK_X"}, lambda: NOW)
     monkeypatch.setenv("POSTTRAIN_SINK_X", SECRET)
-    with pytest.raises(SinkError, match="POSTTRAIN_SINK_URL must hold http") as caught:
+    with pytest.raises(SinkError, match="POSTTRAIN_SINK_URL must contain http") as caught:
         sink.send([notice(1)])
     assert "hidden-words" not in str(caught.value)
 

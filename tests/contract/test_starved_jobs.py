@@ -99,7 +99,7 @@ def test_audit_35_a_job_whose_allocation_fails_says_so_in_its_receipt(tmp_path: 
     assert result is not None
     assert result.failure is not None
     assert result.failure.kind == "out_of_memory"
-    assert "out of memory; its process held" in result.failure.message
+    assert "out of memory; its process used" in result.failure.message
 
 
 def test_audit_36_a_job_that_fills_its_disk_is_no_lost_job(small_disk: Path) -> None:

@@ -110,10 +110,10 @@ GRPO = {"data": "d", "reward": "r", "steps": 1}
     [
         ("</answer>", "stop: must be a list, got '</answer>'"),
         ([1], "stop.0: must be text, got 1"),
-        ([""], r"stop: must hold strings of 1 to 256 characters, got 0: ''; cut or remove it"),
-        (["ok", "x" * 257], r"stop: must hold strings of 1 to 256 characters, got 257: 'x{20}'; cut or remove it"),
+        ([""], r"stop: must contain strings of 1 to 256 characters, got 0: ''; cut or remove it"),
+        (["ok", "x" * 257], r"stop: must contain strings of 1 to 256 characters, got 257: 'x{20}'; cut or remove it"),
         (["x"] * 17, "stop: must be at most 16 strings, got 17; leave some out"),
-        (["a\ufffd"], "stop: must hold text, got 'a\ufffd', of which a part stands for no character"),
+        (["a\ufffd"], "stop: must contain text, got 'a\ufffd', of which a part stands for no character"),
         ({"a": 1}, "stop: must be a list"),
         (None, "stop: must be a list"),
     ],

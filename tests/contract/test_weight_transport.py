@@ -356,7 +356,7 @@ def test_an_engine_beside_its_policy_that_reads_elsewhere_is_refused(tmp_path: P
     flip(stale)
     with pytest.raises(
         IntegrityError,
-        match=rf"rollout rank 0 must decode with the policy's weights as they are, got 1 tensors that are not version "
+        match=rf"rollout rank 0 must decode with the policy's weights, got 1 tensors that are not version "
         rf"0\.3's: {name}; reopen the rollout engine",
     ):
         way.publish(PolicyVersion(0, 3))

@@ -37,7 +37,7 @@ def test_a_raised_budget_goes_on_at_the_step_it_stopped_at(empty: Workbench, ref
     stopped = empty.run("run", "run.yaml", code=7)
     assert "raise budget.tokens" in stopped.error
     declared = spent["sft"] + round(0.8 * spent["grpo"])
-    assert f"left for it (budget.tokens: {declared})" in stopped.error
+    assert f"are spent (budget.tokens: {declared})" in stopped.error
     first = empty.run_id()
     (attempt,) = empty.attempts(first, "grpo")
     done = empty.steps(attempt)[-1]

@@ -267,7 +267,7 @@ def test_why_says_what_podman_said_of_an_image_that_does_not_come(
     empty.wait("its end", lambda: empty.run("get", run_id, "-o", "json").json["state"] == "failed")
     why = " ".join(empty.run("why", run_id).out.split())
     assert "could not be fetched within 8 s, podman reports: " in why
-    assert "connection refused; see that its registry answers" in why
+    assert "connection refused; check that its registry answers" in why
     assert "exit code 125" not in why
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_measured_is_one_line(home: Workbench) -> None:
     assert "--entry needs a reward, got none" in home.run(*asked, "--entry", "digits", code=2).error
     assert "must have an answer" in home.run(*asked, code=2).error
     failed = home.run(*asked, "--reward", "rules.py", "--entry", "much", "-o", "json", code=2)
-    assert "must be worth 0 to 1 (reward_range), got 3 for" in failed.err
+    assert "must have a score from 0 to 1 (reward_range), got 3 for" in failed.err
     done = home.run(*asked, "--reward", "rules.py", "--entry", "much", "--reward-range", "0", "5", "-o", "json")
     assert done.json["scores"]["evaluate/open/reward"] == 3.0
 
@@ -123,7 +123,7 @@ def test_audit_29_a_judge_s_key_reaches_its_reward_and_no_record(home: Workbench
         spec = {"name": "judged", "owner": "e2e", "seed": 1, "model": "model:tiny", "data": {"open": "./open.jsonl"}}
         home.write("run.yaml", {**spec, "rewards": {"judged": use}, "stages": stages})
         refused = home.run("run", "run.yaml", code=2)
-        assert "secrets: JUDGE_KEY: the driver's environment must hold 8 characters or more" in refused.error
+        assert "secrets: JUDGE_KEY: the driver's environment must contain 8 characters or more" in refused.error
         done = home.run("run", "run.yaml", env={"JUDGE_KEY": key})
     run = home.run_id()
     assert asked

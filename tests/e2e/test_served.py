@@ -60,7 +60,7 @@ def taken_out_and_asked(ann: Workbench, host: Workbench) -> None:
     names = sorted(path.name for path in here.iterdir())
     assert sorted(path.name for path in there.iterdir()) == names
     assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names if name != "README.md")
-    assert "must be a new or an empty folder" in ann.run("export", "prod", "model", code=2).error
+    assert "must be a new or empty folder" in ann.run("export", "prod", "model", code=2).error
     asked = ("sample", "prod", "Q: sort 31", "-n", "2", "-o", "json")
     assert ann.run(*asked).json == host.run(*asked).json
     ann.write("mine.jsonl", (host.folder / "heldout.jsonl").read_text())

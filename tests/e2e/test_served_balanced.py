@@ -154,7 +154,7 @@ def test_an_operation_whose_server_was_killed_says_so_and_is_carried_out_once_el
     team.servers[0].kill()
     status, problem = ask(1, "GET", f"/operations/{said['id']}")
     assert (status, problem["type"]) == (404, "urn:posttrain:problem:lost-operation")
-    assert "ask again with the same Idempotency-Key" in problem["detail"]
+    assert "send the request again with the same Idempotency-Key" in problem["detail"]
 
     def done() -> Any:
         status, found = ask(1, "POST", "/assets/datasets", body, "the-first-key")

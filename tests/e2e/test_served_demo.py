@@ -93,6 +93,6 @@ def trained(team: Team) -> dict[str, str]:
 
 def test_who_may_not_roll_back_is_told_before_anything_is_made(team: Team) -> None:
     ann = team.asker("ann", 0, team.token("ann", "submitter"))
-    assert "needs the role approver of default" in ann.run("demo", code=13).error
+    assert "needs the role approver in default" in ann.run("demo", code=13).error
     assert not (ann.folder / ".demo").exists()
     assert json.loads(ann.run("ls", "-o", "json").out)["runs"][0]["name"] == "model-tiny"

@@ -107,7 +107,7 @@ def test_commands_do_what_the_role_covers(world: World, user: As) -> None:
     staffed()
     user("stranger")
     for words in (("ls",), ("run", "run.yaml"), ("get", "prod")):
-        assert "user:stranger has no role there; ask an admin of it" in refused(world, *words, code=13)
+        assert "user:stranger has no role there; ask an admin of the project" in refused(world, *words, code=13)
     user("vi")
     world.ok("ls")
     world.ok("plan", "run.yaml")

@@ -742,7 +742,7 @@ def test_a_name_that_reads_like_another_is_nobodys(bench: Bench, name: str) -> N
     assert pinned is not None
     with pytest.raises(InputError, match="approvers: must be principals such as user:ann"):
         parse_policy({**pinned.policy.to_json(), "approvers": [name]}, "policy")
-    with pytest.raises(InputError, match="role viewer: must be of user:NAME or service:NAME"):
+    with pytest.raises(InputError, match="role viewer: must be for user:NAME or service:NAME"):
         grant(bench, name, Role.VIEWER)
 
 

@@ -390,7 +390,7 @@ def test_a_report_of_another_policy_moves_nothing(world: World) -> None:
     world.ok("channel", "unfreeze", "prod")
     world.ok("channel", "set-policy", "prod", policy_file(world))
     said = refused(world, "promote", run, code=9)
-    assert "this was judged without a policy; plan and judge again: posttrain run RUN.yaml" in said
+    assert "the run was judged without a policy; plan and judge it again: posttrain run RUN.yaml" in said
     assert "prod now points at" in world.ok("run", "run.yaml"), "the same file is another run under a policy"
     assert "policy" in [row["path"] for row in world.json("diff", run, world.newest())["differences"]]
     assert "policy" in world.ok("diff", run, world.newest())
@@ -414,8 +414,8 @@ def test_a_policy_that_changes_while_a_run_is_judged_stops_its_release(
     monkeypatch.setattr(verdicts, "crashpoint", meanwhile)
     monkeypatch.setattr("posttrain.app.workspace._BESIDE", 0)  # commands of two threads share one standard output
     said = refused(world, "run", "run.yaml", code=9)
-    assert "this was judged without a policy" in said
-    assert "plan and judge again: posttrain run RUN.yaml\n" in said
+    assert "the run was judged without a policy" in said
+    assert "plan and judge it again: posttrain run RUN.yaml\n" in said
     assert world.json("get", world.newest())["reason"] == "PolicyNotMet"
     assert world.json("get", "prod")["live"] is None
     assert list(next_of(world, world.newest())) == ["run", "RUN.yaml"], "which helps"
@@ -477,7 +477,7 @@ def test_a_report_about_one_channel_promotes_to_another_only_where_it_holds(worl
     run = world.newest()
     world.ok("channel", "set-policy", "stage", policy_file(world))
     said = refused(world, "promote", run, "--channel", "stage", code=9)
-    assert "this was judged without a policy" in said
+    assert "the run was judged without a policy" in said
     world.ok("channel", "remove-policy", "stage")
     assert "stage points at" in world.ok("promote", run, "--channel", "stage"), "it was empty when prod was"
 
@@ -495,7 +495,7 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     assert "frozen: nothing is released to it, rollbacks are allowed" in world.ok("get", "prod")
     assert "(release 2, frozen)" in world.ok("ls")
     assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
-    assert "it stays frozen" in world.ok("rollback", "prod")
+    assert "channel prod stays frozen" in world.ok("rollback", "prod")
     assert "channel prod: is frozen (rollbacks are allowed)" in refused(world, "run", "run.yaml", "--again", code=9)
     run = world.newest()
     assert world.json("get", run)["reason"] == "ChannelFrozen"

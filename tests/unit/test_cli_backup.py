@@ -52,7 +52,7 @@ def test_what_was_backed_up_comes_back_elsewhere(world: World, tmp_path: Path, m
     assert (tmp_path / "kept").stat().st_mode & 0o077 == 0
     other = elsewhere(tmp_path, monkeypatch)
     told = other.ok("restore", str(tmp_path / "kept"))
-    assert "tokens that had not expired still count" in told
+    assert "unexpired tokens remain valid" in told
     assert "under way" not in told
     assert other.json("get", "prod") == before["prod"]
     assert [row for row in other.json("asset", "ls") if row["ref"] != "dataset:more@1"] == before["assets"]
@@ -88,7 +88,7 @@ def test_a_run_under_way_is_backed_up_and_goes_on_elsewhere(
     assert world.json("get", held)["state"] == "running"
     world.ok("backup", str(tmp_path / "kept"))
     other = elsewhere(tmp_path, monkeypatch)
-    assert f"run {held} was under way: its jobs are not here; posttrain attach {held}" in other.ok(
+    assert f"run {held} was in progress, and its jobs are not here; posttrain attach {held}" in other.ok(
         "restore", str(tmp_path / "kept")
     )
     other.ok("attach", held)
@@ -167,11 +167,11 @@ def test_what_is_no_backup_is_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "other" / "thesis.tex").write_text("x")
     refused = world("backup", str(tmp_path / "other"))
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "must be empty, or hold a backup" in refused.stderr
+    assert "must be empty, or contain a backup" in refused.stderr
     os.rename(world.root / ".posttrain", world.root / "away")
     refused = world("restore", str(tmp_path / "other"))
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "holds no whole backup" in refused.stderr
+    assert "contains no complete backup" in refused.stderr
 
 
 @pytest.mark.postgres
@@ -182,7 +182,7 @@ def test_a_ledger_in_postgresql_is_pg_dumps(
     world.ok("init", "--ledger", postgres_ledger)
     refused = world("backup", str(tmp_path / "kept"))
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "which pg_dump copies: the database first, then the store (see docs/howto/backup.md" in refused.stderr
+    assert "copy the database with pg_dump first, then the store (see docs/howto/backup.md" in refused.stderr
     assert not (tmp_path / "kept").exists()
 
 

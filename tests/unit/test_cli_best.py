@@ -158,7 +158,7 @@ def test_a_later_stage_and_a_gate_take_the_best(world: World) -> None:
         ("model: grpo/best}\n", "model: nope/best}\n", "release.model: no stage 'nope/best' makes a model"),
         ("evaluate, model: grpo/best", "evaluate, model: base/best", "no stage 'base' makes a model"),
         (", keep_best: true, early_stopping: {patience: 1}", "", "keeps no best model"),
-        (f"{PROBE}, ", "", "early_stopping needs a probe to go by, got none"),
+        (f"{PROBE}, ", "", "early_stopping needs a probe, got none"),
         ("keep_best: true", "load_best_model_at_end: true", "(did you mean 'keep_best'?)"),
         ("{patience: 1}", "{early_stopping_patience: 1}", "(did you mean 'patience'"),
         ("{patience: 1}", "{patience: 0}", "early_stopping.patience: must be at least 1, got 0"),

@@ -120,7 +120,7 @@ def test_a_folder_of_somebody_else_is_left_alone(world: World, beside: dict[str,
         path.write_text(text)
     result = world("demo", "--workspace", "mine")
     assert result.exit_code == 2
-    assert "mine must be empty or made by a demo" in result.stderr
+    assert "mine must be empty or created by a demo" in result.stderr
     assert (world.root / "mine" / "thesis.txt").read_text() == "years of work"
 
 

@@ -73,7 +73,7 @@ def test_audit_41_pickled_weights_stay_refused(world: World, name: str) -> None:
     (left_by_trl(world.root / "out") / name).write_bytes(PICKLE)
     told = world("asset", "add", "model:mine", "out")
     assert (told.exit_code, len(told.stderr.splitlines())) == (2, 1)
-    assert f"must not hold pickled files, got {name}; convert it to safetensors" in told.stderr
+    assert f"must not contain pickled files, got {name}; convert it to safetensors" in told.stderr
 
 
 def test_audit_41_side_files_of_a_reward_s_folder_belong_to_it(world: World) -> None:

@@ -299,7 +299,7 @@ class TestRefused:
             (place / name).write_text(state(2))
         (place / "adapter_model.safetensors").write_bytes(weights(1.0))
         said = refused(world, "trl-output", "out")
-        assert "checkpoint-2 holds an adapter" in said
+        assert "checkpoint-2 contains an adapter" in said
         assert "merge_and_unload" in said
 
     def test_weights_as_a_pickle(self, world: World, out: Path) -> None:

@@ -271,7 +271,7 @@ class TestEval:
             (("prod", "heldout", "--pass-at", "4"), "pass_at must be <= samples (0), got 4"),
             (("prod", "heldout", "--device", "tpu"), "device"),
             (("prod", "heldout", "--top-p", "0.9"), "top_p needs samples >= 1, got 0.9 with samples: 0; set samples"),
-            (("prod", "heldout", "--stop", ""), "heldout.stop: must hold strings of 1 to 256 characters, got 0"),
+            (("prod", "heldout", "--stop", ""), "heldout.stop: must contain strings of 1 to 256 characters, got 0"),
         ],
     )
     def test_refused_in_one_line(self, seen: World, words: tuple[str, ...], line: str) -> None:
@@ -454,7 +454,7 @@ class TestSample:
             (("nobody", "hi"), "there is no run 'nobody'"),
             (("prod", "hi", "-n", "2", "--temperature", "0"), "temperature must be above 0 for 2 different responses"),
             (("prod", "hi", "--temperature", "-1"), "temperature must be from 0"),
-            (("prod", "hi", "--stop", ""), "stop must hold strings of 1 to 256 characters, got 0"),
+            (("prod", "hi", "--stop", ""), "stop must contain strings of 1 to 256 characters, got 0"),
             (("prod", "hi", "--temperature", "1", "--top-p", "1.5"), "top-p above 0 to 1"),
             (("prod", "hi", "--temperature", "1", "--min-p", "nan"), "min-p from 0 to below 1"),
             (("prod", "hi", "--top-k", "4"), "need a temperature above 0, got 0 (the most likely tokens)"),
@@ -486,7 +486,7 @@ class TestProgress:
         result = seen("sample", "prod", "hi", "-o", form)
         told, error = result.stderr.splitlines()
         assert told.startswith("channel:prod@1 sha256:")
-        assert told.endswith("it is loading")
+        assert told.endswith("loading the model")
         assert error == "error: it began"
 
     @pytest.mark.parametrize("form", ["text", "json"])

@@ -35,7 +35,7 @@ def test_no_before_is_said_to_be_none(world: World) -> None:
         assert "not measured" in line
         assert "0.980 [0.950, 0.995]" in line
         assert "exact limit of a rate (Clopper-Pearson)" in text
-        assert "add an evaluate stage of the model it began with" in text
+        assert "add an evaluate stage of the starting model" in text
     (row,) = world.json("get", "sort")["scores"]["rows"]
     assert row["before"] == []
     assert (row["metric"], row["suite"], row["of"]) == ("heldout/accuracy", "heldout", "stage grpo")

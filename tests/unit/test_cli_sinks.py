@@ -234,7 +234,7 @@ def test_no_secret_is_recorded(world: World, http: Receiver, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("x",), "must be given one of"),
+        (("x",), "needs one of"),
         (("x", "--jsonl", "a.jsonl", "--webhook", "http://h/"), "got webhook and jsonl"),
         (("x", "--webhook", "http://h/"), "must have --secret-env VAR or"),
         (("x", "--webhook", "ftp://h/", "--secret-env", "POSTTRAIN_SINK_S"), "URL must be http"),

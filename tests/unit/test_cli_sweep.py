@@ -27,7 +27,7 @@ def test_settings_are_ranked_nothing_ships_and_the_cache_is_shared(world: World)
     shown = world.ok("sweep", "run.yaml", "--set", REWARDS)
     assert "2 settings x 1 seed = 2 runs; ranked by heldout/accuracy, higher is better" in shown
     assert "[2/2] rewards.exact reward:sort@2, seed 17: run sort-" in shown
-    assert "note: a sweep ships nothing" in shown
+    assert "note: a sweep releases nothing" in shown
     assert "sft succeeded; reused from" in shown
     assert "another seed may order the settings differently" in shown
     assert "next: posttrain run run.yaml --set rewards.exact=reward:sort@1" in shown
@@ -141,8 +141,8 @@ def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ([], "needs something that varies"),
-        (["--set", "grpo.steps=5"], "needs something that varies"),
+        ([], "needs a setting that varies"),
+        (["--set", "grpo.steps=5"], "needs a setting that varies"),
         (["--set", "grpo.stepz=5,6"], "did you mean 'steps'"),
         (["--set", "grpo.steps=0,6"], "grpo.steps 0"),
         (["--set", "dpo.steps=1,2"], "run.yaml with dpo.steps 1"),
@@ -152,7 +152,7 @@ def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
             "--better must be higher or lower for",
         ),
         (["--set", "grpo.steps=1,2", "--better", "up"], "--better must be higher or lower, got 'up'"),
-        (["--set", "seed=1,2", "--seeds", "2"], "set the same; give one"),
+        (["--set", "seed=1,2", "--seeds", "2"], "both set the seed; give one"),
         (["--set", "owner=ada,bob"], "needs an evaluation"),
         (["--set", "grpo.steps=" + ",".join(map(str, range(1, 501))), "--seeds", "3"], "at most 1000 runs, got 500"),
     ],

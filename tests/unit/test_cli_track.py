@@ -106,7 +106,7 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
         ("[csv, csv]", "must name each tracker once"),
         ("{csv: {folder: x}}", "folder: unknown key"),
         ("{mlflow: {uri: x}}", "did you mean 'tracking_uri'?"),
-        ("{mlflow: 'http://me:secret@host'}", "must hold no credentials"),
+        ("{mlflow: 'http://me:secret@host'}", "must contain no credentials"),
         ("{wandb: {mode: sometimes}}", "must be one of 'offline', 'online'"),
         ("7", "trackers"),
         ("{wandb: {project: 'a/b/c'}}", "trackers.wandb.project: must be letters, digits"),
@@ -123,7 +123,7 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
         ("{mlflow: {'tracking_uri=http://u:secret@h': 1}}", "did you mean 'tracking_uri'?"),
         ("{wandb: 'http://u:secret@h'}", "trackers.wandb.project: must be letters"),
         ("{mlflow: {experiment: 'http://u:secret@h'}}", "trackers.mlflow.experiment: must be letters"),
-        ("{mlflow: 'ftp://u:secret@h'}", "must hold no credentials"),
+        ("{mlflow: 'ftp://u:secret@h'}", "must contain no credentials"),
     ],
 )
 def test_a_tracker_that_cannot_be_written_is_refused(
@@ -323,7 +323,7 @@ def test_another_place_has_what_there_is_of_a_run_that_goes_on(world: World) -> 
         fcntl.flock(lock, fcntl.LOCK_EX)  # its own writer is at work
         said = world.json("track", run, "--tracker", "csv=else where")["trackers"]
     assert said[0]["message"] == (
-        f"all there is by now; posttrain track {run} --tracker 'csv={world.root}/else where' writes what comes"
+        f"all data so far; posttrain track {run} --tracker 'csv={world.root}/else where' writes later data"
     )
     assert {p[0] for p in points(world.root / "else where" / f"{run}.csv")} == {"sft"}
     assert not (world.root / "here").exists()

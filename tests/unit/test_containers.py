@@ -316,7 +316,7 @@ def test_an_image_has_its_time_to_come_and_no_longer(machine: Path, program: str
     registry(machine, program)
     why = fetched(IMAGE, 0.5, lambda _: pytest.fail("it would be too late"))
     assert "could not be fetched within 0.5 s" in why
-    assert f"podman reports: {words}; see that its registry answers" in why
+    assert f"podman reports: {words}; check that its registry answers" in why
     assert "\n" not in why
 
 

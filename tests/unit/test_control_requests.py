@@ -158,7 +158,7 @@ def test_audit_29_a_request_that_somebody_else_wrote_gets_no_secret(
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "secrets": ["AWS_SECRET_ACCESS_KEY"]}))
     assert bench.drive(run_id).state == "failed"
     message = bench.stage(run_id, "sft").message
-    assert "request.json names secrets that its run does not: 'AWS_SECRET_ACCESS_KEY'" in message
+    assert "request.json names secrets that its run does not declare: 'AWS_SECRET_ACCESS_KEY'" in message
     assert (bench.executor.launched, "\n" in message) == ([], False)
 
 
@@ -198,6 +198,6 @@ def test_audit_29_a_short_secret_is_refused_by_whoever_drives_before_the_first_s
     assert bench.drive(run_id).state == "failed"
     assert bench.executor.launched == []
     assert (
-        "secrets: JUDGE_KEY: the driver's environment must hold 8 characters or more"
+        "secrets: JUDGE_KEY: the driver's environment must contain 8 characters or more"
         in bench.stage(run_id, "sft").message
     )

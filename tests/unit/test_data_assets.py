@@ -106,7 +106,7 @@ class TestReward:
     def test_missing_source_and_unknown_dialect(self, tmp_path: Path) -> None:
         with pytest.raises(NotFoundError, match="does not exist"):
             inspect_reward(tmp_path / "absent.py")
-        with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got none"):
+        with pytest.raises(InputError, match=r"must contain `reward\.py` or a single Python file, got none"):
             inspect_reward(tmp_path)
         with pytest.raises(InputError, match="dialect must be one of"):
             inspect_reward(tmp_path, dialect="klingon")
@@ -183,7 +183,7 @@ class TestModel:
         with pytest.raises(NotFoundError, match="does not exist"):
             inspect_model(tmp_path / "absent")
         (folder / "pytorch_model.bin").touch()
-        with pytest.raises(InputError, match=r"must not hold pickled files, got pytorch_model\.bin"):
+        with pytest.raises(InputError, match=r"must not contain pickled files, got pytorch_model\.bin"):
             inspect_model(folder)
         (folder / "pytorch_model.bin").unlink()
         weights = folder / "model.safetensors"

@@ -96,14 +96,14 @@ def test_an_answer_that_is_no_text_is_left_to_the_reward(answer: object) -> None
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", r"d\.jsonl must hold at least one row, got 0"),
+        ("", r"d\.jsonl must contain at least one row, got 0"),
         ('{"prompt": "a"}\n{oops\n', r"d\.jsonl:2 must be one JSON object per line"),
         ('{"prompt": "a"}\n[1]\n', r"d\.jsonl:2 must be a JSON object, got list"),
         ('{"prompt": "a", "w": NaN}\n', r"d\.jsonl:1 .*NaN is not JSON"),
         ('{"prompt": "\xff"}\n', r"d\.jsonl:1 .*utf-8"),
         ('{"prompt": "a"}\n{"answer": "b"}\n', r"row 2 must have a column prompt, .* got columns answer"),
         ('{"prompt": 3}\n', r"d\.jsonl row 1: prompt must be text or a list of messages, got 3"),
-        ('{"prompt": [{"content": "x"}]}\n', r"d\.jsonl row 1: prompt must hold messages with role and content"),
+        ('{"prompt": [{"content": "x"}]}\n', r"d\.jsonl row 1: prompt must contain messages with role and content"),
         ('{"text": ["x"]}\n', r"d\.jsonl row 1: text must be text, got"),
         ('{"messages": "x"}\n', r"d\.jsonl row 1: messages must be a list of messages, got text"),
         ('{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}\n', "must be text like its prompt"),

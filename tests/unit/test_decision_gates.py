@@ -206,7 +206,7 @@ def test_equal_shares_are_not_worse_only_when_items_are_many() -> None:
         (evidence([1.0] * 50 + [float("inf")], TOKENS), "NaN or infinite"),
         (evidence([1.0] * 50 + [65.0], TOKENS), "range 1 to 64, got 65 on 'item-0050'"),
         (evidence([1.0] * 50 + [0.0], TOKENS), "range 1 to 64, got 0 on 'item-0050'"),
-        (evidence([1.0] * 51, None), "has no declared range, so no limit holds"),
+        (evidence([1.0] * 51, None), "has no declared range, so it has no limit"),
         (evidence([1.0] * 50 + [0.5]), "declared binary but"),
         (Evidence(("a", "b", "a"), np.ones(3), RATE), "1 item ids more than once, e.g. 'a'"),
         (Evidence(("a", "b"), np.ones(3), RATE), "2 item ids for values of shape"),

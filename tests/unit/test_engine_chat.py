@@ -118,13 +118,13 @@ def test_what_follows_the_end_of_sequence_is_not_learnt(tokenizer: PreTrainedTok
 
 def test_errors_name_data_set_and_row(tokenizer: PreTrainedTokenizerFast) -> None:
     length = len(render_prompt(tokenizer, ROW))
-    with pytest.raises(InputError, match=rf"d@1 row 2: prompt must fit {length} tokens, got {length + 1}"):
+    with pytest.raises(InputError, match=rf"d@1 row 2: prompt must have at most {length} tokens, got {length + 1}"):
         encode_prompts(tokenizer, [ROW, {"prompt": [{**QUESTION, "content": "Q: sort 312"}]}], name="d@1", limit=length)
-    with pytest.raises(InputError, match=rf"prompt must fit {length} - 1 \(max_new_tokens\) tokens, got {length}"):
+    with pytest.raises(InputError, match=rf"have at most {length} - 1 \(max_new_tokens\) tokens, got {length}"):
         encode_prompts(tokenizer, [ROW], name="d@1", limit=length, reserve=1)
     with pytest.raises(InputError, match=r"set max_new_tokens to 2 at most, or shorten or drop it"):
         encode_prompts(tokenizer, [ROW], name="d@1", limit=length + 2, reserve=40)
-    with pytest.raises(InputError, match=r"d@1 row 1: prompt and completion must fit 5 tokens, got 21"):
+    with pytest.raises(InputError, match=r"d@1 row 1: prompt and completion must have at most 5 tokens, got 21"):
         encode_examples(tokenizer, [ROW], name="d@1", limit=5)
     with pytest.raises(InputError, match=r"d@1 row 1: a demonstration needs completion, messages or text"):
         encode_examples(tokenizer, [{"prompt": "a", "answer": "b"}], name="d@1", limit=99)
@@ -159,7 +159,9 @@ def test_preferences_that_do_not_fit_are_named(tokenizer: PreTrainedTokenizerFas
     short = {"prompt": "a", "chosen": "b", "rejected": "c"}
     encode_preferences(tokenizer, [short], name="d@1", limit=3)
     for odd in ({"chosen": "bc"}, {"rejected": "bc"}):
-        with pytest.raises(InputError, match=r"d@1 row 2: prompt and response must fit 3 tokens, got 4; .* max_length"):
+        with pytest.raises(
+            InputError, match=r"d@1 row 2: prompt and response must have at most 3 tokens, .* max_length"
+        ):
             encode_preferences(tokenizer, [short, {**short, **odd}], name="d@1", limit=3)
     with pytest.raises(InputError, match=r"d@1 row 1: a preference needs prompt, chosen and rejected, got no rejected"):
         encode_preferences(tokenizer, [{"prompt": "a", "chosen": "b"}], name="d@1", limit=99)
@@ -257,7 +259,7 @@ class TestBatches:
             ({"answer": "b"}, r"d row 1020: a demonstration needs completion, messages or text"),
             ({"prompt": [{"role": "tool", "content": "x"}], "completion": [ANSWER]}, r"d row 1020 cannot be rendered"),
             ({"prompt": "a", "completion": "\ud800"}, r"d row 1020 cannot be rendered"),
-            ({"prompt": "a", "completion": "1" * 60}, r"d row 1020: prompt and completion must fit 50 tokens, got 62"),
+            ({"prompt": "a", "completion": "1" * 60}, r"d row 1020: prompt and completion must have at most 50 tokens"),
         ],
         ids=["form", "template", "tokenizer", "length"],
     )

@@ -251,7 +251,7 @@ def test_a_teacher_whose_output_is_padded_names_no_token_that_the_student_lacks(
 @pytest.mark.parametrize(
     ("column", "told"),
     [
-        (Column("candidates", "policy", "topk", wide=2), "of a frozen role, got policy, which learns"),
+        (Column("candidates", "policy", "topk", wide=2), "from a frozen role, got policy, which is trained"),
         (Column("candidates", "teacher", "topk"), "of topk, got wide=0; topk is wide"),
         (Column("more", "teacher", "logprobs", wide=2), "of logprobs, got wide=2; topk is wide"),
         (Column("candidates", "tutor", "topk", wide=2), "needs the role tutor for candidates"),

@@ -182,11 +182,11 @@ def test_only_the_end_of_a_response_is_decoded_again() -> None:
         (["a"], r"stop must be a tuple of strings, got \['a'\]"),
         ("a", "stop must be a tuple of strings, got 'a'"),
         ((1,), r"stop must be a tuple of strings, got \(1,\)"),
-        (("",), "stop must hold strings of 1 to 256 characters, got 0"),
-        (("a" * 257,), "stop must hold strings of 1 to 256 characters, got 257"),
+        (("",), "stop must contain strings of 1 to 256 characters, got 0"),
+        (("a" * 257,), "stop must contain strings of 1 to 256 characters, got 257"),
         (("a",) * 17, "stop must be at most 16 strings, got 17"),
-        (("\ufffd",), "stop must hold text"),
-        (("a\udc80",), "stop must hold text"),
+        (("\ufffd",), "stop must contain text"),
+        (("a\udc80",), "stop must contain text"),
     ],
 )
 def test_bad_stop_strings_are_refused(stop: object, message: str) -> None:

@@ -189,7 +189,7 @@ class TestSuite:
                 suite_items(
                     [{"prompt": "q", "answer": odd}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99
                 )
-        with pytest.raises(InputError, match=r"x row 1: prompt must fit 65 - 64 \(max_new_tokens\) tokens, got 2"):
+        with pytest.raises(InputError, match=r"row 1: prompt must have at most 65 - 64 \(max_new_tokens\)"):
             suite_items(
                 [{"prompt": "q1", "answer": ""}], ["q1"], tokenizer, SuiteConfig(data="d"), name="x", context=65
             )
@@ -199,7 +199,7 @@ class TestSuite:
         items = items_of(tokenizer, config, ("q", "1"))
         rollout = says(tokenizer, {"q": ["1", "1"]})
         meter = Meter(limit=19)  # greedy: 1 + 8 at the most, 3 in fact; then 1 + twice 8
-        with pytest.raises(BudgetExceededError, match=r"at most 17 tokens\): spent 3 of 19"):
+        with pytest.raises(BudgetExceededError, match=r"at most 17 tokens\): 3 of the stage's 19 are spent"):
             evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=meter)
         assert meter.tokens == 3
         with pytest.raises(BudgetExceededError, match="deadline passed"):
@@ -497,9 +497,9 @@ def test_budget_is_never_passed(bench: Bench, answered: Answered) -> None:
         (
             [{"prompt": "q" * 60, "answer": "1"}],
             {},
-            r"dataset:heldout@1 row 1: prompt must fit 64 - 8 (max_new_tokens)",
+            r"dataset:heldout@1 row 1: prompt must have at most 64 - 8 (max_new_tokens)",
         ),
-        ([], {}, "dataset:heldout@1 must hold at least one row, got 0"),
+        ([], {}, "dataset:heldout@1 must contain at least one row, got 0"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -191,7 +191,7 @@ def test_verl_s_stop_strings_end_responses_here(world: World) -> None:
 
 
 def test_stop_strings_that_cannot_be_are_told(world: World) -> None:
-    for bad, why in (("['']", "must hold strings of 1 to 256 characters"), ("[3]", "must be text, got 3")):
+    for bad, why in (("['']", "must contain strings of 1 to 256 characters"), ("[3]", "must be text, got 3")):
         draft, stage = trl(world, "c.yaml", f"num_generations: 4\ngeneration_kwargs: {{stop: {bad}}}\n")
         assert "stop" not in stage
         assert any("generation_kwargs.stop" in line and why in line for line in draft.changed)

@@ -122,7 +122,7 @@ def test_audit_22_pickles_are_refused_at_any_depth(model: Path, put: Callable[[P
     folder = model.joinpath(*["below"] * depth)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / "odd")
-    with pytest.raises(InputError, match=r"must not hold pickled files, got (below/){0,3}odd\.\w+; convert it"):
+    with pytest.raises(InputError, match=r"must not contain pickled files, got (below/){0,3}odd\.\w+; convert it"):
         inspect_model(model)
 
 

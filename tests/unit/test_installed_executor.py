@@ -84,7 +84,7 @@ def test_an_executor_of_an_installed_package_is_an_executor(site: Path) -> None:
     ("source", "says"),
     [
         ("raise OSError('no\\nlicence')", "raised OSError: no licence"),
-        ("Far = 3", "must name a class or a function that makes an executor, got 3"),
+        ("Far = 3", "must name a class or a function that creates an executor, got 3"),
         ("class Far:\n    name = 'far'\n    def __init__(self, runs): pass", "lacks submit, observe, signal, kill"),
         ("class Far:\n    pass", "making it raised TypeError"),
         (FAR.replace('"far"', '"near"'), "must have the entry point's name, got 'near'"),
@@ -181,8 +181,8 @@ def test_a_workspace_does_not_change_its_executor_under_a_run(world: World, site
         again = submit(workspace.stores, workspace.stores.manifest(made), again=True).run.id
     refused = world("init", "--executor", "far")
     assert refused.exit_code == 9
-    assert f"executor must stay fake while runs have jobs or will start some ({again}), got far;" in refused.stderr
-    assert f"end them: posttrain stop {again}" in refused.stderr
+    assert f"executor must stay fake while runs have or may start jobs ({again}), got far;" in refused.stderr
+    assert f"stop them: posttrain stop {again}" in refused.stderr
     world.ok("stop", again)
     world("attach", again)
     assert "executor far" in world.ok("init", "--executor", "far")

@@ -119,9 +119,9 @@ def test_a_mean_stays_in_the_range_of_what_it_is_of(values: list[float]) -> None
 @pytest.mark.parametrize(
     ("worth", "words"),
     [
-        (1.0000000000000002, "must be worth 0 to 1 (reward_range), got 1.0000000000000002 for '12'"),
-        (-1e-9, "must be worth 0 to 1 (reward_range), got -1.0000000000000001e-09"),
-        (None, "must have a score, its reward gave none to '12'"),
+        (1.0000000000000002, "must have a score from 0 to 1 (reward_range), got 1.0000000000000002 for '12'"),
+        (-1e-9, "must have a score from 0 to 1 (reward_range), got -1.0000000000000001e-09"),
+        (None, "must have a score, but its reward returned none for '12'"),
         (float("nan"), "must return finite numbers, got nan"),
         (float("inf"), "must return finite numbers, got inf"),
     ],
@@ -249,8 +249,8 @@ def test_rows_without_answers_are_measured_by_weighted_rewards(bench: Bench) -> 
 @pytest.mark.parametrize(
     ("entry", "words", "spent"),
     [
-        ("much", "must be worth 0 to 1 (reward_range), got 7.25", True),
-        ("picky", "must have a score, its reward gave none", True),
+        ("much", "must have a score from 0 to 1 (reward_range), got 7.25", True),
+        ("picky", "must have a score, but its reward returned none", True),
         ("level", "parameter 'level' is neither a column", False),
         ("gone", "rules.py has no function 'gone'", False),
     ],

@@ -175,19 +175,19 @@ def test_audit_24_requests_that_ended_give_their_bytes_and_places_back() -> None
         first = await begin(UPLOAD, 10)
         for _ in range(3):
             await (await begin(UPLOAD, 90))()  # together exactly as many as may be
-        with pytest.raises(LimitError, match="at most 100 bytes of uploads at once, got 91 more"):
+        with pytest.raises(LimitError, match="at most 100 bytes of uploads at the same time, got 91 more"):
             await begin(UPLOAD, 91)
         await (await begin(UPLOAD, 91, "ben"))()
         await (await begin(BODY, 50))()
         for _ in range(3):
             second, third = await begin(UPLOAD, 1), await begin(UPLOAD, 1)
-            with pytest.raises(LimitError, match="at most 3 uploads at once, got one more"):
+            with pytest.raises(LimitError, match="at most 3 uploads at the same time, got one more"):
                 await begin(UPLOAD, 1)
             await second()
             await third()
         await first()
         first = await begin(BODY, 1)
-        with pytest.raises(LimitError, match="at most 50 bytes of requests with bodies at once, got 50 more"):
+        with pytest.raises(LimitError, match="at most 50 bytes of requests with bodies at the same time, got 50 more"):
             await begin(BODY, 50)
         await first()
         await (await begin(UPLOAD, 1000))()  # one alone may be as large as it likes
@@ -289,7 +289,7 @@ def test_audit_33_a_client_comes_again_when_it_was_told_to_and_not_for_ever(
 
     def busy(*words: Any, **named: Any) -> Any:
         if next(tries, True):
-            raise BusyError("the server has too much to do")
+            raise BusyError("the server is overloaded")
         return real(*words, **named)
 
     monkeypatch.setattr(status, "read_newest", busy)

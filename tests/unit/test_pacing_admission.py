@@ -164,7 +164,7 @@ def test_what_happens_twice_is_refused() -> None:
     buffer.start([0, 1], 0, 0)
     with pytest.raises(InputError, match="prompt 1 must be started once, got it again after 1"):
         buffer.start([1], 0, 0)
-    with pytest.raises(InputError, match="at most 2 groups, got prompt 2 besides"):
+    with pytest.raises(InputError, match="at most 2 groups, got one more for prompt 2"):
         buffer.start([2], 0, 0)
     buffer.complete(0, "a")
     with pytest.raises(InputError, match="prompt 0 must be running"):
@@ -198,7 +198,7 @@ def test_a_policy_that_asks_for_more_than_there_is_place_for_is_refused() -> Non
 
     batch = 0
     for most in (3, -1):
-        with pytest.raises(InputError, match=rf"Greedy must admit what a batch lacks \(2 of batch 0\), got {most}"):
+        with pytest.raises(InputError, match=rf"must admit the groups that a batch lacks \(2 of batch 0\), got {most}"):
             Buffer[str](Greedy(0, most), 2, 4).admit(0, 0)
     for batch in (1, 4, 9):
         with pytest.raises(InputError, match=rf"Greedy must admit prompts of batch 2 to 3, got batch {batch}"):

@@ -261,7 +261,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
 
 def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[Machine]) -> None:
     name = world.write("long.yaml", RUN.replace("GIVEN", "placement: {collocated: {gpus: 8}}"))
-    shown = " ".join(world.ok("plan", name).replace("│", " ").split())
+    shown = " ".join(world.ok("plan", name, "-v").replace("│", " ").split())
     assert "micro_batch_tokens: 16384 tokens: " in shown
     assert "activation_checkpointing: on" in shown
     assert "70.7 GiB of 79.6 GiB usable on one GPU less" in shown
@@ -305,7 +305,7 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
             ("an amount of memory such as 40GiB", "lots"),
         ),
         ("placement: {collocated: {gpus: 8}}, runtime: {object_store: -1}", ("runtime.object_store",)),
-        ("runtime: {ray_address: 'h:1', object_store: 8GiB}", ("object_store is of a cluster that the job starts",)),
+        ("runtime: {ray_address: 'h:1', object_store: 8GiB}", ("object_store applies only to a cluster",)),
         ("runtime: {call_timeout: -1}", ("runtime.call_timeout", "at least 1")),
         ("runtime: {start_timeout: soon}", ("runtime.start_timeout", "soon")),
         ("reward_timeout: soon", ("reward_timeout", "soon")),

@@ -115,7 +115,7 @@ def test_only_what_is_certain_is_refused() -> None:
     assert too_large([GPU], device=80 * 2**30, machine=None) == []
     assert too_large([GPU], device=None, machine=1) == []
     (line,) = too_large([GPU], device=40 * 2**30, machine=None)
-    assert line.startswith("memory: one rank of policy needs at least 70.0 GiB on its GPU, it has 40.0 GiB;")
+    assert line.startswith("memory: one rank of policy needs at least 70.0 GiB on its GPU, which has 40.0 GiB;")
 
 
 def test_ranks_on_cpus_share_the_machine() -> None:

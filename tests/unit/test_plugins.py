@@ -74,7 +74,7 @@ def test_a_name_that_posttrain_has_itself_looks_at_no_package(site: Path, monkey
         ("import nothing_of_that_name", "raised ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
         ("coach = 1", "raised AttributeError: module '{}' has no attribute 'Coach'"),
-        ("Coach = 3", "must name a class or a function that makes a trainer, got 3"),
+        ("Coach = 3", "must name a class or a function that creates a trainer, got 3"),
         ("class Coach: name = 'coach'", "this one lacks code_digest, check, devices, compile, collect"),
         (COACH.replace('"coach"', '"other"'), "its trainer must have the entry point's name, got 'other'"),
     ],
@@ -106,7 +106,7 @@ def test_what_its_code_raises_later_is_one_line_too(site: Path) -> None:
 def test_one_name_of_two_packages_is_refused_and_the_others_go_on(site: Path) -> None:
     coach(site, "gym_one")
     coach(site, "club_one", "2.0")
-    says = "trainer 'coach' of posttrain-{}: must be of one installed package, got posttrain-club 2.0 and posttrain-gym"
+    says = "trainer 'coach' of posttrain-{}: must be in one installed package, got posttrain-club 2.0 and posttrain-gym"
     with pytest.raises(InputError) as caught:
         trainers()["coach"]
     assert str(caught.value).startswith((says.format("gym 1.0"), says.format("club 2.0")))
@@ -178,7 +178,7 @@ def test_doctor_names_what_is_installed_and_what_is_wrong_with_it(site: Path) ->
     found = _packages()
     assert found.state == "warn"
     for part in (
-        "must be of one installed package, got posttrain-club 1.0 and posttrain-gym 1.0",
+        "must be in one installed package, got posttrain-club 1.0 and posttrain-gym 1.0",
         "trainer 'native' of posttrain-odd 1: Posttrain itself has this name",
         "trainer 'Camel' of posttrain-odd 1: names have small letters",
         "mood 'x' of posttrain-odd 1: there is no group posttrain.moods",

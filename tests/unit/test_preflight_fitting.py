@@ -318,7 +318,7 @@ def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -
         plan(bench.file(roomy), bench.workspace)
     assert str(caught.value) == (
         f"{bench.file(roomy)}: stages.evaluate.suites.heldout: dataset:heldout@2 row 3 must have the answer of row 1,"
-        " whose prompt it repeats, got another: no response can be correct for both; drop one row"
+        " whose prompt it repeats, got a different one: no response can be correct for both; drop one row"
     )
 
     def probed(raw: dict[str, Any]) -> None:
@@ -369,7 +369,7 @@ def test_a_column_that_takes_the_place_of_the_turns_is_told(bench: Bench) -> Non
     bench.rows("train", {**ROW, "turns": ["a", "b"]})
     (told,) = plan(bench.file(), bench.workspace).warnings
     assert "reward.py (score) receives the column turns of " in told
-    assert told.endswith("not the turns of the policy; rename the column to receive those")
+    assert told.endswith("not the turns of the policy; rename the column to receive the policy's turns")
 
 
 def test_a_reward_of_an_installed_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_scoring_processes_need_no_ray_and_take_no_rank_s_memory(
     alone = world.ok("plan", file(world, "placement: collocated"))
     monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: False)
     scored = world.ok("plan", file(world, "placement: {reward: {ranks: 4}}"))
-    assert "reward: 4 processes score side by side" in scored
+    assert "reward: 4 processes score in parallel" in scored
     sizes = [
         [
             line

@@ -143,7 +143,7 @@ def test_files_of_a_folder(bench: Bench) -> None:
             "entry": "other.py:brief", "dialect": "auto", "source": "other.py",
         }  # fmt: skip
         assert "reward.py has no function 'brief'" in bench.refused(uses(ref=ref, entry="brief"))
-        assert "must hold 'gone.py', got other.py, reward.py" in bench.refused(uses(ref=ref, entry="gone.py:score"))
+        assert "must contain 'gone.py', got other.py, reward.py" in bench.refused(uses(ref=ref, entry="gone.py:score"))
 
 
 def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_without_a_probe_there_is_nothing_to_go_by(kind: str, field: str) -> Non
         "dataflow": {"recipe": "m:f"},
     }.get(kind, {})
     asked: Any = {} if field == "early_stopping" else True
-    with pytest.raises(Exception, match=f"{field} needs a probe to go by, got none"):
+    with pytest.raises(Exception, match=f"{field} needs a probe, got none"):
         NativeTrainer().check(kind, {**stage, field: asked})
     contract = NativeTrainer().check(kind, {**stage, field: asked, "probe": {"data": "held"}})
     assert contract.inputs["probe"] == ("dataset", "held")

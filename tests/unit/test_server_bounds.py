@@ -390,7 +390,7 @@ def test_a_body_has_a_most_to_the_byte() -> None:
 def test_a_body_must_come_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often something of it comes."""
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.0)
-    with pytest.raises(SlowError, match="it must come within 0 s"):
+    with pytest.raises(SlowError, match="it must arrive within 0 s"):
         asyncio.run(whole(sending(b"" for _ in range(1000)), 10, "it"))
 
 

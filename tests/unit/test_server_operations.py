@@ -276,7 +276,7 @@ def test_that_a_server_lives_is_written_often_enough(bench: ServerBench, monkeyp
     held.go.set()
 
 
-USED = "must be another one for another request"
+USED = "must be new for a different request"
 
 
 def test_a_key_is_no_other_requests_while_it_is_carried_out(bench: ServerBench) -> None:
@@ -376,7 +376,7 @@ def test_that_a_server_is_gone_is_one_problem(
     how(other)
     answer = ann(method, other.number)
     assert (answer.status, answer.json["type"]) == (404, "urn:posttrain:problem:lost-operation")
-    assert "ask again with the same Idempotency-Key" in answer.json["detail"]
+    assert "send the request again with the same Idempotency-Key" in answer.json["detail"]
     stranger = bench.ask(method, f"{P}/operations/{other.number}", bench.tokens["ben"])
     assert stranger.json["type"] == "urn:posttrain:problem:not-found"
 

@@ -146,7 +146,7 @@ def test_an_answer_that_breaks_off_is_none(said: bytes, tmp_path: Path, monkeypa
     one = _Process(tmp_path, ())
     theirs.sendall(said)
     theirs.shutdown(socket.SHUT_WR)
-    with pytest.raises(InfrastructureError, match="a worker of the server died; ask again"):
+    with pytest.raises(InfrastructureError, match="a worker of the server died; try again"):
         one.ask(b"{}\n", 60.0, lambda _: None)
     one.end()
     theirs.close()

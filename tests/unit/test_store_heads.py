@@ -227,7 +227,7 @@ def test_audit_34_doctor_reports_that_no_head_is_kept(world: World, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(type(workspace.blobs), "note", refuse)
         assert heads(world)["state"] == "warn"
-        assert "no head of the event log is kept" in heads(world)["finding"]
+        assert "no head of the event log is stored" in heads(world)["finding"]
     assert heads(world)["state"] == "ok"
 
 

@@ -394,7 +394,7 @@ def test_a_model_is_promoted_under_the_policy_that_it_was_judged_under(ledger: L
         record = transaction.snapshot.channel_record("prod")
         transaction.set_channel(record, "channel.policy_set", policy=mine, size=1)
     for policy in (None, others):
-        with pytest.raises(PolicyError, match="its policy is sha256:e"), ledger.transaction("bob") as transaction:
+        with pytest.raises(PolicyError, match="the policy is sha256:e"), ledger.transaction("bob") as transaction:
             transaction.append_release("prod", OTHER, "run2", "promote", expected=1, policy=policy)
     with ledger.transaction("bob") as transaction:
         transaction.append_release("prod", OTHER, "run2", "promote", expected=1, policy=mine)

@@ -53,7 +53,7 @@ def test_nobody_is_taken_for_root_because_both_are_users(world: World) -> None:
     world.ok("member", "set", "user:root", "admin")
     said = refused(world, "token", "issue", "user:ann")
     assert "did you mean" not in said
-    assert "user:ann has no role here (who has one: user:root); posttrain member set user:ann ROLE gives" in said
+    assert "user:ann has no role here (with a role: user:root); assign one: posttrain member set user:ann ROLE" in said
     world.ok("member", "set", "user:annabel", "viewer")
     assert "did you mean 'user:annabel'" in refused(world, "token", "issue", "user:annabell")
 
@@ -93,7 +93,10 @@ def test_whoever_may_issue_no_token_is_told_so_in_the_words_that_they_typed(
 ) -> None:
     monkeypatch.setenv("POSTTRAIN_TOKEN", served.person("sue", Role.SUBMITTER))
     said = refused(world, "token", "issue", "user:sue", *words, code=13)
-    assert "posttrain token issue needs the role admin, and user:sue is submitter there; ask an admin of it" in said
+    assert (
+        "posttrain token issue needs the role admin, and user:sue is submitter there; ask an admin of the project"
+        in said
+    )
     assert "member ls" not in said
 
 
@@ -104,9 +107,9 @@ def test_logout_is_of_the_server_that_commands_ask(world: World, monkeypatch: py
     log_in("https://one.example.org", "secret", "default")
     log_in("https://two.example.org", "secret", "default")
     monkeypatch.setenv("POSTTRAIN_SERVER", "https://two.example.org/")
-    assert "the token of default for https://two.example.org/ is forgotten" in world.ok("logout")
+    assert "the token of default for https://two.example.org/ was deleted" in world.ok("logout")
     assert servers() == ["https://one.example.org"]
-    assert "is forgotten" in world.ok("logout", "https://one.example.org")  # what is named goes before it
+    assert "was deleted" in world.ok("logout", "https://one.example.org")  # what is named goes before it
     assert servers() == []
 
 
@@ -149,7 +152,7 @@ def two(served: ServerBench) -> ServerBench:
 def test_a_login_is_to_the_project_of_the_token(world: World, two: ServerBench, words: tuple[str, ...]) -> None:
     said = logged(world, two.tokens["research"], *words, two.url)
     assert f"logged in to {two.url} as user:ann, submitter of research" in said.stdout, said.stderr
-    assert "of research (known by token)" in world.ok("whoami")
+    assert "of research (identified by token)" in world.ok("whoami")
     assert "research  submitter" in world.ok("project", "ls")
 
 
@@ -160,8 +163,9 @@ def test_the_variable_names_the_project_of_a_login(
     assert "submitter of research" in logged(world, two.tokens["research"], "login", two.url).stdout
     said = logged(world, two.tokens["default"], "login", two.url)
     assert said.exit_code == 13
-    assert f"this token is of default, and not of 'research': take one of that, or posttrain login {two.url}" in (
-        said.stderr
+    assert (
+        f"this token is for default, not for 'research'; use a token for that project, or posttrain login {two.url}"
+        in (said.stderr)
     )
     assert "--project default" in said.stderr
     assert list(login_of(two.url).tokens) == ["research"]  # what is refused is not kept
@@ -187,7 +191,7 @@ def test_logins_are_kept_by_project(world: World, two: ServerBench) -> None:
     assert "of research (" in world.ok("whoami")
     assert "of default (" in world.ok("--project", "default", "whoami")
     said = world.ok("logout", two.url, "--project", "default")
-    assert f"the token of default for {two.url} is forgotten" in said
+    assert f"the token of default for {two.url} was deleted" in said
     assert "you are still logged in there to research" in said
     assert "of research (" in world.ok("whoami")
     assert "there was no token of default" in world.ok("--project", "default", "logout")
@@ -198,7 +202,7 @@ def test_who_left_the_project_that_was_asked_says_which_of_the_others(world: Wor
     url = "https://one.example.org"
     for name in ("a", "b", "c"):
         log_in(url, f"secret-{name}", name)
-    assert f"the token of c for {url} is forgotten" in world.ok("logout", url)
+    assert f"the token of c for {url} was deleted" in world.ok("logout", url)
     assert "you are logged in to a and b there; name one: --project NAME" in refused(world, "logout", url)
     assert "you are logged in to a and b there" in refused(world, "--server", url, "ls")
     assert login_of(url).tokens == {"a": "secret-a", "b": "secret-b"}
@@ -210,7 +214,7 @@ def test_a_file_of_the_release_before_is_read_and_stays_private(world: World, tw
         place.parent.mkdir()
     place.write_text(json.dumps({two.url: {"token": two.tokens["research"], "project": "research"}}))
     place.chmod(0o640)
-    assert "holds tokens, and others may read it; chmod 600" in world("whoami").stderr
+    assert "contains tokens, and others may read it; chmod 600" in world("whoami").stderr
     place.chmod(0o600)
     assert "of research (" in world.ok("whoami")
     assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0

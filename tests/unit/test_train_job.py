@@ -216,7 +216,7 @@ class TestJobs:
     @pytest.mark.parametrize(
         ("slot", "content", "params", "says"),
         [
-            ("data", "", {}, "asset:data@1 must hold at least one row"),
+            ("data", "", {}, "asset:data@1 must contain at least one row"),
             ("data", json.dumps({"prompt": "Q"}) + "\n", {}, "asset:data@1 row 1"),
             ("data", json.dumps({"prompt": "Q", "completion": "1" * 99}) + "\n", {}, "must fit 64 tokens, got 101"),
             ("data", json.dumps(ROWS[0]) + "\n", {"max_length": 5}, "must fit 5 tokens, got 7"),
@@ -264,7 +264,7 @@ class TestJobs:
     def test_prompt_beyond_the_context(self, shop: Shop) -> None:
         result = run(shop.grpo("long", params={"max_new_tokens": 63}))
         assert result.failure is not None
-        assert "asset:data@1 row 1: prompt must fit" in result.failure.message
+        assert "asset:data@1 row 1: prompt must have at most" in result.failure.message
 
 
 @pytest.mark.parametrize(

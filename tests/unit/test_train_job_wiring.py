@@ -233,7 +233,7 @@ class TestLimits:
 
     def test_what_was_left_is_said_beside_what_was_declared(self, shop: Shop) -> None:
         poor = shop.sft("poor", token_allowance=3, tokens_declared=5000)
-        words = "spent 0 of 3 left for it (budget.tokens: 5000) at step 0 of 4; raise budget.tokens"
+        words = "0 of the stage's 3 are spent (budget.tokens: 5000) at step 0 of 4; raise budget.tokens"
         refused(run(poor), FailureClass.BUDGET, words)
 
     def test_a_pair_that_is_longer_than_the_stage_allows_is_refused(self, shop: Shop) -> None:

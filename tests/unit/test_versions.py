@@ -132,7 +132,7 @@ def other() -> Iterator[tuple[type[Other], str]]:
 def test_a_client_says_that_the_server_speaks_otherwise(other: tuple[type[Other], str], spoken: str) -> None:
     kind, url = other
     kind.spoken = spoken
-    with pytest.raises(ApiVersionError, match=f"speaks version {spoken} of the API.*install Posttrain 9.9.9") as caught:
+    with pytest.raises(ApiVersionError, match=f"has version {spoken} of the API.*install Posttrain 9.9.9") as caught:
         remote_control(url, "posttrain_x", "default").whoami()
     assert "\n" not in str(caught.value)
 

@@ -70,8 +70,8 @@ def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> 
     [
         ("file:///tmp/talk", "must be at s3://BUCKET/PREFIX"),
         ("talk", "must be at s3://BUCKET/PREFIX"),
-        (f"s3://me:{SECRET}@bucket/talk", "must hold no credentials"),
-        (f"s3://bucket/talk?secret={SECRET}", "must hold no credentials"),
+        (f"s3://me:{SECRET}@bucket/talk", "must contain no credentials"),
+        (f"s3://bucket/talk?secret={SECRET}", "must contain no credentials"),
     ],
 )
 def test_what_is_no_place_is_refused_and_leaves_nothing(url: str, words: str, tmp_path: Path) -> None:

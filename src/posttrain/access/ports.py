@@ -21,8 +21,8 @@ class Identity:
 class Authenticator(Protocol):
     """Identifies a principal by a proof.
 
-    Every implementation: the same proof yields the same identity as long as it is valid; any other is refused with an
-    AccessError of one line that does not contain the proof; nothing is written, so no log contains the proof.
+    Every implementation returns the same identity for the same valid proof. Any other proof raises an AccessError of
+    one line that does not contain the proof. Nothing is written, so no log contains a proof.
     """
 
     @property

@@ -1,6 +1,6 @@
 """The role of a principal in a project.
 
-Also checks whether a token is valid now, for every authenticator that uses one.
+The module also contains the validity check that all authenticators with tokens share.
 """
 
 from posttrain.access.ports import OS, Identity
@@ -13,8 +13,8 @@ from posttrain.store.hosts import Ledger
 def role_of(ledger: Ledger, identity: Identity) -> Role | None:
     """Return an identity's current role in the ledger's project; None: it has no role.
 
-    While no principal has a role yet, a user whom the operating system lets open the ledger is its admin: a workspace
-    of one user. A token never grants more than its scopes.
+    In a ledger without any roles (a workspace of one user), each user of the operating system who can open the ledger
+    is an admin. A token never grants more than its scopes.
     """
     known = ledger.roles()
     role = known.get(identity.principal) if known or identity.auth != OS else Role.ADMIN
@@ -28,7 +28,7 @@ def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> 
     """Return the identity of a token.
 
     Args:
-        unknown: the error message without a token.
+        unknown: the error message if there is no token.
 
     Raises:
         AccessError: there is no token, or it was revoked or has expired.
@@ -36,7 +36,7 @@ def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> 
     if token is None or token.actor.startswith(NOBODY):
         raise AccessError(unknown)
     if token.revoked_at is not None:
-        raise AccessError(f"token {token.id} was revoked; request another one from an admin")
+        raise AccessError(f"token {token.id} was revoked; ask an admin for a new one")
     if moment >= token.expires_at:
-        raise AccessError(f"token {token.id} has expired; request another one from an admin")
+        raise AccessError(f"token {token.id} has expired; ask an admin for a new one")
     return Identity(token.actor, auth, {name: Role(role) for name, role in token.scopes.items()})

@@ -90,7 +90,7 @@ class Assets(Verbs):
 
     @verb("POST /recalled", Role.VIEWER, "app.queries")
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
-        """Return those of the digests whose bytes were recalled or made from recalled bytes, with the recall."""
+        """Return digest → recall, for those digests whose bytes were recalled or made from recalled bytes."""
 
     @verb("POST /assets/marks", Role.APPROVER, "app.models", heavy=True, command="asset recall", seals=True)
     def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
@@ -154,9 +154,9 @@ class Models(Verbs):
             chat: prompts are user's messages (true) or plain text (false); None: the form of the training rows, else
                 that of the chat template.
             stop: a response ends with the token that completes one of these in its text.
-            top_k: draw among the k most likely tokens; 0: all.
+            top_k: draw among the k most likely tokens; 0: all tokens.
             top_p: draw among the most likely tokens that together have this probability.
-            min_p: draw among the tokens at least this times as likely as the likeliest.
+            min_p: draw among the tokens whose probability is at least this share of the highest one.
         """
 
     @verb("POST /exports", Role.SUBMITTER, "app.export", heavy=True, writes="folder")
@@ -171,7 +171,7 @@ class Models(Verbs):
     def plan_sweep(
         self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
     ) -> Sweep:
-        """Resolve every point of a sweep. Writes nothing; one infeasible point refuses the whole sweep."""
+        """Resolve every point of a sweep. Writes nothing; one infeasible point rejects the whole sweep."""
 
     @verb(
         "POST /sweeps/runs",
@@ -233,7 +233,7 @@ class Access(Verbs):
         """Create a project with the caller as its admin.
 
         Raises:
-            InputError: an invalid project name, or a request to a project other than `default`.
+            InputError: the project name is invalid, or the request is to a project other than `default`.
             ConflictError: a project of that name exists.
         """
 
@@ -249,7 +249,7 @@ class Access(Verbs):
         """Allow an image for runs of the project; return the allowed images.
 
         Raises:
-            InputError: not a reference with a digest and not NAME@*.
+            InputError: the text is neither a reference with a digest nor NAME@*.
         """
 
     @verb("POST /images/removal", Role.ADMIN, "app.access", command="project remove-image", seals=True)
@@ -269,7 +269,8 @@ class Access(Verbs):
         """Set, change or remove the role of a principal in the project; return the members.
 
         Raises:
-            InputError: an invalid principal or role. ConflictError: the project would have no admin.
+            InputError: the principal or role is invalid.
+            ConflictError: the project would have no admin.
         """
 
     @verb("GET /tokens", Role.ADMIN, ".ledger.tokens", command="token ls", key=lambda one: (one.created_at, one.id))
@@ -284,7 +285,7 @@ class Access(Verbs):
             role: the highest role that the token grants; None: the principal's current role.
 
         Raises:
-            InputError: an invalid principal or role, a principal without a role, or too many days.
+            InputError: the principal or role is invalid, the principal has no role, or there are too many days.
         """
 
     @verb("POST /tokens/{token_id}/rotation", Role.ADMIN, "app.access", command="token rotate", seals=True)

@@ -1,7 +1,8 @@
 """Conversion of values to JSON and back, by the type annotations of verbs.
 
-pydantic converts. This module resolves names that modules import only for the type checker: a package of values must
-not load lower packages, but decoding a value requires them. The import lines of these modules give the places.
+pydantic does the conversion. This module resolves names that other modules import only for the type checker: a package
+of values must not load lower packages, but decoding a value requires them. The import lines of those modules locate
+the names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic.errors import PydanticUndefinedAnnotation
 class _Names(dict[str, Any]):
     """Names that modules import only for the type checker, each loaded when it is used.
 
-    A module is entered when one of its verbs is read, or when one of its names is loaded.
+    The imports of a module are recorded when one of its verbs is read, or when one of its names is loaded.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class _Names(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         room = self._rooms[name]
-        while not hasattr(import_module(room), name):  # this module also imports the name only for the type checker
+        while not hasattr(import_module(room), name):  # that module, too, imports the name only for the type checker
             room = _imported(room)[name]
         self.enter(room)
         self[name] = found = getattr(import_module(room), name)

@@ -78,10 +78,11 @@ class Sinks(Verbs):
             kind: webhook | jsonl | email.
             settings: its address, and the names of the variables or files with its secrets; see its back-end.
             rule: which events it receives; see `domain.sinks.Rule`.
-            from_start: also deliver every event that is already in the log.
+            from_start: whether to deliver also the events that are already in the log.
 
         Raises:
-            InputError: an invalid name, settings or rule. ConflictError: there is a sink of this name.
+            InputError: the name, the settings or the rule are invalid.
+            ConflictError: there is a sink of this name.
         """
 
     @verb("POST /sinks/{name}/test", Role.ADMIN, "app.sinks", heavy=True, command="sink test")
@@ -117,7 +118,7 @@ class Submissions(Verbs):
         """Return what submitting a run file would do. Writes nothing.
 
         Raises:
-            InputError: naming file, field, constraint and value.
+            InputError: the run file is invalid; the message names file, field, constraint and value.
         """
 
     @verb("POST /locks", Role.VIEWER, "app.runs", heavy=True, run_file=True)
@@ -125,7 +126,7 @@ class Submissions(Verbs):
         """Return the locked manifest of a run file.
 
         Raises:
-            InputError: see `plan`.
+            InputError: the run file is invalid; the message names file, field, constraint and value.
         """
 
     @verb("POST /runs", Role.SUBMITTER, "app.runs", heavy=True, command="run", run_file=True)
@@ -142,7 +143,7 @@ class Submissions(Verbs):
         """Submit a run file or a locked manifest as a run; one submitted before attaches to its existing run.
 
         Args:
-            note, tags: added to the run, as `note` does; invalid ones are refused before anything is recorded.
+            note, tags: added to the run, as `note` does; invalid ones are rejected before anything is recorded.
         """
 
     @verb(
@@ -226,7 +227,7 @@ class Runs(Verbs):
         """Return the ids of the newest runs.
 
         Args:
-            before: the id of a run: only older runs.
+            before: the id of a run; only older runs are returned.
         """
 
     @verb("GET /runs/{words}", Role.VIEWER, ".ledger.find_run", command="get")
@@ -234,7 +235,8 @@ class Runs(Verbs):
         """Return a run: by its id, by a prefix of the id, or the newest run of a name.
 
         Raises:
-            NotFoundError: no such run. InputError: the prefix is ambiguous.
+            NotFoundError: there is no such run.
+            InputError: the prefix is ambiguous.
         """
 
     @verb("GET /runs/{run_id}/manifest", Role.VIEWER, "app.queries", command="lock")
@@ -246,7 +248,7 @@ class Runs(Verbs):
         """Return summaries of the newest runs, about a kilobyte each.
 
         Args:
-            before: the id of a run: only older runs.
+            before: the id of a run; only older runs are returned.
             tag: only runs with this tag.
         """
 
@@ -385,7 +387,7 @@ class Channels(Verbs):
 
     @verb("GET /channels/{name}", Role.VIEWER, "app.channels", command="get")
     def channel(self, name: Name) -> ChannelView:
-        """Return everything recorded about a channel, which need not exist yet."""
+        """Return everything that is recorded about a channel, which need not exist yet."""
 
     @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.rows:channel_states", heavy=True)
     def channel_trackers(self, name: Name) -> list[TrackerState]:
@@ -436,7 +438,7 @@ class Channels(Verbs):
             channel: of a run: overrides the channel that its run file names.
 
         Raises:
-            AccessError: the policy does not name the principal, or it is the principal's own request.
+            AccessError: the policy does not name the principal, or the request is the principal's own.
         """
 
     @verb("POST /rejections", Role.APPROVER, "app.channels", heavy=True, seals=True)
@@ -476,7 +478,7 @@ class Channels(Verbs):
         """Return the moves of a channel, newest first: state, reason and approvers of each.
 
         Args:
-            before: the number of a release: only older moves.
+            before: the number of a release; only older moves are returned.
         """
 
     @verb("GET /channels/{name}/events/{kind}", Role.VIEWER, "app.channels", key=lambda one: (one.id,))
@@ -523,7 +525,7 @@ class Channels(Verbs):
         """Freeze a channel: nothing is released to it.
 
         Args:
-            rollbacks: also refuse rollbacks.
+            rollbacks: whether rollbacks are refused too.
         """
 
     @verb(
@@ -587,7 +589,7 @@ class Records(Verbs):
 
         Args:
             older_than: the limit in seconds.
-            dry_run: delete nothing; return what would be deleted.
+            dry_run: whether to delete nothing and return the numbers that would be deleted.
         """
 
 
@@ -614,7 +616,7 @@ class RunWatch(Protocol):
     """Waits for a run that another process drives."""
 
     def look(self) -> RunRecord:
-        """Return the current run. Raises DeadlineError after the timeout."""
+        """Return the current run. Raises DeadlineError after the time-out."""
 
     def rest(self, seconds: float) -> None:
         """Sleep until the next look."""

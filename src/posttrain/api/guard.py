@@ -1,4 +1,4 @@
-"""The only check that the caller's role covers a verb and that ids are well-formed, before the verb is carried out."""
+"""The one place that checks, before a verb is carried out, the caller's role and the form of ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Guard:
     """Checks the role and the ids of every verb before it passes the verb on.
 
     Args:
-        asks: carries the verbs out.
+        asks: carries out the verbs.
         who: the caller's name in errors.
         role: returns the caller's current role; None: no role.
     """
@@ -32,18 +32,18 @@ class Guard:
 
         Raises:
             AccessError: the caller's role does not cover it.
-            InputError: an invalid id or name, or an unknown or missing parameter.
+            InputError: an id or name is invalid, or a parameter is unknown or missing.
         """
         self.refuse(verb)
         check_ids(verb, verb.given(words, options))
         found = self._asks.ask(verb, *words, **options)
-        if isinstance(found, Whoami):  # the role that holds here, a token's limit included
+        if isinstance(found, Whoami):  # the role that applies here, limited by the token
             role = self._role()
             return replace(found, role=role and str(role))
         return found
 
     def close(self) -> None:
-        """Close what carries the verbs out; no verb may be called afterwards."""
+        """Close the component that carries out the verbs; no verb may be called afterwards."""
         self._asks.close()
 
     def refuse(self, verb: Verb[..., Any]) -> None:
@@ -53,13 +53,13 @@ class Guard:
             has = f"is {role}" if role else "has no role"
             raise AccessError(
                 f"project {self._project}: {verb.typed} needs the role {verb.needs}, and {self._who} {has} "
-                "there; ask an admin of it"
+                "there; ask an admin of the project"
             )
 
 
 @functools.cache
 def _ids_of(verb: Verb[..., Any]) -> Mapping[str, Id]:
-    """Return the parameters of a verb that hold ids or names, and the required form of each."""
+    """Return the parameters of a verb that are ids or names, and the required form of each."""
     written = {one.name: re.findall(r"\w+", str(one.annotation)) for one in verb.declared.parameters.values()}
     return {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
 
@@ -68,14 +68,14 @@ def check_ids(verb: Verb[..., Any], given: Mapping[str, Any]) -> None:
     """Check the ids and names among a verb's arguments.
 
     Raises:
-        InputError: an invalid id or name.
+        InputError: an id or name is invalid.
     """
     for name, kind in _ids_of(verb).items():
         kind.check(given.get(name), f"{verb.typed}: {name}")
 
 
 def refuse(control: Control, verb: str) -> None:
-    """Raise AccessError if the role behind a guarded control does not cover a verb. Carries nothing out."""
+    """Raise AccessError if the role behind a guarded control does not cover a verb. Does not carry out the verb."""
     guard = control.asks
     assert isinstance(guard, Guard), "a server asks guarded controls only"
     guard.refuse(VERBS[verb])

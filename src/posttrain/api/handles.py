@@ -50,8 +50,8 @@ class Run:
 
     control: Control = field(repr=False)
     id: str
-    attached: bool = False  # to a run that was submitted before: this submit started nothing
-    warnings: tuple[str, ...] = ()  # of this submit's plan, or of attaching
+    attached: bool = False  # the run was submitted before, and this submit started nothing
+    warnings: tuple[str, ...] = ()  # from this submit's plan, or from attaching
 
     @property
     def word(self) -> str:
@@ -134,12 +134,12 @@ class Run:
         return self.control.approve(self.id, channel, reason)
 
     def reject(self, reason: str = "", *, channel: str | None = None) -> ApprovalStatus:
-        """Reject the release of the run's model; otherwise as `approve`."""
+        """Reject the release of the run's model; arguments as for `approve`."""
         return self.control.reject(self.id, channel, reason)
 
 
 class _Asked:
-    """Warns a Python caller that waits for a run when the run requires a person's action; once for each action."""
+    """Warns a waiting Python caller, once for each action, that the run requires a person's action."""
 
     def __init__(self, control: Control, run_id: str) -> None:
         self._control, self._run_id, self._at = control, run_id, -_LOOK
@@ -160,7 +160,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A handle on one release channel; it need not exist yet."""
+    """A handle on one release channel, which need not exist yet."""
 
     control: Control = field(repr=False)
     name: str
@@ -176,7 +176,7 @@ class Channel:
 
     @property
     def live(self) -> ReleaseEntry | None:
-        """The live release; None: nothing was ever promoted."""
+        """The live release; None: the channel has never had a release."""
         return self._view.live
 
     @property
@@ -212,7 +212,7 @@ class Channel:
         """Set the policy of the channel from a YAML file. Setting the same policy again changes nothing.
 
         Raises:
-            InputError: naming file, field, constraint and value.
+            InputError: the policy file is invalid; the message names file, field, constraint and value.
             ApprovalError: the channel is protected and the change is not approved yet; this call requests it.
             ChannelClosedError: the channel is protected, and no approver is named.
         """
@@ -226,7 +226,7 @@ class Channel:
     rollback = Bound(Control.rollback)
 
     def lineage(self) -> Node:
-        """Return the lineage from its weights back to prompts, reward source, base model and manifest."""
+        """Return the lineage of the live weights, back to prompts, reward source, base model and manifest."""
         return self.control.lineage(f"channel:{self.name}")
 
     def verify(self) -> VerifyReport:

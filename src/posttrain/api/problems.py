@@ -11,7 +11,7 @@ from posttrain.domain.errors import InfrastructureError, PosttrainError
 
 MEDIA_TYPE = "application/problem+json"
 TYPE = "urn:posttrain:problem:"  # followed by the name of the error
-SERVER_ERRORS = 500  # and above: the fault is the server's, not the request's
+SERVER_ERRORS = 500  # this status and above: the fault is the server's, not the request's
 _LOG = "The server's log has the reason under the id of this request."
 UNEXPECTED = "unexpected"  # a bug: the server's log has the details
 _STATUS: Mapping[type[PosttrainError], int] = {
@@ -49,8 +49,10 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def problem(error: BaseException, request: str = "", status: int | None = None) -> dict[str, Any]:
-    """Return the document that describes an error. With a status of 500 or more it contains only the kind of error and
-    the request's id: messages of such errors name databases, users, endpoints and objects.
+    """Return the document that describes an error.
+
+    With a status of 500 or more the document contains only the kind of the error and the request's id: messages of such
+    errors name databases, users, endpoints and objects.
 
     Args:
         request: id of the request, which is also in the server's log.

@@ -59,8 +59,8 @@ class Submitted:
     """A recorded run: a new one, or an existing one."""
 
     run: RunRecord
-    attached: bool = True  # to a run that was submitted before: nothing was started
-    warnings: tuple[str, ...] = ()  # of its plan, or of attaching
+    attached: bool = True  # the run was submitted before, and nothing was started
+    warnings: tuple[str, ...] = ()  # from its plan, or from attaching
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Locked:
 
     manifest: Manifest
     warnings: tuple[str, ...]
-    changes: tuple[str, ...]  # to make before it is run
-    place: Path  # of its lock by default
+    changes: tuple[str, ...]  # changes to make to the run file before it runs
+    place: Path  # the default path of the locked manifest
 
     def write(self, path: Path) -> None:
-        """Write the manifest, so that the file's SHA-256 is its digest. Errors: see `preflight.locks.write_lock`."""
+        """Write the manifest; the file's SHA-256 is the digest. Errors: see `preflight.locks.write_lock`."""
         from posttrain.preflight.locks import write_lock
 
         write_lock(self.manifest, path)
@@ -87,7 +87,7 @@ class Why:
     report: GateReport | None
     lost: tuple[AttemptRecord, ...]  # attempts that failed, were lost or were stopped
     scores: Scores
-    compared_with: str | None  # the run that made the baseline model of its gates
+    compared_with: str | None  # the run that produced the baseline model of its gates
     next_action: str
     trackers: tuple[TrackerState, ...]
 
@@ -108,13 +108,13 @@ class ChannelView:
     """A release channel with everything recorded about it."""
 
     record: ChannelRecord
-    live: ReleaseEntry | None  # None: nothing was ever released to it
+    live: ReleaseEntry | None  # None: the channel has never had a release
     moves: int  # number of all moves; `history` returns them
     states: Mapping[str, ReleaseState]  # model digest → state
     deployments: tuple[Deployment, ...]
     quarantine: tuple[Quarantine, ...]
     looks: tuple[Look, ...]  # evaluations of the data that judged the live release
-    frozen: Event | None  # of the current freeze; None: not frozen
+    frozen: Event | None  # the event of the current freeze; None: not frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ class Marked:
     """The status that was set on an asset version, and its uses."""
 
     said: AssetStatus | None
-    runs: tuple[str, ...] = ()  # that used it, or anything made from it
+    runs: tuple[str, ...] = ()  # runs that used the version, or anything made from it
     running: tuple[str, ...] = ()  # those that have not ended
-    live: tuple[tuple[str, int | None], ...] = ()  # channels that serve such a model; a release to return to
+    live: tuple[tuple[str, int | None], ...] = ()  # channel that serves such a model, release to return to
     still: AssetStatus | None = None  # another recall that still bars its bytes
 
 
@@ -184,7 +184,7 @@ class Exported:
     cast: bool  # whether the weights were converted
     files: tuple[str, ...]
     bytes: int
-    card: bool  # whether a card was written; false: no run of this workspace made the model, so its own card was kept
+    card: bool  # false: no run of this workspace made the model, so its own model card was copied
     opened_by: str  # the class of transformers that loads it
 
 
@@ -217,7 +217,7 @@ class Sweep:
     points: tuple[Point, ...]
     metric: str
     better: str  # higher | lower
-    model: str  # the ranked one, as the file names it: grpo, grpo/best
+    model: str  # the ranked model, as the file names it: grpo, grpo/best
     notes: tuple[str, ...]
 
     @property

@@ -1,17 +1,17 @@
-"""Declarations of verbs, which the command line and the Python API call, and cursors of paged lists.
+"""Declarations of the verbs that the command line and the Python API call, and cursors of paged lists.
 
 A verb is declared once (`api.control`, `api.assets`). The declaration is a function without a body: parameters, return
-type and documentation. Its decorator adds the request, the lowest role, and the function that answers it in process.
-The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a client
-and the page of the reference are derived from it.
+type and documentation. Its decorator adds the request, the lowest role, and the function that answers the verb in
+process. The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a
+client and the page of the reference are derived from the declaration.
 
-Parameters in the path come from the path; the others are the query of a GET and the JSON body of any other request, by
-name. The caller's files are first uploaded by digest, and named by a `FileRef` or a `RunFile`; files that a verb writes
-are fetched by digest. Callbacks stay on the client.
+Each parameter travels by name: in the path, in the query of a GET, or in the JSON body of any other request. The
+caller's files are first uploaded by digest, and a `FileRef` or a `RunFile` names them; files that a verb writes are
+fetched by digest. Callbacks stay on the client.
 
 Lists have pages, and a cursor marks the end of a page. A cursor contains the key of the last entry, not the number of
-entries before, so the next page begins after that entry even if others were added. It is valid for one list of one
-project with the same parameters only.
+entries before it, so the next page begins after that entry even if others were added. A cursor is valid only for one
+list of one project with the same parameters.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from posttrain.domain.ids import Role
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-API_VERSION = 1  # of a client; it is in the path of every request
-API_VERSIONS = (1,)  # of a server: its own and that of the previous release
-UNKNOWN_PARAMETER = "unknown parameter"  # in the message of a refusal
+API_VERSION = 1  # the client's version, which is in the path of every request
+API_VERSIONS = (1,)  # the versions that a server accepts: its own and that of the previous release
+UNKNOWN_PARAMETER = "unknown parameter"  # in the error message
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
@@ -108,22 +108,22 @@ class Verb(Generic[P, R]):
     function: Callable[Concatenate[Any, P], R]  # its declaration
     method: str  # GET | POST | PUT | DELETE; empty: not an HTTP request
     path: str  # below the project
-    needs: Role  # the lowest role
+    needs: Role  # the lowest role that may call the verb that may call the verb
     answered_by: str  # MODULE[:FUNCTION] of this package, or a path in a workspace: `.ledger.find_run`
-    heavy: bool = False  # it reads files, or computes: a worker answers it
-    command: str = ""  # of the command line, if it is not the verb's name
-    newest: Callable[[Any], str] | None = None  # of a list that begins with the newest: the id of an item
-    key: Callable[[Any], tuple[Any, ...]] | None = None  # of a list in the order of a unique key: the key of an item
+    heavy: bool = False  # the verb reads files or computes: a server's worker answers it
+    command: str = ""  # the command of the command line, if it is not the verb's name
+    newest: Callable[[Any], str] | None = None  # for a list with the newest item first: returns an item's id
+    key: Callable[[Any], tuple[Any, ...]] | None = None  # for a list sorted by a unique key: returns an item's key
     run_file: bool = False  # its path is a run file
-    writes: str = ""  # parameter with the folder that it writes; the client fetches the files into it
-    file: str = ""  # `writes` is a file, which may be omitted, instead of a folder; its name on the server
+    writes: str = ""  # the parameter with the folder to write; the client fetches the files into that folder
+    file: str = ""  # the file's name on the server, if `writes` is an optional file instead of a folder
     streams: str = ""  # the field of its answer whose items may be streamed
     along: Mapping[str, str] = field(
         default_factory=dict
     )  # parameters that may name local files, which are sent → their kind
-    sent: Mapping[str, Any] | None = None  # the parameters to send instead, where its own are values of the server
-    meant: str = ""  # MODULE:FUNCTION that converts the sent parameters to its own
-    seals: bool = False  # the event log is sealed after it
+    sent: Mapping[str, Any] | None = None  # the parameters to send instead, if the verb's own are values of the server
+    meant: str = ""  # MODULE:FUNCTION that converts the sent parameters to the verb's own
+    seals: bool = False  # the event log is sealed after the verb
 
     @overload
     def __get__(self, verbs: None, kind: type) -> Verb[P, R]: ...
@@ -135,7 +135,7 @@ class Verb(Generic[P, R]):
         return self if verbs is None else self.bound(verbs.asks)
 
     def bound(self, asks: Asks, *first: Any) -> Callable[..., R]:
-        """Return a function that calls the verb with these first arguments, with the rest of the declared signature."""
+        """Return a function that takes the remaining arguments and calls the verb with `first` before them."""
 
         def asked(*words: Any, **options: Any) -> R:
             return cast("R", asks.ask(self, *first, *words, **options))
@@ -175,7 +175,7 @@ class Verb(Generic[P, R]):
         """Return its arguments by name.
 
         Raises:
-            InputError: an unknown, missing or surplus argument.
+            InputError: an argument is unknown, missing or surplus.
         """
         refuse_unknown(self.name, options, self.declared.parameters)
         try:
@@ -192,14 +192,14 @@ class Verb(Generic[P, R]):
 
     @property
     def answer(self) -> TypeAdapter[Any]:
-        """The reader of its answer. It loads the packages of the values, which a server need not do."""
+        """The reader of the verb's answer. It loads the packages of the values, which a server need not do."""
         from posttrain.api.codec import answer
 
         return answer(self.function)
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Name → parameter as it is sent, including those in the path."""
+        """Name → parameter in its sent form, including those in the path."""
         return dict(self._sent())
 
     @property
@@ -209,7 +209,7 @@ class Verb(Generic[P, R]):
 
     @property
     def unsafe(self) -> bool:
-        """Whether it may change something, so that a repeated request must be recognised."""
+        """Whether the verb may change something, so a repeated request must be recognised."""
         return self.method != "GET"
 
     @property
@@ -218,7 +218,7 @@ class Verb(Generic[P, R]):
         return self.newest is not None or self.key is not None
 
     def answers(self, workspace: Any) -> Callable[P, R]:
-        """Return the function that answers it in this process, on an open workspace."""
+        """Return the function that answers the verb in this process, on an open workspace."""
         if self.answered_by.startswith("."):
             return cast("Callable[P, R]", functools.reduce(getattr, self.answered_by[1:].split("."), workspace))
         function = named_function(self.answered_by, self.name)
@@ -251,7 +251,7 @@ class Verb(Generic[P, R]):
 
 
 def refuse_unknown(verb: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse a parameter that a verb does not have.
+    """Reject a parameter that a verb does not have.
 
     Raises:
         InputError: a parameter is unknown.
@@ -270,7 +270,7 @@ def named_function(place: str, name: str = "") -> Callable[..., Any]:
 
 @functools.cache
 def _first(function: Callable[..., Any]) -> str:
-    """Return the name of a function's first parameter: `workspace`, or the attribute of one that it requires."""
+    """Return the name of a function's first parameter: `workspace`, or the attribute of a workspace that it needs."""
     return next(iter(inspect.signature(function).parameters))
 
 
@@ -305,7 +305,7 @@ def verb(
     """Declare a verb; the other arguments are fields of `Verb`.
 
     Args:
-        request: method and path below the project; empty: no request, a client composes it of other verbs.
+        request: method and path below the project; empty: no request, since a client composes the verb from others.
     """
     method, _, path = request.partition(" ")
     how = (heavy, command, newest, key, run_file, writes, file, streams, along, sent, meant, seals)
@@ -345,7 +345,7 @@ def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any
     """Return the key in a cursor.
 
     Raises:
-        CursorError: not a cursor, or the cursor of another list, project or parameters.
+        CursorError: the text is not a cursor, or it is for another list or project or for other parameters.
     """
     try:
         whole = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
@@ -357,12 +357,12 @@ def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any
             raise ValueError("it names no entry of such a list")
     except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise CursorError(
-            f"cursor must be the `next` of the page before, got {text[:40]!a}; ask without one for the first page"
+            f"cursor must be the `next` of the previous page, got {text[:40]!a}; leave it out for the first page"
         ) from error
     if (of_project, of_verb, asked) != (project, verb.name, _asked(named)):
         raise CursorError(
-            "cursor must be of the same list of the same project, asked with the same parameters, got one of another; "
-            "ask without one for the first page"
+            "cursor must come from the same list, project and parameters, got one from another request; "
+            "leave it out for the first page"
         )
     return tuple(key)
 

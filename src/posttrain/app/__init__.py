@@ -1,1 +1,1 @@
-"""Composition root of the control side: wires planes to concrete back-ends. Never imports torch."""
+"""Composition root of the control side: connects its packages to concrete back-ends. Never imports torch."""

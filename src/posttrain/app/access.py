@@ -30,7 +30,7 @@ def whoami(workspace: Workspace) -> Whoami:
 def add_project(workspace: Workspace, name: str) -> Whoami:
     if workspace.ledger.project != DEFAULT_PROJECT:
         raise InputError(
-            f"an admin of {DEFAULT_PROJECT} creates projects, got project {workspace.ledger.project}; "
+            f"projects must be created by an admin of {DEFAULT_PROJECT}, got project {workspace.ledger.project}; "
             f"use --project {DEFAULT_PROJECT}"
         )
     if not is_project(name):
@@ -69,9 +69,9 @@ def issue_token(workspace: Workspace, principal: str, role: str | None, days: fl
     ledger, known = workspace.ledger, workspace.ledger.roles()
     most = role if role is not None else known.get(principal)
     if most is None:
-        hint = meant_name(principal, known) or (f" (who has one: {', '.join(known)})" if known else "")
+        hint = meant_name(principal, known) or (f" (with a role: {', '.join(known)})" if known else "")
         raise InputError(
-            f"token: {principal} has no role here{hint}; posttrain member set {principal} ROLE gives them one"
+            f"token: {principal} has no role here{hint}; assign one: posttrain member set {principal} ROLE"
         )
     return Issued(*issue(ledger, workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY))
 

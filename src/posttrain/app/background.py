@@ -3,7 +3,7 @@
 Loops and what each one starts::
 
     detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes this environment's requests, and records that
-                                                   │ the wanted runs
+                                                   │ wanted runs
                                                    ▼
     main thread: `app.driver`, until no request is left
 
@@ -45,7 +45,7 @@ from posttrain.drivers.requests import (
 )
 
 _LISTEN = 0.1  # seconds between two checks for requests
-_LOGS = 8  # logs of drivers that are kept
+_LOGS = 8  # logs of former drivers that are retained
 
 
 class Ears(threading.Thread):
@@ -53,7 +53,7 @@ class Ears(threading.Thread):
 
     Args:
         project: the project of the runs.
-        let_go: releases the lock for the next driver, when no run is wanted.
+        let_go: called when no run is wanted: releases the lock for the next driver.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Ears(threading.Thread):
         super().__init__(name="ears", daemon=True)
         self._root, self._key, self._project, self._say, self._let_go = root, key, project, say, let_go
         self._mine = process_name()
-        self._wanted: list[str] = []  # replaced as a whole, under the lock of the requests
+        self._wanted: list[str] = []  # replaced as a whole, while the requests are locked
         self._seen: object = None
         self._deaf = False
         self._said = ""
@@ -88,7 +88,7 @@ class Ears(threading.Thread):
                 self._say(f"requests cannot be read: {error}")
 
     def _held(self) -> AbstractContextManager[None]:
-        """Lock the requests; a workspace that was removed or moved has none to lock."""
+        """Lock the requests; without effect if the workspace was removed or moved."""
         return requests_held(self._root) if runs_folder(self._root).is_dir() else nullcontext()
 
     def wanted(self) -> dict[str, list[str]]:

@@ -164,7 +164,8 @@ def unfreeze(workspace: Workspace, name: str, *, why: str = "") -> ChannelRecord
 def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
     """Return every evaluation of the data that the live release was judged on, oldest first.
 
-    The gate also counts evaluations of other files with the same items: finding these takes reading results.
+    The gate also counts evaluations of other files with the same items. They are omitted here, since finding them
+    requires reading results.
     """
     if live is None or live.run_id is None:
         return ()
@@ -189,8 +190,8 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
             raise type(error)(f"{source}: suites.{name}.data: {error}") from error
         if found.name.startswith("path:"):
             raise InputError(
-                f"{source}: suites.{name}.data: must be a registered data set, got the file {suite.data}; posttrain "
-                "asset add registers it, and runs may then name either"
+                f"{source}: suites.{name}.data: must be a registered data set, got the file {suite.data}; register "
+                "it with posttrain asset add, after which runs may name either"
             )
         if suite.digest not in (None, found.digest):
             raise InputError(

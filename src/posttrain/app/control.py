@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Carries verbs out in this process, over an open workspace, and seals their events."""
+    """Carries out verbs in this process, over an open workspace, and seals their events."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -27,9 +27,9 @@ class Local:
         """See `Asks.ask`."""
         try:
             return verb.answers(self.workspace)(*words, **options)
-        finally:  # also after a verb that records something and then raises: a requested approval
+        finally:  # also after a verb that records an event and then raises: a requested approval
             if verb.seals:
-                with suppress(PosttrainError):  # the verb has succeeded; the next seal catches up
+                with suppress(PosttrainError):  # the verb has succeeded; the next seal includes its events
                     self.workspace.seal()
 
     def close(self) -> None:
@@ -50,12 +50,12 @@ def control_of(given: Workspace | Control) -> Control:
 
 
 def open_control() -> Control:
-    """Return `Control` over the environment's server; else over the nearest workspace, by its server if it has one.
+    """Return `Control` over the environment's server; else over the nearest workspace, through its server if served.
 
     Raises:
         WorkspaceError: there is no workspace, or it cannot be opened.
         NotFoundError: the workspace has no project with the name in the environment.
-        InputError: the name is not valid; the environment names a server without a login.
+        InputError: the project's name is not valid; the environment names a server without a login.
     """
     project = os.environ.get(PROJECT_VARIABLE, "")
     TYPES["ProjectId"].check(project or None, f"--project or {PROJECT_VARIABLE}")

@@ -1,4 +1,4 @@
-"""Checks of `doctor`: whether this machine, the workspace, its server and that server's database and store are ready.
+"""Checks of `doctor`: whether this machine, the workspace, its server, database and store are ready.
 
 Each check has a finding and a remedy. Nothing here imports the engine: versions come from package metadata, and torch
 and Ray are queried in another process.
@@ -41,7 +41,7 @@ from posttrain.store.sealer import Lost, verify_chain
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS, OpenWorkspace
 
-_APART = 60.0  # seconds between two clocks that are reported
+_APART = 60.0  # seconds of difference between two clocks that are reported
 _LATE = 300.0  # seconds that a run may wait for a driver, and an event to be sealed
 _PROBE = digest_bytes(b"is anybody there?")
 _ENGINE = ("torch", "transformers", "safetensors")
@@ -60,7 +60,7 @@ def remote_checks(url: str) -> Iterator[Check]:
         return
     version = reply.headers.get("posttrain-version", "")
     if not version:
-        yield Check("server", "fail", f"{url} answers, and is no server of Posttrain", f"correct {SERVER_VARIABLE}")
+        yield Check("server", "fail", f"{url} answers, but is not a Posttrain server", f"correct {SERVER_VARIABLE}")
         return
     other = version != __version__
     remedy = f"this command is Posttrain {__version__}: upgrade the older one" if other else ""
@@ -108,7 +108,7 @@ def server_checks(root: Path) -> Iterator[Check]:
     try:
         reply = Transport(place.url, "").look("/readyz")
     except PosttrainError as error:
-        yield Check("server", "fail", str(error), "read its log; you may kill a server that hangs, its jobs continue")
+        yield Check("server", "fail", str(error), "read its log; you may kill a server that hangs; its jobs continue")
         return
     version = reply.headers.get("posttrain-version", "")
     other = version != __version__
@@ -148,7 +148,7 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
 
 
 def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: str | None = None) -> list[Check]:
-    """Run every check, the machine first; then the server in the environment, or else the workspace.
+    """Run every check: first the machine's, then those of the server in the environment, or else of the workspace.
 
     Args:
         probe: also start the engine in another process to query GPUs (seconds).
@@ -168,7 +168,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: st
         checks += server_checks(root)
         workspace = Workspace(root)
     except WorkspaceError as error:
-        missing = "no workspace" in str(error) or "is no workspace" in str(error)
+        missing = "no workspace" in str(error) or "is not a workspace" in str(error)
         remedy = "posttrain init" if missing else "repair it; the line names the next step"
         return [*checks, Check("workspace", "warn" if missing else "fail", str(error), remedy)]
     try:
@@ -188,11 +188,11 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: st
 
 
 def _images(workspace: Workspace) -> Iterator[Check]:
-    """Check whether jobs run in images, where the workspace's executor is podman."""
+    """Check whether jobs can run in images, if the workspace's executor is podman."""
     executor = workspace.jobs.executor
     if isinstance(executor, LocalExecutor) and executor.images:
         why = executor.trouble()
-        remedy = "runs that name an image are refused" if why else ""
+        remedy = "runs that name an image are rejected" if why else ""
         yield Check("images", "fail" if why else "ok", why or "podman runs jobs in them", remedy)
 
 
@@ -232,7 +232,7 @@ def _engine() -> Check:
 
 
 def _device_locks() -> Iterator[Check]:
-    """Check who holds the devices that jobs get; nothing without devices."""
+    """Check which processes hold the devices that jobs use; no check without devices."""
     try:
         room = LocalExecutor(None, local_devices).capacity()
     except PosttrainError as error:
@@ -251,7 +251,7 @@ def _rewards() -> Check:
         return Check("rewards", "fail", str(error), "see python -m posttrain.sandbox.probe")
     if found.whole:
         return Check("rewards", "ok", "confined: a separate root, no network, no other processes")
-    remedy = "allow user namespaces, or trust what your rewards do: posttrain init --rewards trusted"
+    remedy = "allow user namespaces, or trust your rewards: posttrain init --rewards trusted"
     return Check("rewards", "warn", "; ".join(found.notes), remedy)
 
 
@@ -260,7 +260,7 @@ def _packages() -> Check:
     found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS})
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "the rest of Posttrain is not affected")
-    return Check("packages", "ok", "; ".join(map(str, found)) or "none adds anything to Posttrain")
+    return Check("packages", "ok", "; ".join(map(str, found)) or "no package extends Posttrain")
 
 
 def _disk(root: Path) -> Check:
@@ -270,7 +270,7 @@ def _disk(root: Path) -> Check:
 
 
 def _fsync(root: Path) -> Check:
-    """The median time until a small write is on the disk: every ledger commit waits for one."""
+    """Check the median time until a small write is on the disk: every ledger commit waits for one."""
     times = []
     try:
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
@@ -300,16 +300,16 @@ def _ledger(workspace: Workspace) -> Check:
 
 
 def _heads(workspace: Workspace, accepted: Lost) -> Check:
-    """Check whether the ledger contains everything that is kept outside it."""
+    """Check whether the ledger contains every head of the event log that is stored outside it."""
     lost = workspace.lost()
     found = [*accepted.lines(), *lost.lines()]
     if not found and not lost.kept:
-        workspace.seal()  # a new or restored one has no head yet
+        workspace.seal()  # a new or restored ledger has no head yet
         if not workspace.lost().kept:
-            said = "no head of the event log is kept in the artifact store: a loss of its tail would go unnoticed"
+            said = "no head of the event log is stored in the artifact store: a loss of its tail would go unnoticed"
             return Check("log heads", "warn", said, "make the artifact store writable")
     if not found:
-        return Check("log heads", "ok", "the ledger continues every head that is kept outside it")
+        return Check("log heads", "ok", "the ledger continues every head that is stored outside it")
     said, _, remedy = found[0].partition("; ")
     said = "; ".join([said, *(line.partition("; ")[0] for line in found[1:])])
     return Check("log heads", "ok", f"accepted: {said}") if accepted else Check("log heads", "fail", said, remedy)
@@ -331,7 +331,7 @@ def _orphans(workspace: Workspace, end: bool) -> Check:
         return Check("jobs", "fail", str(error), "no job starts until this is fixed")
     names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]
     told = [f"running, but no attempt owns them: {names[0]}"] if found.ours else []
-    told += [f"of another workspace, or of this one at its former place: {names[1]}"] if found.strangers else []
+    told += [f"of another workspace, or of this one at its earlier place: {names[1]}"] if found.strangers else []
     if told:
         ways = ["posttrain doctor --end-orphans"] if found.ours else []
         ways += ["posttrain doctor in that workspace, or end these processes"] if found.strangers else []

@@ -1,14 +1,14 @@
-"""The loop that drives runs: of a command that waits, of a background driver, and of a server.
+"""The loop that drives runs, in a command that waits, a background driver or a server.
 
 Loops and what each one starts::
 
     the caller ──▶ `Wanted` returns the runs to drive, by project
                                     │
-    driving thread: a pass over each run that is due, one after the other; checks trackers, seals, checks which sinks
-      have work; rests; ends when `Wanted.over` returns True
+    driving thread: makes a pass over each run that is due, in turn; checks trackers; seals; checks which sinks have
+      work; sleeps; ends when `Wanted.over` returns True
       ├ a thread for each sink delivers (`events.bus`)
       ├ a process for each run writes its trackers (`trackers.writer`)
-      └ a thread for each project keeps its leases
+      └ a thread for each project renews its leases
 
 The driver may be killed at any line: the ledger contains the work to do, jobs continue, and the next driver continues
 from there. Events that a sink has not received wait behind its cursor.
@@ -41,7 +41,7 @@ from posttrain.events.bus import LEAVE, Deliverer
 from posttrain.trackers.writer import Scribe
 from posttrain.workspace.settings import OpenWorkspace
 
-AUTH = "server"  # the authenticator name of a server's driver
+AUTH = "server"  # a server's driver in the field `auth` of events
 REPORTING = ("posttrain.views.report", "posttrain.app.queries")
 _JUDGING = (
     "pyarrow.compute",
@@ -52,12 +52,12 @@ _JUDGING = (
     "scipy.stats",
 )  # modules that gates import
 _PAUSE, _MOST_PAUSE = 0.1, 1.5  # seconds between passes that change nothing
-_SHARE = 8.0  # the rest after a pass, in durations of that pass
+_SHARE = 8.0  # the pause after a pass, in durations of that pass
 _TRACKERS = 1.0  # seconds between two checks of the processes that write trackers
 _SEAL = 2.0  # seconds between two checks for events to seal
 _SINKS = 5.0  # seconds between two checks for projects that have sinks
 _BACKOFF = (0.5, 2.0, 8.0, 30.0, 60.0)  # seconds before the next pass over a run that raised
-_PATIENCE = 3600.0  # seconds of errors of a run before it is given up
+_PATIENCE = 3600.0  # seconds of consecutive errors before a run is given up
 _UNEXPECTED = 5  # tries after an unexpected error
 
 
@@ -74,7 +74,7 @@ class Wanted(Protocol):
         """Remove a run if `over` still returns True: a user may have resumed it."""
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """Leave a run to a person."""
+        """Stop driving a run and leave it to a person."""
 
 
 @dataclass(slots=True)
@@ -96,11 +96,11 @@ class Driver:
 
     Args:
         say: receives reports, one line at a time.
-        watch: the callback of a waiting caller: receives the run after each look. An error of a run is raised to that
-            caller, who also writes the report; without it a run that fails is tried again, and the driver writes its
-            report.
-        reports: whether a report follows the end of a run: the modules it needs are loaded ahead.
-        served: drives every project of a served workspace, and their sinks; else the workspace's own project.
+        watch: the callback of a waiting caller, which receives the run after each pass. With it, errors are raised, and
+            the caller writes the report; without it, the driver tries again after an error, and writes the report.
+        reports: whether a report is written at the end of a run: the modules that it needs are loaded ahead.
+        served: whether to drive every project of a served workspace, and deliver to their sinks; false: only the
+            workspace's own project.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class Driver:
         self._seen: dict[str, OpenWorkspace] = {}  # by project
         self._deliverers: dict[str, Deliverer] = {}  # by project
         self._sealed = self._asked = self._kept = self._stepped = 0.0
-        self._leases = ExitStack()  # held also during a long pass
+        self._leases = ExitStack()  # renewed also during a long pass
         self._away = ""  # why the ledger cannot be used, as last reported
-        self.told: int | None = None  # the signal that ended it
+        self.told: int | None = None  # the number of the signal that ended the driver
 
     def end(self, number: int, _: object = None) -> None:
         """End after this pass, for a signal."""
@@ -172,7 +172,7 @@ class Driver:
         return self._seen[project]
 
     def _look_after(self) -> None:
-        """Do the periodic work besides the runs; a ledger that is away is tried again a second later."""
+        """Do the periodic work other than runs; if the ledger is unreachable, try again a second later."""
         now = time.monotonic()
         if now - self._kept >= _TRACKERS:
             self._kept = now
@@ -203,19 +203,19 @@ class Driver:
         if not self._served:
             wanted &= {self._workspace.ledger.project}
         for project in self._deliverers.keys() - wanted:
-            self._deliverers.pop(project).close(0.0)  # no wait for one that hangs
+            self._deliverers.pop(project).close(0.0)  # does not wait for a delivery that hangs
         for project in wanted - self._deliverers.keys():
             self._deliverers[project] = deliverer(self._of(project), served=self._served)
 
     def _leave(self, seconds: float) -> None:
-        """Release the leases, so that the next driver need not wait; deliver pending events for some seconds."""
+        """Release the leases, so the next driver need not wait; then deliver pending events for some seconds."""
         self._loader.shutdown(wait=False)
         self._drop(set(self._known))
         self._leases.close()
         with suppress(PosttrainError):
             self._workspace.seal()
         until = time.monotonic() + seconds
-        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not the command
+        with suppress(KeyboardInterrupt):  # an interrupt ends the wait for sinks, not the command
             for one in self._deliverers.values():
                 one.finish(until - time.monotonic())
         if seconds and self._deliverers and not self._served:
@@ -224,7 +224,7 @@ class Driver:
                     if sink.behind and not sink.paused:
                         self._say(
                             f"sink {sink.name}: {sink.behind} event{'s' * (sink.behind > 1)} wait for the next driver; "
-                            f"posttrain sink ls shows why, posttrain sink resume {sink.name} delivers"
+                            f"posttrain sink ls shows why, posttrain sink resume {sink.name} delivers them"
                         )
 
     def _drop(self, run_ids: Collection[str]) -> None:
@@ -238,10 +238,10 @@ class Driver:
         seen = list(self._seen.values()) or [self._workspace]
         for _ in range(round(seconds / _PAUSE)):
             if self.told is not None or any(one.reconciler.rest(_PAUSE / len(seen)) for one in seen):
-                return  # finished background work is to be collected
+                return  # the results of background work are pending
 
     def _look(self, seen: OpenWorkspace, run_id: str) -> bool:
-        """Make one pass over a run; return whether anything changed. Its errors stop no other run."""
+        """Make one pass over a run; return whether anything changed. Its errors do not affect other runs."""
         known = self._known.get(run_id)
         if known is not None and time.monotonic() < known.again_at:
             return False
@@ -253,7 +253,7 @@ class Driver:
             if final:
                 self._finish(seen, run_id)
             return tick.changed or final
-        except NotFoundError as error:  # of a workspace whose ledger was restored from a backup
+        except NotFoundError as error:  # the ledger was restored from an older backup
             if self._watch:
                 raise
             self._say(f"run {run_id}: dropped: {error}")
@@ -304,7 +304,7 @@ class Driver:
         self._known.pop(run_id, None)
 
     def _met(self, seen: OpenWorkspace, run_id: str, error: Exception) -> None:
-        """Handle an error of one run: report it, try again later, and at last leave the run to a person."""
+        """Handle an error of one run: report it, and try again later or, after repeated errors, give the run up."""
         now = time.monotonic()
         known = self._known.get(run_id) or self._known.setdefault(run_id, _Known(seen, Scribe(seen, run_id)))
         known.troubled_since = now if known.troubled_since is None else known.troubled_since
@@ -313,7 +313,7 @@ class Driver:
         if now - known.troubled_since >= _PATIENCE or (not expected and known.tries >= _UNEXPECTED):
             self._say(f"run {run_id}: given up: {line}; posttrain attach {run_id} resumes it")
             with suppress(PosttrainError):
-                self._wanted.give_up(run_id, line)  # and the next pass drops it
+                self._wanted.give_up(run_id, line)  # the next pass drops the run
             return
         known.again_at = now + _BACKOFF[min(known.tries, len(_BACKOFF)) - 1]
         if known.trouble != line:
@@ -353,7 +353,7 @@ def drive(
     watch: Callable[[RunRecord], None] | None = None,
     report: bool = False,
 ) -> RunRecord:
-    """Drive a run in this process until it ends (or watch, while another process drives it).
+    """Drive a run in this process until it ends, or watch it while another process drives it.
 
     Args:
         timeout: seconds; None: no limit here, so only a `wall_clock` budget bounds the jobs.

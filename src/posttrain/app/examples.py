@@ -1,4 +1,4 @@
-"""The examples in the package, each with a `demo.yaml` that describes how to play it: the code contains no task."""
+"""The examples in the package, each with a `demo.yaml` that describes its steps; the code contains no task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _file_or_map(value: Any) -> Any:
 
 
 class DemoModel(Frozen):
-    """The base model: made from nothing by `posttrain asset create`."""
+    """The base model, which `posttrain asset create` makes from random weights."""
 
     name: str
     file: str  # parameters, next to demo.yaml
@@ -51,7 +51,7 @@ class DemoChange(Frozen):
 class DemoRun(Frozen):
     """One run of the story."""
 
-    label: str  # A, B, C: the legend of the picture
+    label: str  # A, B, C: in the legend of the picture
     say: str  # a description for the person who watches
     file: str  # the run file
     before: DemoChange | None = None
@@ -59,7 +59,7 @@ class DemoRun(Frozen):
 
 
 class DemoPlan(Frozen):
-    """`demo.yaml`: what to register and which runs to make, in order. Files are named from its folder."""
+    """`demo.yaml`: the assets to register and the runs to make, in order. File names are relative to its folder."""
 
     title: str
     seed: int = Field(ge=0)
@@ -75,7 +75,7 @@ def find_example(name: str | None, start: Path | None = None) -> Path:
     """Return the folder of an example: below `./examples`, else the package's own.
 
     Raises:
-        NotFoundError: no such example.
+        NotFoundError: there is no such example.
     """
     found = {folder.name: folder for folder in examples(start)}
     wanted = name or (DEFAULT if DEFAULT in found else next(iter(found)))
@@ -93,14 +93,15 @@ def examples(start: Path | None = None) -> list[Path]:
 
 
 def copy_example(folder: Path, target: Path) -> list[str]:
-    """Copy an example and the files of other examples that it names into a new folder, so that it is self-contained.
+    """Copy an example and the files of other examples that it names into a new folder, which is self-contained.
 
     Returns:
         The names of its files.
 
     Raises:
-        InputError: something is at `target`, the example is broken, or two of its files would have one name.
-        WorkspaceError: it cannot be written.
+        InputError: `target` exists and is not an empty folder, the example is broken, or two of its files would have
+            one name.
+        WorkspaceError: `target` cannot be written.
     """
     load_demo(folder)  # before anything is made
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
@@ -114,14 +115,14 @@ def copy_example(folder: Path, target: Path) -> list[str]:
             shutil.copyfile(path, target / name)
         (target / PLAN).write_text(_ELSEWHERE.sub(r"\2", words), encoding="utf-8")
     except FileExistsError as error:
-        raise InputError(f"{target}: must not exist yet, and does; name another folder") from error
+        raise InputError(f"{target}: must not exist yet; name another folder") from error
     except OSError as error:
         raise unwritable(target, error) from error
     return sorted(files)
 
 
 def preparation(plan: DemoPlan, place: str, seed: int) -> list[list[str]]:
-    """Return the commands that make data and register assets, after `posttrain init`.
+    """Return the commands that follow `posttrain init`: they make the data and register the assets.
 
     Args:
         place: the example's folder in the commands.
@@ -141,7 +142,7 @@ def load_demo(folder: Path) -> DemoPlan:
     """Read an example's `demo.yaml`.
 
     Raises:
-        InputError: an unknown key, a missing one, a missing file.
+        InputError: a key is unknown or missing, or a file is missing.
     """
     path = folder / PLAN
     plan = validated(DemoPlan, read_yaml(path), str(path))

@@ -39,7 +39,7 @@ from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
 _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0
 _CARD, _LINEAGE = "README.md", "lineage.json"
-_PARTIAL = ".posttrain-export-"  # the next export in the same place deletes what a killed one left
+_PARTIAL = ".posttrain-export-"  # the next export to the same place deletes the leftovers of a killed one
 _PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
@@ -49,15 +49,16 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 def export(
     workspace: Workspace, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]
 ) -> Exported:
-    """Write a model's files into a new folder. It appears whole, or not at all.
+    """Write a model's files into a new folder, which appears complete or not at all.
 
     Args:
         dtype: convert the weights; None: keep them byte for byte.
         progress: receives each file name.
 
     Raises:
-        InputError: something is at `folder`, an unknown dtype, or weights that the dtype cannot represent.
-        NotFoundError, IntegrityError: a file of the model is missing or corrupt.
+        InputError: `folder` exists and is not empty, the dtype is unknown, or it cannot represent the weights.
+        NotFoundError: a file of the model is missing.
+        IntegrityError: a file of the model is corrupt.
         WorkspaceError: `folder` cannot be written.
     """
     named = named_model(workspace, model)
@@ -87,10 +88,11 @@ def export(
 
 
 def _place(target: Path, workspace: Workspace) -> Path:
-    """Return the target folder, its parents made.
+    """Return the path of the target folder, and make its parents.
 
     Raises:
-        InputError: something is there, or it is in the workspace. WorkspaceError: it cannot be made.
+        InputError: the folder exists and is not empty, or is in the workspace.
+        WorkspaceError: a parent cannot be made.
     """
     try:
         target = Path(os.path.normpath(target.expanduser().absolute()))
@@ -112,11 +114,11 @@ def _refuse_occupied(target: Path) -> None:
     except OSError as error:
         raise InputError(f"{target}: cannot be read: {error.strerror}; choose another folder") from error
     if there:
-        raise InputError(f"{target}: must be a new or an empty folder, and is not; choose another")
+        raise InputError(f"{target}: must be a new or empty folder; choose another")
 
 
 def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Copy the model's files into `folder`, each hashed on the way, with the permissions of new files here."""
+    """Copy the model's files into `folder` and verify their hashes; they get the permissions of new files there."""
     folder.mkdir()
     mode = folder.stat().st_mode & 0o666
     for name, file in tree_listing(workspace.blobs, digest).items():
@@ -131,13 +133,13 @@ def _is_classifier(folder: Path) -> bool:
 
 
 def _release_state(workspace: Workspace, made: MadeModel) -> str:
-    """Return `live`, `superseded` or `rolled_back`, as words."""
+    """Return `live`, `superseded`, `rolled back` or `never live`."""
     states = release_states(workspace.ledger.history(str(made.channel)))
     return str(states.get(made.digest, "never live")).replace("_", " ")
 
 
 def _public(node: Node) -> Node:
-    """Return a lineage without the names of people: exports are made to be published."""
+    """Return a lineage without the names of people, since exports may be published."""
     details = tuple(pair for pair in node.details if pair[0] not in _PRIVATE)
     return replace(node, details=details, children=tuple(map(_public, node.children)))
 
@@ -205,7 +207,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
 
 
 def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: str, *, cast: bool) -> None:
-    """Write `lineage.json` of an imported model, which keeps its own card."""
+    """Write `lineage.json` of an imported model, whose model card was copied with its files."""
     if model.ref.source is not Source.REGISTRY:
         return
     asset = workspace.catalog.find(model.pinned.name)

@@ -1,7 +1,7 @@
 """Garbage collection and erasure in a workspace.
 
-Collection deletes artifacts that no row needs, and leftovers next to them. Erasure removes words from a workspace and
-lists the places with copies of them that no command empties.
+Collection deletes artifacts that no row needs, and leftovers next to them. Erasure removes words from a workspace, and
+lists the places that may contain copies of the words and that no command empties.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from posttrain.store.operations import PartStore, forget_parts, forget_pending_u
 from posttrain.store.trees import scratch
 from posttrain.trackers.choice import describe, of_workspace
 
-ANSWERS_SECONDS = 86400.0  # that an answer over HTTP is kept for repeats
+ANSWERS_SECONDS = 86400.0  # for which an answer over HTTP is stored for repeats
 _CACHED = ("trees", "files")  # folders of the cache whose entries have digests as names
 _PERSON = ("user:", NOBODY)
 
@@ -45,13 +45,15 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         dry_run: delete nothing, and report what would be deleted.
 
     Raises:
-        InputError: a project other than the default one. ConflictError: another workspace uses the same store.
+        InputError: the project is not the default one.
+        ConflictError: another workspace uses the same store.
         IntegrityError, DeadlineError, WorkspaceError: see `store.garbage.sweep`.
     """
     project = workspace.ledger.project
-    if project != DEFAULT_PROJECT:  # all projects share the store: an admin of one does not sweep it
+    if project != DEFAULT_PROJECT:  # all projects share the store: an admin of one project may not sweep it
         raise InputError(
-            f"gc: only an admin of {DEFAULT_PROJECT} may run it, got project {project}: it sweeps the store of all"
+            f"gc: only an admin of {DEFAULT_PROJECT} may run it, since it sweeps the store of all projects, got "
+            f"project {project}; use --project {DEFAULT_PROJECT}"
         )
     blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
@@ -62,14 +64,14 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         leftovers = list(_leftovers(workspace, Marker(ledger, blobs).mark().needed, older_than))
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)
     else:
-        folders, size = _clear(workspace, blobs, older_than)  # first: no answer may name deleted bytes
+        folders, size = _clear(workspace, blobs, older_than)  # before the sweep: no answer may name deleted bytes
     folders += _end_unfinished(workspace, blobs.url, older_than, dry_run)
     done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
     return Collected(dry_run, done, folders, size, answers)
 
 
 def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
-    """Refuse a store that another ledger refers to, since this ledger does not contain its needs.
+    """Refuse to sweep a store that another ledger refers to, since this ledger does not contain its references.
 
     Raises:
         ConflictError: another workspace is registered in the store.
@@ -79,13 +81,13 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
     others = {name: where for name, where in blobs.notes(USERS).items() if name not in {workspace.identity(), *own}}
     for name, where in sorted(others.items()):
         raise ConflictError(
-            f"artifact store {blobs.url} must be used by this workspace only for gc, got {where} too; if that "
+            f"artifact store {blobs.url} must be used by this workspace alone to run gc, got {where} too; if that "
             f"workspace no longer exists, delete the object workspaces/{name} in the store"
         )
 
 
 def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: bool) -> int:
-    """End uploads that were begun in a store and never finished: in parts, and those of clients; return how many."""
+    """End unfinished multipart uploads and unfinished uploads of clients in a store; return their number."""
     ledger, store, direct = workspace.ledger, PartStore(url), open_direct(url)
     forgotten = frozenset(forget_parts(ledger, ledger.clock.now() - older_than, dry_run=dry_run))
     late = {name for name, at in store.stored().items() if at < time.time() - older_than}
@@ -100,9 +102,9 @@ def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: 
 
 
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:
-    """Move leftovers away while no process starts anything, then delete them; return the numbers of folders and bytes.
+    """Move leftovers away while no process can start using them, then delete them; return numbers of folders and bytes.
 
-    Unused uploads are forgotten first: no client receives that they exist and later that they do not.
+    The records of unused uploads are deleted first, so no client uses an upload whose bytes are then deleted.
     """
     with scratch(workspace.root / "cache" / "scratch", ".gc-") as bin_:
         with workspace.lock.alone(PATIENCE):
@@ -143,11 +145,11 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
         what: a run's name or id, `dataset:NAME@VERSION`, `user:NAME`, or `erased:ID` to write the file again.
 
     Raises:
-        InputError: no reason, no version, a run that has not ended.
+        InputError: there is no reason or no version, or the run has not ended.
         NotFoundError: there is no such subject.
     """
     if not reason.strip():
-        raise InputError("erase: --reason must not be empty, got nothing; it is kept with the event")
+        raise InputError("erase: --reason must not be empty, got nothing; it is stored with the event")
     if what.startswith(_PERSON):
         if workspace.ledger.project != DEFAULT_PROJECT:  # it removes their roles and tokens in every project
             raise InputError(
@@ -170,7 +172,10 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
 def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[str]:
     if not done.overwritten:
         again = f"{NOBODY}{done.subject}" if what.startswith(_PERSON) else what
-        yield f"the ledger's file, which another process has open; after its end: posttrain erase {again} --reason …"
+        yield (
+            "the ledger's file, which another process has open; after that process ends: "
+            f"posttrain erase {again} --reason …"
+        )
     if what == workspace.actor:
         yield "your name, which your next action here records again"
     if workspace.ledger_address:
@@ -181,7 +186,7 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
     if run and (tags := workspace.ledger.notes(run, tags=True)):
         yield f"its tags, {', '.join(one.tag for one in tags)}: posttrain note {run} --untag TAG removes one"
     if run or what.startswith(_PERSON):
-        yield "manifests in the store, whose owner is part of their digest, and models' cards that were exported"
+        yield "manifests in the store, whose digests cover the owner, and exported model cards"
         yield from _policies(workspace, what)
         yield from (f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace)))
     if not run and not what.startswith(_PERSON):
@@ -189,7 +194,7 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
 
 
 def _policies(workspace: Workspace, who: str) -> Iterator[str]:
-    """Yield policies that name a person, or cannot be read: pending approvals under them contain the name again."""
+    """Yield policies that name a person or cannot be read: pending approvals under such a policy repeat the name."""
     for record in workspace.ledger.channel_records():
         try:
             pinned = policy_of(workspace.stores, record.name)
@@ -197,6 +202,6 @@ def _policies(workspace: Workspace, who: str) -> Iterator[str]:
             yield f"the policy of channel {record.name}, which cannot be read"
             continue
         if pinned is not None and who in pinned.policy.approvers:
-            remedy = f"posttrain channel set-policy {record.name} POLICY.yaml without it"
-            until = "while it does, pending approvals contain the name"
-            yield f"the policy of channel {record.name}, which names them: {until}; {remedy}"
+            remedy = f"posttrain channel set-policy {record.name} POLICY.yaml without the name"
+            until = "pending approvals contain the name too"
+            yield f"the policy of channel {record.name}, which names them; {until}; {remedy}"

@@ -1,4 +1,4 @@
-"""The Python API: plan and submit run files, open runs and channels.
+"""The Python API: functions that plan and submit run files, and open runs and channels.
 
 Each function uses a `Control`: the given one, or one over a workspace of this machine.
 """
@@ -22,11 +22,11 @@ def connect(url: str, token: str | None = None, *, project: str | None = None) -
     """Return a server's `Control`, for use as `workspace` below.
 
     Args:
-        token: None: POSTTRAIN_TOKEN, or that of `posttrain login`.
-        project: None: POSTTRAIN_PROJECT, or that of the last login, else `default`.
+        token: None: the value of POSTTRAIN_TOKEN, or the token of `posttrain login`.
+        project: None: the value of POSTTRAIN_PROJECT, or the project of the last login, else `default`.
 
     Raises:
-        InputError: an invalid URL; there is no login for the server.
+        InputError: the URL is invalid, or there is no login for the server.
     """
     from posttrain.client.logins import logged_in
 
@@ -44,7 +44,7 @@ def plan(
         setting: values that replace the file's.
 
     Raises:
-        InputError: naming file, field, constraint and value.
+        InputError: the run file is invalid; the message names file, field, constraint and value.
     """
     return _control(workspace).plan(Path(path), seed=seed, setting=setting)
 
@@ -62,7 +62,7 @@ def submit(
     Nothing computes until a process drives the run: `run.wait()`, or `posttrain run` in any terminal.
 
     Raises:
-        InputError: see `plan`; a seed or a setting for a manifest that is locked already.
+        InputError: the file is invalid (see `plan`), or a seed or a setting was given for a locked manifest.
     """
     control = _control(workspace)
     made = control.submit(Path(path), again=again, seed=seed, setting=setting)
@@ -70,10 +70,11 @@ def submit(
 
 
 def run(prefix: str, workspace: Workspace | Control | None = None) -> Run:
-    """Return a run by id, by a prefix of it, or the newest with a name.
+    """Return the run with this id or this prefix of an id, or the newest run with this name.
 
     Raises:
-        NotFoundError: no such run. InputError: the prefix names several.
+        NotFoundError: there is no such run.
+        InputError: several runs have the prefix.
     """
     control = _control(workspace)
     return Run(control, control.run(prefix).id, attached=True)

@@ -1,8 +1,8 @@
 """Models and data: registration, marks, base models, models by name, evaluation and sampling without a run file.
 
-A base model is made from nothing through the same machinery as any run: a manifest, a job, a ledger entry. A person
-names a model by a channel, a run, a run's stage, or a ref of run.yaml. An evaluation without a run file is a run of one
-stage, like any other in ledger, cache and reports.
+A base model is the output of a run like any other, with a manifest, a job and a ledger entry. A person names a model by
+a channel, a run, a run's stage, or a ref as in run.yaml. An evaluation without a run file is a run of one stage, like
+any other in ledger, cache and reports.
 
 Sampling from a model records nothing. Data sets, models, rewards and imported run histories are registered here, and
 people mark their versions.
@@ -46,8 +46,8 @@ from posttrain.store.trees import materialise, scratch
 STAGE = "init"
 _HEADS = ("model", "channel", "run", "hf")
 _STAGE = "evaluate"
-_REWARD = "reward"  # its name in that run
-_USUAL_TOKENS = 256  # of a response at most
+_REWARD = "reward"  # the reward's name in the generated run
+_USUAL_TOKENS = 256  # the default maximum of a response
 _SOURCE = Path("posttrain eval")  # the name of the generated run file in errors; relative paths start here
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 _PROGRAM = "posttrain.jobs.sample"
@@ -65,8 +65,8 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
         config: YAML with the parameters of the `init_model` stage.
 
     Raises:
-        InputError: an unknown or ill-typed parameter, an invalid name.
-        PosttrainError: the run's outcome, when it did not succeed.
+        InputError: a parameter is unknown or ill-typed, or the name is invalid.
+        PosttrainError: the run did not succeed; the class is that of its outcome.
     """
     params = read_yaml(config)
     for key in ("kind", "trainer"):
@@ -110,7 +110,8 @@ class NamedModel:
         """Return the folder with its files, in Hugging Face format; it must not be written to.
 
         Raises:
-            NotFoundError, IntegrityError: bytes are missing or corrupt.
+            NotFoundError: bytes are missing.
+        IntegrityError: bytes are corrupt.
         """
         if self.ref.on_disk:
             return local_path(self.ref, Path.cwd())
@@ -123,7 +124,8 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
     A channel takes precedence over a run with the same name, and a run over a folder; relative paths start here.
 
     Raises:
-        NotFoundError: there is no such model. InputError: ill-formed, or a folder without a model.
+        NotFoundError: there is no such model.
+        InputError: the name is ill-formed, or names a folder without a model.
     """
     word = model_word(workspace, text)
     ref = parse_ref(word, "model")
@@ -185,10 +187,10 @@ def submit_evaluation(
         runtime: `device`, `dtype`, `threads`.
         reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), and fields of a
             reward of run.yaml: `entry`, `dialect`, `secrets`, `network`.
-        again: make another run of the same request.
+        again: submit a new run even if an equal one exists.
 
     Raises:
-        InputError: see `plan`, naming the error in model, suite or setting.
+        InputError: a model, suite, setting or reward is invalid; the message has its name, constraint and value.
     """
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
@@ -281,7 +283,7 @@ def ask(
 def _refuse_unusable(
     samples: int, temperature: float, stop: Sequence[str], top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Refuse sampling settings that are out of range or contradict each other."""
+    """Reject sampling settings that are out of range or contradict each other."""
     if not 0 <= temperature <= 1000:
         raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {temperature:g}")
     if samples > 1 and temperature == 0:
@@ -312,7 +314,7 @@ def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, An
     """Return a prompt as a row of a data set.
 
     Raises:
-        InputError: a system prompt for plain text.
+        InputError: there is a system prompt for plain text.
     """
     if form == "text":
         if system is not None:
@@ -323,16 +325,16 @@ def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, An
 
 
 def usual_form(workspace: Workspace, model: NamedModel) -> tuple[Form, str]:
-    """Return the usual form of a prompt, and why: the form of the training rows, else that of the chat template."""
+    """Return the default form of a prompt, and the reason: the form of the training rows, else of the chat template."""
     trained = _training_data(workspace, model)
     if trained is not None:
         try:
             row = first_row(workspace, trained)
-        except NotFoundError:  # its bytes were deleted; the model's were not
+        except NotFoundError:  # the bytes of the training rows were deleted, those of the model were not
             row = {}
         form: Form = "text" if isinstance(row.get("prompt", ""), str) and "messages" not in row else "chat"
         if row:
-            return form, f"as {trained.name} asks"
+            return form, f"as the rows of {trained.name}"
     read = model_files(workspace, model.pinned, model.word if model.ref.on_disk else None, Path.cwd()).read
     templated = read("chat_template.jinja") or b'"chat_template"' in (read("tokenizer_config.json") or b"")
     return ("chat", "by the model's chat template") if templated else ("text", "the model has no chat template")
@@ -382,7 +384,7 @@ def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asse
 
 
 def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
-    """Yield runs that used the bytes, and every unfinished run, whose future inputs only its manifest contains."""
+    """Yield runs that used the bytes, and every unfinished run, whose future inputs are only in its manifest."""
     yield from (workspace.ledger.run(one) for one in of_bytes(workspace.ledger, asset.digest).runs)
     for state in RunState:
         if not is_final("run", state):
@@ -399,7 +401,8 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> i
     """Register the output of a TRL or transformers trainer in its `output_dir`.
 
     Raises:
-        InputError: no such run, or nothing usable. WorkspaceError: the workspace cannot be written.
+        InputError: there is no such run, or nothing usable.
+        WorkspaceError: the workspace cannot be written.
     """
     return _imported(workspace, read_trl_output(folder), name)
 
@@ -408,7 +411,9 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> i
 def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> imports.Imported:
     """Register a run of an MLflow store, or a client's copy of one.
 
-    Errors: see `import_trl_output`; InputError also if mlflow is missing.
+    Raises:
+        InputError: there is no such run, nothing usable, or mlflow is not installed.
+        WorkspaceError: the workspace cannot be written.
     """
     if is_confined():  # the client has read the store, and sent a copy
         return _imported(workspace, carried(Path(where)), name)
@@ -424,7 +429,12 @@ def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str,
 
 @answers(Control.import_wandb_export)
 def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> imports.Imported:
-    """Register a W&B run's files. Errors: see `import_trl_output`; InputError also if wandb is needed and missing."""
+    """Register a W&B run's files.
+
+    Raises:
+        InputError: there is no such run, nothing usable, or wandb is needed and not installed.
+        WorkspaceError: the workspace cannot be written.
+    """
     from posttrain.foreign.wandb_export import read_wandb_export
 
     return _imported(workspace, read_wandb_export(folder), name)
@@ -435,11 +445,15 @@ def curves(workspace: Workspace, ref: str) -> list[imports.Curve]:
     """Return the metrics of an imported run.
 
     Raises:
-        InputError: the ref is not a history. NotFoundError, IntegrityError: its bytes are missing or corrupt.
+        InputError: the ref is not a history.
+        NotFoundError: its bytes are missing.
+        IntegrityError: its bytes are corrupt.
     """
     history = workspace.catalog.find(ref)
     if history.kind != "history":
-        raise InputError(f"{history.ref}: must be a history, got a {history.kind}; posttrain asset ls --kind history")
+        raise InputError(
+            f"{history.ref}: must be a history, got a {history.kind}; list them: posttrain asset ls history"
+        )
     return list(imports.curves(workspace.blobs.get(history.digest)))
 
 

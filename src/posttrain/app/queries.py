@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.domain.manifest import Manifest
 
-_CHANNEL = "channel:"  # prefix of a channel, where the name could also be a run or an asset
+_CHANNEL = "channel:"  # prefix that names a channel even if a run or an asset has the same name
 
 
 @answers(Control.ids)

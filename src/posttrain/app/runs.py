@@ -3,11 +3,11 @@
 A plan (`posttrain plan`) shows the manifest, the cached stages, the cost of the run, and whether its gates can decide.
 Planning writes nothing.
 
-A sweep is one run file under several settings and seeds, each point a run like any other. The ledger has no record of a
-sweep. Its points are the runs of its settings and seeds, so the same command attaches to them, continues after a kill,
-and shows the table of their results; stages that two points share are computed once, by the stage cache.
+A sweep is one run file with several settings and seeds; each point is a run like any other. The ledger has no record of
+a sweep: the same command resolves the same points and attaches to their runs, continues them after a kill, and shows
+the table of their results. The stage cache computes stages that two points share only once.
 
-An object is set aside after repeated failures, until a person revives it.
+An object is set aside after repeated failures, until a person resumes it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from posttrain.views.plans import PlanView, StagePlan
 _MOVED = "a model that the run file names has changed; this run continues with the one that it began with"
 MAX_SEED = 2**53  # JSON readers represent larger integers differently
 MOST_RUNS = 1000
-_KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
+_KEPT = "a sweep releases nothing: the file's release and gates are left out; release your choice with posttrain run"
 
 
 @answers(Control.lock)
@@ -85,7 +85,7 @@ def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, set
         setting: values that replace the file's.
 
     Raises:
-        InputError: naming file, field, constraint and value.
+        InputError: the run file is invalid; the message names file, field, constraint and value.
     """
     source = Path(path)
     refuse_lock(source)
@@ -93,10 +93,10 @@ def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, set
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
-    """Resolve a parsed run file, and refuse a run that can never succeed unless it exists already.
+    """Resolve a parsed run file; reject a run that can never succeed, unless the run exists already.
 
     Raises:
-        InputError: see `resolve_spec`; also for a budget or a gate that no run of it could meet.
+        InputError: the file cannot be resolved (see `resolve_spec`), or no run could meet a budget or a gate of it.
     """
     planned = resolve_spec(spec, workspace, source, seed=seed)
     manifest = planned.manifest
@@ -111,8 +111,8 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     """Return the manifest of a parsed run file; relative paths in it start at its folder.
 
     Raises:
-        InputError: see `plan`; also for rows that do not fit the model or the stage that reads them, and for an
-            infeasible placement.
+        InputError: a value or ref is invalid, rows do not fit the model or the stage that reads them, or a placement is
+            infeasible.
     """
     if seed is not None:
         if not 0 <= seed < MAX_SEED:
@@ -144,7 +144,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
 
 
 def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterator[str]:
-    """Refuse recalled assets in a new run; yield a warning for a run that exists already.
+    """Reject recalled assets in a new run; yield a warning for an existing run.
 
     Raises:
         InputError: an asset was recalled, and no run of this manifest exists.
@@ -154,7 +154,7 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
             refuse_recalled(now, manifest, str(source))
         told = recall_of(now, manifest)
     if told:
-        yield f"{told}; its run exists already, and no other run starts (--again, retry)"
+        yield f"{told}; its run already exists, but neither --again nor retry starts another"
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
@@ -168,22 +168,22 @@ def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
 
 
 def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | None:
-    """Return the run file's trackers, each with its place; None: the workspace's are used, which are checked as well.
+    """Return the run file's trackers, each with its place; None: the run uses the workspace's, which are checked too.
 
     Raises:
-        InputError: one that could not be written.
+        InputError: a tracker could not be written.
     """
     if spec.trackers is None:
         check_trackers(of_workspace(workspace), str(workspace.root))
         return None
-    refuse_afar(f"{source}: trackers: runs over a server have those of its workspace; leave the section out")
+    refuse_afar(f"{source}: trackers: runs on a server use the trackers of its workspace; leave the section out")
     named = resolved(spec.trackers, source.absolute().parent, workspace.root)
     check_trackers(named, str(source))
     return named
 
 
 def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
-    """Refuse a bare channel or run name, and name the ref that a run file needs.
+    """Reject a bare channel or run name with a message that contains the ref for a run file.
 
     Raises:
         InputError: the text is such a name.
@@ -194,7 +194,7 @@ def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
         raise InputError(f"ref {text!r}: is a channel; write channel:{text}")
     try:
         workspace.ledger.find_run(text.partition("/")[0])
-    except InputError:  # no such run, or several: the parser reports other errors
+    except InputError:  # no such run, or several: the parser reports the error
         return
     raise InputError(f"ref {text!r}: is a run; write run:{text}")
 
@@ -213,12 +213,12 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
         own = made.run_id is not None and workspace.ledger.run(made.run_id).name == spec.name
         if ref.source is Source.RUN and own and ref.name != made.run_id:
             raise InputError(
-                f"ref {text!r}: must name one run of {spec.name} by its whole id, since this file makes others of that "
+                f"ref {text!r}: must name a run of {spec.name} by its full id, since this file creates runs of that "
                 f"name; write run:{made.run_id}/{made.word}"
             )
         if ref.source is Source.REGISTRY and own and ref.version is None:
             raise InputError(
-                f"ref {text!r}: must name a version, since this file makes others of {spec.name}; write {made.name}"
+                f"ref {text!r}: must name a version, since this file ({spec.name}) creates more; write {made.name}"
             )
         return made.pinned(text)
 
@@ -239,8 +239,8 @@ def submit(
     """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
 
     Raises:
-        InputError: see `plan`, `read_lock` and `actions.check_note`; a seed or a setting for a manifest that is locked
-            already.
+        InputError: an invalid run file (see `plan`), locked manifest (see `read_lock`), note or tag (see
+            `actions.check_note`); a seed or a setting for a locked manifest.
     """
     actions.check_note(note, tags)
     if is_lock(path) and seed is not None:
@@ -248,7 +248,7 @@ def submit(
     if is_lock(path) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file again")
     lock = is_lock(path)
-    with workspace.blobs.holding():  # garbage collection must not delete what planning found
+    with workspace.blobs.holding():  # garbage collection must not delete bytes that planning found
         locked = read_lock(path, workspace, again=again) if lock else None
         planned = locked or plan(path, workspace, seed=seed, setting=setting)
         found = submit_planned(planned, workspace, again=again, exact=lock)
@@ -258,13 +258,14 @@ def submit(
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
-    """Record a run of a resolved manifest. A run of it that was stopped, or whose attempts were all lost, is retried.
+    """Record a run of a resolved manifest, or retry its run that was stopped or whose attempts were all lost.
+
     See `control.submission.submit`.
     """
     with workspace.blobs.holding():
         workspace.catalog.publish(planned.manifest)
         submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
-    makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports no metrics
+    makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # reports no metrics
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
     if submitted.run.state == RunState.STOPPED or submitted.run.reason == Reason.ATTEMPTS_EXHAUSTED:
@@ -279,7 +280,7 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
     """Validate a run file, and estimate the cost and outlook of its run.
 
     Raises:
-        InputError: naming file, field, constraint and value.
+        InputError: the run file is invalid; the message names file, field, constraint and value.
     """
     refuse_lock(path)
     spec = load_run_spec(path, setting)
@@ -371,28 +372,29 @@ def plan_sweep(
     metric: str | None,
     better: str | None,
 ) -> Sweep:
-    """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep.
+    """Resolve every point of a sweep. Writes nothing; one point that cannot run rejects the whole sweep.
 
     Args:
-        overrides: the values of `seed` are the seeds of every setting.
-        seeds: of each setting: the file's own, and others derived from it.
-        metric: to rank by; None: the first gate's, else the evaluation's first.
+        overrides: the values to combine; those of `seed` are the seeds of every setting.
+        seeds: the number of seeds of each setting: the file's own, and others derived from it.
+        metric: the metric to rank by; None: the first gate's, else the evaluation's first.
         better: "higher" or "lower"; None: the direction of a gate or of the metric itself.
 
     Raises:
-        InputError: see `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
+        InputError: an invalid point (the message names its setting), nothing to vary, too many points, or no metric to
+            rank by.
     """
     refuse_lock(path)
     named = next((one.values for one in overrides if one.path == "seed"), None)
     if seeds > 1 and named is not None:
-        raise InputError("sweep: --seeds and --set seed=… set the same; give one of them")
+        raise InputError("sweep: --seeds and --set seed=… both set the seed; give one of them")
     chosen, count = list(settings([one for one in overrides if one.path != "seed"])), len(named or range(seeds))
     if len(chosen) * count < 2:
-        raise InputError("sweep: needs something that varies, got one point; give --set PATH=A,B or --seeds 3")
+        raise InputError("sweep: needs a setting that varies, got one point; give --set PATH=A,B or --seeds 3")
     if len(chosen) * count > MOST_RUNS:
         raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
     points: list[Point] = []
-    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # all files first: that costs nothing
+    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # parses all first: that is cheap
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
         more = (derive_seed(spec.seed, "sweep", number) % MAX_SEED for number in range(1, seeds))
@@ -429,7 +431,7 @@ def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]
 
 
 def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[str, Any]:
-    """Return the point in a client's request, from the sweep planned again.
+    """Return the arguments for the point that a client's request names; plans the sweep again to find the point.
 
     Raises:
         InputError: the sweep has no such point.
@@ -437,11 +439,11 @@ def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[st
     for point in control.plan_sweep(**words).points:
         if (point.place, point.seed) == (place, seed):
             return {"point": point}
-    raise InputError(f"sweep: has no point of place {place} and seed {seed}; plan it again")
+    raise InputError(f"sweep: no point has place {place} and seed {seed}; plan the sweep again")
 
 
 def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
-    """Return the sweep in a client's request, planned again, and its runs."""
+    """Return the arguments for a client's request: its sweep, planned again, and the sweep's runs."""
     return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
 
 
@@ -458,10 +460,10 @@ def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting
 
 
 def _refuse_equal(points: Sequence[Point]) -> None:
-    """Refuse two points with one manifest: they would be one run, counted twice.
+    """Reject two points with the same manifest: they would be one run, counted twice.
 
     Raises:
-        InputError: naming both.
+        InputError: two points are equal; the message names both.
     """
     known: dict[str, Point] = {}
     for point in points:
@@ -481,7 +483,7 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
         within: RUN or RUN/STAGE; the run by name or id.
 
     Raises:
-        NotFoundError: nothing there was set aside, or there is no such run.
+        NotFoundError: there is no such run, or none of its objects was set aside.
     """
     rows = [
         Dead(one.object, one.kind, one.failures, one.failed_since, one.dead_at or 0.0, one.error, one.traceback)
@@ -498,10 +500,10 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
 
 @answers(Control.look_again)
 def look_again(workspace: Workspace, within: str) -> list[Dead]:
-    """Revive the objects of a run, or of one stage, that were set aside.
+    """Resume the objects of a run, or of one stage, that were set aside; return them.
 
     Raises:
-        NotFoundError: see `dead`.
+        NotFoundError: there is no such run, or none of its objects was set aside.
     """
     found = dead(workspace, within)
     for one in found:
@@ -514,7 +516,7 @@ def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
     """Record a person's statement that the job of RUN/STAGE is dead; see `control.attempts`.
 
     Raises:
-        InputError: it names no stage, or one whose job is seen.
+        InputError: the text names no stage, or the job of the stage can be observed.
         NotFoundError: there is no such run or stage.
     """
     run, _, name = _named(workspace, stage).partition("/")

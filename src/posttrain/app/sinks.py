@@ -33,23 +33,24 @@ _OPENS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], float], Admit], S
 KINDS = tuple(_OPENS)
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _ENDS = 8  # random bytes of a test's id
-_SERIAL = itertools.count()  # of deliverers in this process: digits after its start time
+_SERIAL = itertools.count()  # numbers the deliverers of this process in their owner names
 
 
 def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = False) -> Sink:
     """Return the back-end of a sink. Connects to nothing yet.
 
     Args:
-        served: for a server, which connects to public addresses and uses secrets of the sink's project alone.
+        served: whether a server delivers: it connects to public addresses only, and uses only secrets of the sink's
+            project.
 
     Raises:
-        InputError: an unknown kind, invalid settings, or a secret of another project.
+        InputError: the kind is unknown, the settings are invalid, or name a secret of another project.
     """
     admit = public() if served else anywhere
     if served:
         refuse_foreign_secrets(workspace.ledger.project, record.name, record.settings)
     if record.kind not in _OPENS:
-        raise InputError(f"sink {record.name}: kind must be of {', '.join(KINDS)}, got {record.kind!r}")
+        raise InputError(f"sink {record.name}: kind must be one of {', '.join(KINDS)}, got {record.kind!r}")
     return _OPENS[record.kind](record.settings, workspace.ledger.clock.now, admit)
 
 
@@ -57,7 +58,7 @@ def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
     """Return the deliverer to the sinks of a workspace. The caller seals pending events.
 
     Args:
-        served: as in `open_sink`.
+        served: whether a server delivers; see `open_sink`.
     """
 
     @functools.lru_cache(maxsize=1024)
@@ -66,18 +67,18 @@ def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
         return found.release.channel if found is not None and found.release is not None else ""
 
     opens = functools.partial(open_sink, workspace, served=served)
-    owner = f"{process_name()}{next(_SERIAL):06}"  # of several in one process only one delivers to a sink at a time
+    owner = f"{process_name()}{next(_SERIAL):06}"  # distinct: one deliverer of a process delivers to a sink at a time
     return Deliverer(workspace.ledger, opens, channel, owner, process_alive, workspace.actor)
 
 
 def announce(workspace: OpenWorkspace) -> None:
-    """Seal recent events and deliver them, for a few seconds; after a request to a server its driver delivers.
+    """Seal recent events and deliver them for a few seconds; in a server, only its driver delivers.
 
     Undelivered events wait for the next driver, and `posttrain sink ls` shows them.
     """
     workspace.seal()
     if workspace.ledger.auth == OS and not workspace.read_only:
-        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not the command
+        with suppress(KeyboardInterrupt):  # an interrupt ends the wait for sinks, not the command
             deliverer(workspace).finish(LEAVE)
 
 
@@ -135,16 +136,17 @@ def add_sink(
     """Add a sink.
 
     Raises:
-        InputError: an invalid name, settings or rule. ConflictError: there is a sink with this name.
+        InputError: the name, the settings or the rule are invalid.
+        ConflictError: there is a sink with this name.
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"sink: name must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, got {name!a}")
     if kind not in KINDS:
-        raise InputError(f"sink {name}: kind must be of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
+        raise InputError(f"sink {name}: kind must be one of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
     if workspace.ledger.auth != OS and (kind == "jsonl" or "secret_file" in settings):  # the caller uses a token
         raise InputError(
-            f"sink {name}: files of the server are named where its workspace is, got {kind}; add it there, or use a "
-            "webhook with --secret-env"
+            f"sink {name}: a sink with a file must be added on the server's machine, got {kind}; add it there, or use "
+            "a webhook with --secret-env"
         )
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record, served=is_confined())
@@ -159,7 +161,7 @@ def add_sink(
 
 @answers(Control.test_sink)
 def test_sink(workspace: OpenWorkspace, name: str) -> str:
-    """Send a marked message, whether the sink is paused or not; return the sink's address.
+    """Send a message marked as a test, even to a paused sink; return the sink's address.
 
     Raises:
         SinkError: the sink did not accept it.
@@ -181,7 +183,7 @@ def _lacks(record: SinkRecord) -> str:
 
 
 def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
-    """Return the sinks that are not paused and lack something here, with the missing thing."""
+    """Return (sink, missing variable or file) for every sink that is not paused and cannot deliver here."""
     with workspace.ledger.snapshot() as now:
         records = [record for record, _, _ in now.sink_counts() if not record.paused]
     return [(record.name, lacks) for record in records if (lacks := _lacks(record))]
@@ -198,7 +200,7 @@ def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
 
 @answers(Control.resume_sink)
 def resume_sink(workspace: OpenWorkspace, name: str, *, skip: bool = False) -> SinkView:
-    """Resume deliveries; `skip`: only events from now on."""
+    """Resume deliveries; `skip`: omit the events that were not delivered so far."""
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)

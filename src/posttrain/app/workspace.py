@@ -1,8 +1,8 @@
-"""A workspace, wired to the local back-ends, and its backup.
+"""A workspace, connected to the local back-ends, and its backup.
 
 A workspace is one folder with a ledger, blobs, attempt folders and a cache.
 
-Trackers of the command line are checked here, before a workspace or a run records them.
+Trackers that the command line names are checked here, before a workspace or a run records them.
 
 A backup is a folder, from which `restore` makes a workspace.
 """
@@ -98,12 +98,12 @@ RUN_FILE = "run.yaml"
 
 
 class Workspace(OpenWorkspace):
-    """A workspace that is opened or made, with the back-ends in its settings.
+    """A workspace that is opened or made, with the back-ends that its settings name.
 
     Raises:
-        WorkspaceError: no workspace there, read-only, disk full, of a newer schema, its PostgreSQL out of reach, or
-            POSTTRAIN_STORE or POSTTRAIN_LEDGER differ from the places it was made with.
-        UnavailableError: the store of a new workspace cannot be used; nothing is made.
+        WorkspaceError: there is no workspace, it is read-only or has a newer schema, the disk is full, its PostgreSQL
+            is unreachable, or POSTTRAIN_STORE or POSTTRAIN_LEDGER differ from the recorded places.
+        UnavailableError: the store of a new workspace cannot be used; no workspace is made.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class Workspace(OpenWorkspace):
     ) -> None:
         self.root = root.resolve()
         if not create and not has_ledger(self.root):
-            raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
+            raise WorkspaceError(f"{self.root}: is not a workspace; run `posttrain init`, or set {VARIABLE} to one")
         clock = SystemClock()
         self.actor = actor or SystemUser().authenticate().principal
         store = _store(self.root)
         place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
-        # first: an unreachable server or store must not leave half a workspace
+        # checked first: an unreachable server or store must not leave half a workspace
         if create and read_json(self.root / SETTINGS) is None and store != blobs_url(self.root / OWN_STORE):
             open_blobs(store).probe()
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
-        own = self.root / LOCK  # locks one folder's store; else the store of all hosts of a ledger
+        own = self.root / LOCK  # locks the store of one folder, or else the store that all hosts of a ledger share
         self.lock: StoreLock = FileLock(own) if database is None else LedgerLock(own, database)
         self.blobs = blobs = open_blobs(store, self.lock)
         if create:
@@ -178,21 +178,23 @@ def find_workspace(start: Path | None = None) -> Path:
 
 
 def workspace_above(folder: Path | None) -> Path | None:
-    """Return the workspace above one that `init` makes in `folder`, by default here; None: there is no such workspace.
+    """Return the nearest workspace above `folder` (None: the current folder) before `init` makes one there.
+
+    None: there is no workspace above, or `folder` already contains a workspace.
 
     Raises:
-        InputError: there is one, and no folder was named: an accidental second workspace would hide the first.
+        InputError: there is a workspace above, and no folder was named: an accidental second one would hide the first.
     """
     here = (folder or Path.cwd()).resolve()
     if has_ledger(here / FOLDER) or (folder is None and os.environ.get(VARIABLE)):
         return None
     above = None
-    with suppress(WorkspaceError):  # an unreadable one is another user's
+    with suppress(WorkspaceError):  # an unreadable workspace is another user's
         above = next((one / FOLDER for one in here.parents if has_ledger(one / FOLDER)), None)
     if folder is None and above is not None:
         raise InputError(
             f"init: commands here use the workspace {above} already; continue with the next command, change its "
-            f"settings in {above.parent}, or make another one here: posttrain init ."
+            f"settings in {above.parent}, or create another here: posttrain init ."
         )
     return above
 
@@ -229,27 +231,27 @@ def init_workspace(
     job_variables: Collection[str] | None = None,
     limits: Sequence[str] | None = None,
 ) -> Workspace:
-    """Make a workspace below `path` (default: here). A repeat changes only the given settings.
+    """Make a workspace below `path` (default: the current folder). A repeated call changes only the given settings.
 
     Args:
-        rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
-        trackers: of every run that names none itself; they replace the earlier choice.
+        rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` revokes that.
+        trackers: the trackers of every run that names none itself; they replace the earlier choice.
         ledger: address of the PostgreSQL database for the ledger of a new workspace.
-        executor: runs its jobs: `local`; `podman`, which runs jobs that name an image in a container; or an executor of
-            an installed package.
-        channel: URL of the channels between jobs and drivers of a new workspace; None: in its folder.
-        limits: of a model folder (`data.assets.model_limits`); they replace the earlier limits.
+        executor: the executor of its jobs: `local`; `podman`, which runs jobs that name an image in a container; or an
+            executor of an installed package.
+        channel: URL of the mailboxes between jobs and drivers of a new workspace; None: in its folder.
+        limits: limits of a model folder (`data.assets.model_limits`); they replace the earlier limits.
         job_variables: names of variables that jobs get from the server's environment; they replace the earlier names.
 
     Raises:
-        InputError: an unknown or broken executor, or no podman; a variable that no job gets; a URL that cannot have
-            channels below it.
-        ConflictError: a change of the executor while runs have jobs to come.
+        InputError: the executor is unknown or broken, or podman is missing; a variable that no job gets; a URL that
+            cannot have mailboxes below it.
+        ConflictError: the executor would change while runs have jobs or will start some.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
     chosen = None if limits is None else model_limits(limits)
-    if executor == PODMAN:  # first: a missing one must not leave a workspace
+    if executor == PODMAN:  # checked first: without podman no workspace is made
         if why := containers.trouble():
             raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
     elif executor not in (None, LOCAL):
@@ -271,7 +273,7 @@ def init_workspace(
 
 
 def serve_jobs(workspace: Workspace, access: Access) -> None:
-    """Give a workspace's jobs the environment of a server's jobs: access to their inputs, and a machine's variables.
+    """Give a workspace's jobs the environment of a server's jobs: access to their inputs, and the machine's variables.
 
     An executor of an installed package decides itself which variables its jobs get.
     """
@@ -287,18 +289,18 @@ def serve_jobs(workspace: Workspace, access: Access) -> None:
 def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
     """Register this workspace in a store outside of its folder.
 
-    Garbage collection needs all workspaces whose ledgers refer to the store.
+    Garbage collection needs the list of all workspaces whose ledgers refer to the store.
     """
     if blobs.url != blobs_url(workspace.root / OWN_STORE):
         blobs.note(f"{USERS}/{workspace.identity()}", str(workspace.root))
 
 
 def _store(root: Path) -> str:
-    """Return the URL of a workspace's artifact store, recorded when it is made, so that every later command uses it.
+    """Return the URL of a workspace's artifact store, which is recorded when the workspace is made.
 
     Raises:
         WorkspaceError: POSTTRAIN_STORE names another store.
-        InputError: its URL contains credentials.
+        InputError: the URL contains credentials.
     """
     own = blobs_url(root / OWN_STORE)
     wanted = blobs_url(os.environ[STORE_VARIABLE]) if os.environ.get(STORE_VARIABLE) else None
@@ -311,17 +313,19 @@ def _store(root: Path) -> str:
         raise WorkspaceError(f"{root / SETTINGS}: must name the artifact store as `store`, got {record!r}") from error
     if wanted not in (None, found):
         raise WorkspaceError(
-            f"{root}: its artifacts are in {found}, {STORE_VARIABLE} names {wanted}; unset it or make another workspace"
+            f"{root}: its artifacts are in {found}, but {STORE_VARIABLE} names {wanted}; unset it or create "
+            "another workspace"
         )
     return found
 
 
 def _channel(root: Path, asked: str | None) -> str:
-    """Return the URL of the channels of new attempts, recorded when the workspace is made; empty: in their folders.
+    """Return the URL of the mailboxes of new attempts, recorded when the workspace is made; empty: in their folders.
 
     Raises:
-        WorkspaceError: it was made with another place.
-        InputError, InfrastructureError: the requested URL cannot have channels below it.
+        WorkspaceError: the workspace was made with another place.
+        InputError: the requested URL cannot have mailboxes below it.
+        InfrastructureError: the place at the URL cannot be used.
     """
     record = read_json(root / SETTINGS)
     if record is None:
@@ -329,8 +333,8 @@ def _channel(root: Path, asked: str | None) -> str:
     found = str(record.get(CHANNEL, ""))
     if asked and asked.rstrip("/") != found:
         raise WorkspaceError(
-            f"{root}: its mailboxes are in {found or 'its folder'}, --mailboxes names another place; "
-            "leave it out or make another workspace"
+            f"{root}: its mailboxes are in {found or 'its folder'}, but --mailboxes names another place; "
+            "leave the option out or create another workspace"
         )
     return found
 
@@ -351,14 +355,14 @@ def _record_executor(workspace: Workspace, name: str) -> None:
     held = list(_with_jobs(workspace))
     if held:
         raise ConflictError(
-            f"executor must stay {workspace.jobs.executor.name} while runs have jobs or will start some "
-            f"({', '.join(held)}), got {name}; wait for their end, or end them: posttrain stop {held[0]}"
+            f"executor must stay {workspace.jobs.executor.name} while runs have or may start jobs "
+            f"({', '.join(held)}), got {name}; wait until they end, or stop them: posttrain stop {held[0]}"
         )
     record_setting(workspace.root, EXECUTOR, "" if name == LOCAL else name)
 
 
 def _with_jobs(workspace: Workspace) -> Iterator[str]:
-    """Yield runs of any project with a job stage to come; a run that only waits for a release has no such stage."""
+    """Yield runs of any project that will start a job; a run that only waits for a release will start none."""
     for project in workspace.ledger.projects():
         ledger = workspace.seen_by(workspace.actor, project, OS).ledger
         for run in [run for state in RunState if not is_final("run", state) for run in ledger.runs(state=state)]:
@@ -373,19 +377,21 @@ def _make(root: Path) -> None:
         for folder in (root, root / "runs", root / "cache"):
             make_folder(folder)
     except OSError as error:
-        raise WorkspaceError(f"{root}: cannot be made: {error.strerror}; choose a folder you can write to") from error
+        raise WorkspaceError(
+            f"{root}: cannot be created: {error.strerror}; choose a folder that you can write to"
+        ) from error
 
 
 def _refuse_lost_ledger(root: Path) -> None:
-    """Refuse to make a fresh ledger over existing runs: the workspace would look as if it never had any."""
+    """Refuse to make a fresh ledger over existing runs, whose records would be missing from it."""
     ledger = root / FILE
     if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
         what = "is empty" if ledger.exists() else "is missing"
-        raise WorkspaceError(f"{root}: holds runs, but its ledger {what}; restore ledger.db from a copy")
+        raise WorkspaceError(f"{root}: contains runs, but its ledger {what}; restore ledger.db from a copy")
 
 
 def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> None:
-    """Refuse trackers that cannot be written, before they are recorded.
+    """Reject trackers that cannot be written, before they are recorded.
 
     Raises:
         InputError: a package is missing, or a place cannot be written.
@@ -419,7 +425,7 @@ def backup(folder: Path) -> BackedUp:
     try:
         if workspace.ledger_address:
             raise InputError(
-                "backup: the ledger is in PostgreSQL, which pg_dump copies: the database first, then the store "
+                "backup: the ledger is in PostgreSQL; copy the database with pg_dump first, then the store "
                 "(see docs/howto/backup.md)"
             )
         blobs = open_blobs(workspace.blobs.url, workspace.lock)
@@ -433,14 +439,15 @@ def restore(folder: Path) -> Restored:
 
     Raises:
         ConflictError: there is a workspace here.
-        InputError: the folder is not a backup. IntegrityError: it was altered.
+        InputError: the folder is not a backup.
+        IntegrityError: it was altered.
     """
     named = os.environ.get(VARIABLE)
     root = (Path(named) if named else Path.cwd() / FOLDER).resolve()
     if root.exists() and any(root.iterdir()):
         raise ConflictError(f"{root}: must not exist yet, got a folder with files; restore elsewhere")
     found = read_backup(folder.resolve())
-    half = root.with_name(f"{root.name}.part")  # left by a restore that was killed
+    half = root.with_name(f"{root.name}.part")  # a restore that was killed may have left it
     shutil.rmtree(half, ignore_errors=True)
     for made in (half, half / "runs", half / "cache"):
         make_folder(made)
@@ -457,7 +464,7 @@ def restore(folder: Path) -> Restored:
 
 
 def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
-    """Verify a ledger and release its leases; return how many runs it has, and which have not ended."""
+    """Verify a ledger and release its leases; return the number of its runs, and the ids of the unfinished ones."""
     ledger = Ledger(Database(place, create=False))
     try:
         verify_chain(ledger)
@@ -470,7 +477,7 @@ def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
 
 
 class Trainer(StrEnum):
-    """The program whose file is adopted."""
+    """The program whose configuration is converted."""
 
     TRL = "trl"
     VERL = "verl"
@@ -480,16 +487,18 @@ _READERS = {Trainer.TRL: from_trl, Trainer.VERL: from_verl}
 
 
 def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
-    """Write a run file for the training that `source` configures; return it with the fate of each setting.
+    """Write a run file for the training that `source` configures; return it with a note on each setting.
 
     The source is never executed.
 
     Args:
+
+
         source: a TRL script, configuration or command; verl's YAML or a script with its overrides.
-        target: the run file; must not exist.
+        target: the run file, which must not exist.
 
     Raises:
-        InputError: the source cannot be read, has no counterpart here, or `target` exists.
+        InputError: the source cannot be read or converted, or `target` exists.
         WorkspaceError: `target` cannot be written.
     """
     draft = _READERS[trainer](read_settings(source), None)
@@ -512,7 +521,7 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
 
 
 def _rows(draft: Draft, folder: Path) -> tuple[str, int | None]:
-    """Return the training data's path from the run file, and the number of rows; None: the data are not here."""
+    """Return the path of the training data in the run file, and the number of rows; None: the data are not here."""
     named = str(draft.run["data"]["train"])
     path = Path(named).expanduser()
     if named.startswith("dataset:") or not path.exists():
@@ -525,6 +534,6 @@ def _rows(draft: Draft, folder: Path) -> tuple[str, int | None]:
 
 
 def _seen_from(folder: Path, path: Path) -> str:
-    """Return a path as a run file in `folder` writes it."""
+    """Return a path in the form that a run file in `folder` uses."""
     relative = os.path.relpath(path.absolute(), folder)
     return relative if relative.startswith(".") else f"./{relative}"

@@ -136,7 +136,7 @@ def create(
     """Create a small random base model and register it. A run of one stage computes its weights."""
     kind, name = _split(ref)
     if kind != "model":
-        raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
+        raise InputError(f"asset create: creates models only, got {ref!r}; write model:NAME")
     control = open_control()
     with said_after(_QUIET, f"creating {ref} in a run of one stage; the first job loads the engine, up to a minute"):
         asset, run_id = control.create_model(name, config, seed)

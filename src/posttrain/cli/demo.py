@@ -99,7 +99,7 @@ def examples(
         answer_json(output, lambda: [{"name": name, "title": plan.title} for name, plan in plans.items()])
         width = max(map(len, plans), default=0)
         say(*(f"{name:{width}s}  {plan.title}" for name, plan in plans.items()))
-        say("next:   posttrain examples NAME copies one here, posttrain demo --task NAME plays it")
+        say("next:   posttrain examples NAME copies one here, posttrain demo --task NAME runs it")
         return
     folder = shelf.find_example(name)
     target = to or Path(folder.name)
@@ -108,7 +108,7 @@ def examples(
     made = shelf.preparation(plan, str(target), plan.seed)
     steps = [["posttrain", "init"], *made, ["posttrain", "run", f"{target}/{plan.runs[0].file}"]]
     answer_json(output, lambda: {"name": folder.name, "folder": str(target), "files": files, "steps": steps})
-    say(f"{folder.name}: {plan.title}; {len(files)} files in {target}/", "play it by hand:")
+    say(f"{folder.name}: {plan.title}; {len(files)} files in {target}/", "commands to run:")
     say(*(f"  {' '.join(step)}" for step in steps))
 
 
@@ -134,7 +134,7 @@ class _Stage:
             found = confined()
             if not found.whole:
                 say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
-                say("The demo's rewards are harmless, so its workspace trusts them; it would refuse yours.")
+                say("The demo's rewards are harmless, so its workspace trusts them; a normal workspace does not.")
             # with a folder: the demo may play below a user's workspace
             self._posttrain("init", ".", *(() if found.whole else ("--rewards", "trusted")))
         for step in preparation(self._plan, self._example, self.seed):
@@ -199,8 +199,8 @@ def _refuse_lesser() -> None:
     found = open_control().whoami()
     if found.role not in (Role.APPROVER, Role.ADMIN):
         raise AccessError(
-            f"demo: it ends with a rollback, which needs the role approver of {found.project}; {found.principal} has "
-            f"the role {found.role or 'none'} there; ask an admin, or play it without a server"
+            f"demo: its last step is a rollback, which needs the role approver in {found.project}; {found.principal} "
+            f"has the role {found.role or 'none'} there; ask an admin, or run the demo without a server"
         )
 
 
@@ -216,7 +216,7 @@ def _make_folder(folder: Path) -> None:
         WorkspaceError: the folder cannot be created.
     """
     if folder.exists() and not (folder.is_dir() and (_is_ours(folder) or not any(folder.iterdir()))):
-        raise InputError(f"demo: {folder} must be empty or made by a demo, and it is not; choose another --workspace")
+        raise InputError(f"demo: {folder} must be empty or created by a demo; choose another --workspace")
     try:
         if folder.exists():
             shutil.rmtree(folder)

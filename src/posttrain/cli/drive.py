@@ -79,14 +79,20 @@ def changes(seed: int | None, sets: Sequence[str] | None) -> str:
 
 
 def plan(
-    file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
+    file: FileArgument,
+    seed: SeedOption = None,
+    sets: SetOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the sizes that Posttrain chooses, and each suite's evaluator.")
+    ] = False,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Validate a run file; show stages, cache, cost and power. The command writes nothing."""
     view = open_control().plan(file, seed=seed, setting=single(sets or ()))
     answer_json(output, view.to_json)
     from posttrain.cli.screens import plan_lines, plan_tree
 
-    show(plan_tree(view), *plan_lines(view))
+    show(plan_tree(view, verbose=verbose), *plan_lines(view, verbose=verbose))
     if not view.existing:
         say(f"next:     {_first(view.changes, f'posttrain run {file}{changes(seed, sets)}')}")
 
@@ -228,7 +234,10 @@ def _positive(timeout: float | None) -> float | None:
 
 
 TimeoutOption = Annotated[
-    float | None, typer.Option(callback=_positive, help="Seconds to wait; the run continues after them (exit code 12).")
+    float | None,
+    typer.Option(
+        callback=_positive, help="Seconds to wait; after them the command exits with 12, and the run continues."
+    ),
 ]
 
 
@@ -238,7 +247,9 @@ TagOption = Annotated[
 ]
 
 
-DetachOption = Annotated[bool, typer.Option("--detach", help="Return at once; a background driver continues the run.")]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Return immediately; a background driver continues the run.")
+]
 
 
 def run(

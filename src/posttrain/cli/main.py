@@ -108,10 +108,11 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
     yield drive.DETACHED, "left by Ctrl-C: the run continues in the background; without a terminal, only its job does"
 
 
+_LINES = {code: f"  {code:3d}  {meaning[:1].lower()}{meaning[1:]}" for code, meaning in sorted(set(_exit_codes()))}
 EPILOG = "\b\n" + "\n".join(
     [
         "Exit codes:",
-        *(f"  {code:3d}  {meaning[:1].lower()}{meaning[1:]}" for code, meaning in sorted(set(_exit_codes()))),
+        *_LINES.values(),
         "",
         "\b",
         "Environment:",
@@ -127,8 +128,8 @@ def _epilog(name: str, typed: str) -> str:
     """Return the end of a command's help: its examples, and its exit codes, including those of every command."""
     examples = "\n".join(f"  {line}" for line in EXAMPLES[typed])
     own = CODES.get(typed, CODES.get(name, ()))
-    codes = ", ".join(map(str, sorted({0, 1, 2, *own, 10, 13})))
-    return f"\b\nExamples:\n{examples}\n\n\b\nExit codes: {codes} (posttrain --help explains them)"
+    codes = "\n".join(["Exit codes: 0, 1, 2, 10, 13 (posttrain --help explains them)", *map(_LINES.__getitem__, own)])
+    return f"\b\nExamples:\n{examples}\n\n\b\n{codes}"
 
 
 app = typer.Typer(

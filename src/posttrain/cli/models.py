@@ -124,7 +124,7 @@ def sample(
         stop=stop or (),
         **_given(top_k=top_k, top_p=top_p, min_p=min_p),
     )
-    aside(f"{asked.name} {digest(asked.digest)}, asked as {asked.form} ({asked.why}); it is loading")
+    aside(f"{asked.name} {digest(asked.digest)}, prompted as {asked.form} ({asked.why}); loading the model")
     answers: list[Answer] = []
     for found in asked.answers:
         if isinstance(found, str):

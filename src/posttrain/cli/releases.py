@@ -139,7 +139,7 @@ def rollback(
         back = f"posttrain rollback {channel} --to {before.sequence} --lift-quarantine REASON"
         say(f"{digest(before.model_digest)} is quarantined there; only {back} brings it back")
     if frozen:
-        say(f"it stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
+        say(f"channel {channel} stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
 
 
 def lineage(
@@ -148,7 +148,8 @@ def lineage(
     downstream: Annotated[
         bool,
         typer.Option(
-            "--downstream", help="Show everything made from it: stages, models, releases. Also takes a digest."
+            "--downstream",
+            help="Show everything made from the object: stages, models, releases. The object may also be a digest.",
         ),
     ] = False,
     limit: Annotated[
@@ -188,7 +189,7 @@ def verify(
         emit_json({**asdict(report), "ok": not report.problems})
     else:
         size = f"{report.bytes / 2**20:.1f} MiB"
-        erased = f", of {report.erased} the words were erased" if report.erased else ""
+        erased = f", {report.erased} of them with erased words" if report.erased else ""
         say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events{erased}")
         say(*(f"  problem: {problem}" for problem in report.problems))
         say(*(f"  not verified here: {line}" for line in report.elsewhere))
@@ -324,7 +325,7 @@ def set_policy(
     counted = f"{gates} gate{'s' if gates > 1 else ''} on {suites} suite{'s' if suites > 1 else ''}"
     say(f"channel {channel}: policy {digest(pinned.digest)}, {counted}")
     if now.live is not None:
-        say(f"release {now.live.sequence} stays live; the policy holds from the next release on")
+        say(f"release {now.live.sequence} stays live; the policy applies from the next release")
 
 
 @app.command("remove-policy")
@@ -338,10 +339,10 @@ def remove_policy(channel: ChannelArgument) -> None:
 
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: WhyOption = "") -> None:
-    """Require another person's approval for changes of a channel.
+    """Require another person's approval for changes to a channel.
 
-    Releases, and changes of the policy and quarantine, wait for the approval. It needs a second member with the role
-    approver (`posttrain member set`), who logs in to a server (`posttrain serve`).
+    Releases, and changes of the policy and quarantine, wait for the approval. Protection requires a second member with
+    the role approver (`posttrain member set`), who logs in to a server (`posttrain serve`).
     """
     open_control().protect(channel, protected=True, why=reason)
     say(f"channel {channel} is protected: releases and changes of its policy wait for another person's approval")
@@ -378,13 +379,13 @@ def freeze(
 
 @app.command("unfreeze")
 def unfreeze(channel: ChannelArgument, reason: WhyOption = "") -> None:
-    """Allow a frozen channel to move again."""
+    """Allow releases to a frozen channel again."""
     control = open_control()
     before = control.channel_record(channel)
     if control.unfreeze(channel, why=reason) == before:
         say(f"channel {channel} was not frozen")
         return
-    say(f"channel {channel} may move")
+    say(f"channel {channel} is no longer frozen")
 
 
 def _yaml(pinned: PinnedPolicy) -> str:

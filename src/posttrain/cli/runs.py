@@ -349,7 +349,7 @@ def diff(
     say(f"- {found.first}", f"+ {found.second}")
     show(*difference_lines(found.differences))
     if not found.differences:
-        say("the manifests decide the same result: nothing differs")
+        say("nothing that determines the result differs")
     for row in metrics:  # -o json also has the optimiser's last numbers
         if row["metric"].partition("/")[0] in found.measured or row["metric"].endswith("reward/mean"):
             say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")

@@ -144,9 +144,11 @@ class Grid:
             yield Padding(line, (0, 0, 0, _INDENT))
 
 
-def sized(stage: StagePlan) -> Iterator[Text]:
-    """Yield the sizes of a stage that computes, and the reasons for them."""
+def sized(stage: StagePlan, *, chosen: bool) -> Iterator[Text]:
+    """Yield the sizes of a stage that computes, and the reasons for them; `chosen`: also those of Posttrain."""
     for size in () if stage.cached_from else stage.sizes:
+        if size.chosen and not chosen:
+            continue
         whose = "" if size.chosen else " (as written)"
         yield Text(f"{size.name}: {size.said}{whose}" + (f": {size.why}" if size.why else ""), style="dim")
 
@@ -163,7 +165,7 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
             device = " of its GPU" if peak.device == "cuda" else ""
             yield Text(f"memory: about {gib(peak.bytes)}{device} at most, in {peak.phase}", style="dim")
         if "reward" in stage.load.roles and (scoring := placement.pool_of("reward").ranks) > 1:
-            yield Text(f"reward: {scoring} processes score side by side", style="dim")
+            yield Text(f"reward: {scoring} processes score in parallel", style="dim")
         return
     where = f" at {stage.load.ray_address}" if stage.load.ray_address else ""
     for name, pool in placement.pools(stage.load.roles).items():
@@ -172,7 +174,7 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
         ranks = f"{pool.ranks} rank{'s' if pool.ranks > 1 else ''}"
         yield Text(f"pool {name}{where}: {ranks}{devices}: {', '.join(pool.roles)}", style="dim")
     if stage.load.lag:
-        ahead = f"batch t is sampled by the policy after t - {stage.load.lag} steps, while another one is trained"
+        ahead = f"batch t is sampled by the policy after t - {stage.load.lag} steps, while another batch is trained"
         yield Text(f"lag {stage.load.lag}: {ahead}", style="dim")
     if stage.load.streams:
         yield Text("stream_gradients: groups are trained on as they end, weights change once a step", style="dim")
@@ -222,7 +224,7 @@ def run_footer(status: RunStatus) -> list[Text]:
     run, driver = status.run, status.driver
     lines = [Text(f"reason: {status.why or run.reason}"), Text(as_typed(f"next:   {status.next_action}"), style="bold")]
     if driver is not None:
-        said = f" (it gave the run up: {driver.trouble})" if driver.trouble else ""
+        said = f" (it gave up the run: {driver.trouble})" if driver.trouble else ""
         log = f"; log of the background driver{said}: {driver.log}" if driver.log else ""
         lines.insert(1, Text(f"driver: {driver}{log}"))
     return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
@@ -443,7 +445,7 @@ def score_lines(scores: Scores) -> Iterator[Grid | Text]:
     yield Text(f"{100 * scores.confidence:g} % intervals: {'; '.join(scores.methods)}", style="dim")
     if scores.lone:
         yield Text(
-            "before: add an evaluate stage of the model it began with, or a gate against another model",
+            "before: add an evaluate stage of the starting model, or a gate against another model",
             style="dim",
         )
 
@@ -481,8 +483,8 @@ def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
         yield from (Text(f"    {excerpt(note, _NOTE)}", style="dim") for note in difference.notes)
 
 
-def plan_tree(view: PlanView) -> Tree:
-    """Return the stage graph with inputs, cache and cost."""
+def plan_tree(view: PlanView, *, verbose: bool) -> Tree:
+    """Return the stage graph with inputs, cache and cost; `verbose`: with all sizes."""
     manifest = view.manifest
     root = Tree(branch(Text(f"{manifest.name}  {manifest.digest}", style="bold")), guide_style="dim")
     if manifest.image:
@@ -498,13 +500,13 @@ def plan_tree(view: PlanView) -> Tree:
             below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
         if stage.passes:
             below.add(branch(Text(str(stage.passes), style="dim")))
-        for shown in (*placed(stage), *sized(stage)):
+        for shown in (*placed(stage), *sized(stage, chosen=verbose)):
             below.add(branch(shown) if isinstance(shown, Text) else shown)
     return root
 
 
-def plan_lines(view: PlanView) -> Iterator[Text]:
-    """Yield totals, the power of the gates, warnings, and an earlier run of the manifest."""
+def plan_lines(view: PlanView, *, verbose: bool) -> Iterator[Text]:
+    """Yield totals, the power of the gates, warnings, and an earlier run of the manifest; `verbose`: and evaluators."""
     known = [stage.estimate for stage in view.stages]
     tokens, seconds = [e.tokens for e in known], [e.seconds for e in known]
     total = count(sum(t for t in tokens if t is not None)) + (" and more" if None in tokens else "")
@@ -521,9 +523,8 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
     yield from (Text(f"gate:     {name}: {whose}") for name, whose in view.gates)
     if view.approvals:
         yield Text(f"approve:  the release waits for {view.approvals} of {', '.join(view.approvers)}")
-    yield from (
-        Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim") for suite, evaluator in view.evaluators
-    )
+    for suite, evaluator in view.evaluators if verbose else ():
+        yield Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim")
     yield from (Text(f"tracker:  {kind}: {where}") for kind, where in view.trackers)
     yield from (Text(f"warning:  {warning}", style="yellow") for warning in view.warnings)
     if view.existing:
@@ -540,7 +541,7 @@ def _stall_lines(view: PlanView) -> Iterator[Text]:
             limits.setdefault(stage.stall_after, []).append(stage.name)
     for limit, names in limits.items():
         whose = f" of {', '.join(names)}" if len(limits) > 1 else ""
-        yield Text(f"stall:    a job{whose} that reports no progress for {span(limit)} is tried again", style="dim")
+        yield Text(f"stall:    a job{whose} that reports no progress for {span(limit)} is retried", style="dim")
 
 
 def _cost(stage: StagePlan) -> str:

@@ -111,7 +111,7 @@ def logout(
     project = project or os.environ.get(PROJECT_VARIABLE, "")
     found, left = log_out(url, project), login_of(url).tokens
     if found:
-        say(f"the token of {found} for {url} is forgotten")
+        say(f"the token of {found} for {url} was deleted")
     elif left:
         say(f"there was no token of {project} for {url}{nearest(project, left)}")
     else:
@@ -126,7 +126,7 @@ def whoami(output: OutputOption = Output.TEXT) -> None:
     """Show who you are, and what you may do."""
     found = open_control().whoami()
     answer_json(output, lambda: asdict(found))
-    say(f"{found.principal}, {found.role or 'no role'} of {found.project} (known by {found.auth})")
+    say(f"{found.principal}, {found.role or 'no role'} of {found.project} (identified by {found.auth})")
     others = [f"{role} of {name}" for name, role in found.projects.items() if name != found.project]
     if others:
         say(f"also {', '.join(others)}")
@@ -196,7 +196,7 @@ def member_set(
 ) -> None:
     """Give a person or service a role in the project. It replaces an earlier role."""
     open_control().set_member(principal, role)
-    say(f"{principal} is {role}; a token keeps the role it was issued with: posttrain token issue {principal}")
+    say(f"{principal} is {role}; issued tokens keep their role; issue a new one: posttrain token issue {principal}")
 
 
 @member_app.command("remove")

@@ -91,7 +91,7 @@ def add(
     kinds = [kind for kind, said in given.items() if said]
     if len(kinds) != 1:
         raise InputError(
-            f"sink add {name}: must be given one of --webhook, --webhook-env, --jsonl and --email, got "
+            f"sink add {name}: needs one of --webhook, --webhook-env, --jsonl and --email, got "
             f"{' and '.join(kinds) or 'none'}"
         )
     _refuse_others(name, kinds[0], web, {**mail, "smtp": smtp})

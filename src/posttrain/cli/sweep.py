@@ -270,7 +270,7 @@ def _show_comparison(found: Comparison) -> None:
     if found.parameters:
         screen.print(parameter_table(found))
     elif len({one.run.id for one in found.subjects}) > 1:
-        say("parameters: nothing that decides results differs")
+        say("parameters: nothing that determines results differs")
 
 
 def metric_table(found: Comparison) -> Grid:

@@ -164,7 +164,7 @@ def _show_sample(one: RecordedSample, output: Output) -> None:
     it = one.sample
     components = ", ".join(f"{name} {number(value)}" for name, value in it.components.items())
     reward = f"{number(it.reward)} ({it.status})" + (f": {components}" if components else "")
-    cut = ", cut at the longest allowed" if it.truncated else ""
+    cut = ", cut at the token limit" if it.truncated else ""
     warmth = "" if it.temperature is None else f", at temperature {it.temperature:g}"
     say(
         f"sample:   {it.id} of stage {one.stage}, attempt {one.attempt}, step {it.step}",

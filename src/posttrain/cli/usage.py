@@ -156,6 +156,11 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT samples responses"),
     **dict.fromkeys(("evaluate", "benchmark", "test"), "posttrain eval MODEL SUITE measures a model"),
     **dict.fromkeys(("dataset", "data", "model", "reward", "upload", "register"), "posttrain asset add KIND:NAME PATH"),
+    **dict.fromkeys(("models", "datasets", "rewards", "assets"), "posttrain asset ls lists them"),
+    **dict.fromkeys(
+        ("wandb", "mlflow", "tensorboard", "tracker", "trackers"),
+        "posttrain track RUN --tracker NAME sends metrics",
+    ),
     **dict.fromkeys(("console", "dashboard", "ui"), "posttrain serve opens the console"),
     **dict.fromkeys(
         ("cost", "budget"), "posttrain plan run.yaml estimates it, posttrain get RUN shows the tokens and time spent"

@@ -135,7 +135,7 @@ def init(
         job_variables=variables, limits=model_limit,
     )  # fmt: skip
     if workspace.trusts_rewards:
-        say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
+        say("its rewards are trusted: where the kernel cannot confine them, they run with your permissions")
     say(f"workspace {workspace.root}")
     if above is not None:
         aside(f"it is below the workspace {above}: commands in this folder use the new one")
@@ -226,7 +226,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="REASON",
-            help="Accept, for this reason, that the ledger lacks records that are kept outside it.",
+            help="Accept, for this reason, that the ledger lacks records that exist outside it.",
             show_default=False,
         ),
     ] = None,
@@ -277,7 +277,7 @@ def gc(
         f"kept {blobs.needed} artifacts that are needed ({_size(blobs.needed_bytes)})",
     )
     if blobs.young:
-        say(f"kept {blobs.young} that are not, but younger than {older_than} ({_size(blobs.young_bytes)})")
+        say(f"kept {blobs.young} that are not needed but are younger than {older_than} ({_size(blobs.young_bytes)})")
 
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the backup.")]
@@ -305,7 +305,7 @@ def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     say(
         f"backed up to {done.folder}: {len(done.blobs)} artifacts ({_size(done.bytes)}), {done.added} of them new",
         f"verified: {done.events} sealed events, every row, and every artifact",
-        "not in it: logs, facts and checkpoints below runs/, and caches",
+        "not included: logs, facts and checkpoints below runs/, and caches",
     )
 
 
@@ -329,9 +329,9 @@ def restore(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     )
     say(
         f"workspace {done.root}: {done.runs} runs, {len(done.found.blobs)} artifacts, verified",
-        "tokens that had not expired still count; posttrain token ls lists them",
+        "unexpired tokens remain valid; posttrain token ls lists them",
         *(
-            f"run {run} was under way: its jobs are not here; posttrain attach {run} tries their stages again"
+            f"run {run} was in progress, and its jobs are not here; posttrain attach {run} retries their stages"
             for run in done.under_way
         ),
     )

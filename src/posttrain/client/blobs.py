@@ -1,4 +1,4 @@
-"""Transfer of files between this machine and a server by their digests, run files with their local files included.
+"""Transfer of files, including run files with their local files, between this machine and a server by digest.
 
 Files that the project already has are not sent again. Large files go directly to the server's store and come directly
 from it, if it supports that. Where that fails, the user gets a message, and the files go through the server.
@@ -46,7 +46,7 @@ class Sender:
         """Send a file, or a folder with its files, and return its reference.
 
         Raises:
-            InputError: it does not exist, or cannot be read.
+            InputError: the path does not exist, or cannot be read.
         """
         if path.is_dir():
             if skip is beside_model and (line := not_taken(path)):
@@ -104,7 +104,7 @@ class Sender:
             start = int(state["offset"])
             data = piece(start, min(_CHUNK, size - start))
             if start < size and not data:
-                raise InputError("a file became shorter while it was sent; send it again when no process writes to it")
+                raise InputError("a file became shorter while it was sent; send it again while no process writes to it")
             headers = {
                 "upload-offset": str(start),
                 "upload-length": str(size),
@@ -156,7 +156,7 @@ class Fetcher:
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
 
         def fill(file: BinaryIO) -> None:
-            wrong = IntegrityError(f"{path.name}: the received bytes are not {digest}; ask again")
+            wrong = IntegrityError(f"{path.name}: the received bytes are not {digest}; download again")
             pieces = self._transport.pieces(place, direct=self._direct)
             file.writelines(verified(pieces, digest, lambda _: wrong))
 
@@ -181,13 +181,13 @@ def _tell(error: Exception) -> None:
 
 
 def refuse_full(folder: Path) -> None:
-    """Refuse a path that is not an empty or new folder.
+    """Reject a path that is not an empty or new folder.
 
     Raises:
-        InputError: it is a file, or not empty.
+        InputError: the path is a file, or a folder that is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: must be a new or an empty folder; name another one")
+        raise InputError(f"{folder}: must be a new or empty folder; name another")
 
 
 class Bundle:
@@ -202,10 +202,10 @@ class Bundle:
         self.files: dict[str, FileRef] = {}
 
     def of(self, path: Path, setting: Setting = ()) -> RunFile:
-        """Return the run file as it is sent; settings replace its own values.
+        """Return the run file in the form that is sent; settings replace its own values.
 
         Raises:
-            InputError: it, or a file that it names, cannot be read.
+            InputError: the run file, or a file that it names, cannot be read.
         """
         if is_lock(path):
             return RunFile(path.name, _text(path))
@@ -225,11 +225,11 @@ class Bundle:
         return RunFile(path.name, text, self.files)
 
     def word(self, kind: str, text: str) -> str:
-        """Return a name of the command line as the server can resolve it: a local file or folder is sent."""
+        """Return a name of the command line in a form that the server can resolve; sends a local file or folder."""
         return str(self._ref(kind, text, Path()))
 
     def _ref(self, kind: str, text: Any, base: Path) -> Any:
-        """Return a ref as the server can resolve it; an invalid one is left for the server to refuse."""
+        """Return a ref in a form that the server can resolve; an invalid ref is left for the server to reject."""
         if not isinstance(text, str):
             return text
         try:

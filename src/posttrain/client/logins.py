@@ -30,7 +30,7 @@ class Login:
     """The tokens of one server, by the project that each was given for."""
 
     tokens: Mapping[str, str]
-    chosen: str = ""  # the project of the last login, the commands' default; empty: it was logged out of
+    chosen: str = ""  # the project of the last login, the commands' default; empty: the user logged out of it
 
     @property
     def project(self) -> str:
@@ -39,13 +39,13 @@ class Login:
 
 
 def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
-    """Return `Control` over a server, with `token`, or the environment's, or that of the login to the project.
+    """Return `Control` over a server, with `token`, or the environment's token, or that of the login to the project.
 
     Args:
-        project: empty: that of the environment, or of the last login, else `default`.
+        project: empty: the project of the environment, or of the last login, else `default`.
 
     Raises:
-        InputError: there is no token, or there are several and no project is named.
+        InputError: there is no token, or several tokens and no project is named.
         WorkspaceError: other users may read the file with the tokens.
     """
     url = url.rstrip("/")
@@ -82,13 +82,13 @@ def log_in(url: str, token: str, project: str) -> None:
 
 
 def log_out(url: str, project: str = "") -> str:
-    """Delete the token for a project of a server; return the project, or empty: there was no such token.
+    """Delete the token for a project of a server; return the project, or an empty text if there was no such token.
 
     Args:
         project: empty: the default project of commands.
 
     Raises:
-        InputError: there are several, and no default.
+        InputError: there are several tokens, and no default project.
     """
     known = login_of(url)
     left = dict(known.tokens)
@@ -107,7 +107,7 @@ def servers() -> list[str]:
 
 
 def project_of(transport: Transport, wanted: str) -> str:
-    """Return the project to log in to with a transport's token: the wanted one, or else the token's own.
+    """Return the project to log in to with a transport's token: `wanted`, or else the token's own.
 
     Raises:
         AccessError: the token is for other projects.
@@ -119,7 +119,7 @@ def project_of(transport: Transport, wanted: str) -> str:
     if wanted and wanted not in of:
         own = next(iter(of), DEFAULT_PROJECT)
         raise AccessError(
-            f"this token is of {', '.join(of) or 'no project'}, and not of {wanted!r}: take one of that, or "
+            f"this token is for {', '.join(of) or 'no project'}, not for {wanted!r}; use a token for that project, or "
             f"posttrain login {transport.url} --project {own}"
         )
     return wanted or (DEFAULT_PROJECT if DEFAULT_PROJECT in of else next(iter(of), DEFAULT_PROJECT))
@@ -155,6 +155,6 @@ def _path() -> Path:
 def _logins() -> dict[str, dict[str, Any]]:
     path = _path()
     if path.exists() and path.stat().st_mode & _OTHERS:
-        raise WorkspaceError(f"{path}: holds tokens, and others may read it; chmod 600 {path}")
+        raise WorkspaceError(f"{path}: contains tokens, and others may read it; chmod 600 {path}")
     found = read_json(path)
     return dict(found) if isinstance(found, dict) else {}

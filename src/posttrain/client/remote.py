@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 _PREFER = "respond-async, wait=10"
 _PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between two polls, the last one repeatedly
 _TELL = 5.0  # seconds between two lines for a person
-_MOST_SECONDS = 22200.0  # the longest wait for an operation: more than a server's limit
-_RESENDS = 20  # times that a request is sent again after its server ended
+_MOST_SECONDS = 22200.0  # the longest wait for an operation, which exceeds a server's limit
+_RESENDS = 20  # maximum number of times that a request is sent again after its server ended
 _EVERY = 0.5  # seconds between two requests
 _OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
 _PAGE = 200  # items of one page
@@ -56,14 +56,17 @@ _DRAW = 0.1  # seconds between two calls of `watch`
 
 
 def carried_out(transport: Transport, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-    """Return the answer of a request that may take long.
+    """Return the answer to a request that may take long.
 
-    After the end of a server the request is sent again with the same key, so it is carried out once. An interrupt of
-    the wait cancels the request.
+
+
+    If the server ends, the request is sent again with the same key, so it is carried out once. An interrupt of the wait
+    cancels the request.
 
     Raises:
-        PosttrainError: the problem that the server answered with. InfrastructureError: it ended repeatedly.
-        DeadlineError: it takes longer than a server allows.
+        PosttrainError: the problem that the server answered with.
+        InfrastructureError: the server ended repeatedly.
+        DeadlineError: the request takes longer than a server allows.
     """
     headers = {"prefer": _PREFER, "idempotency-key": secrets.token_hex(16)}
     for _ in range(_RESENDS):
@@ -72,12 +75,14 @@ def carried_out(transport: Transport, method: str, path: str, body: Mapping[str,
             return reply.body
         try:
             return _awaited(transport, reply.headers["location"], json.loads(reply.body))
-        except NotFoundError:  # its operation was lost with the server; the next server has the key
+        except NotFoundError:  # the operation was lost with the server; the next server has the key
             continue
         except KeyboardInterrupt:
             transport.ask("DELETE", reply.headers["location"])
             raise
-    raise InfrastructureError(f"server {transport.url}: ended {_RESENDS} times while it carried this out; ask again")
+    raise InfrastructureError(
+        f"server {transport.url}: ended {_RESENDS} times while it processed this request; try again"
+    )
 
 
 def _awaited(transport: Transport, place: str, said: dict[str, Any]) -> bytes:
@@ -162,11 +167,11 @@ class Remote:
     def __init__(self, transport: Transport, project: str) -> None:
         self._transport, self._project = transport, project
         self._sender, self._fetcher = Sender(transport, project), Fetcher(transport, project)
-        self._sweep: dict[str, Any] = {}  # as last sent
+        self._sweep: dict[str, Any] = {}  # the sweep that was sent last
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         verb.given(words, options)
-        own = getattr(self, f"_{verb.name}", None)  # several requests, or none
+        own = getattr(self, f"_{verb.name}", None)  # a verb that takes several requests, or none
         return own(*words, **options) if own else self._asked(verb, *words, **options)
 
     def close(self) -> None:
@@ -184,13 +189,13 @@ class Remote:
         return self._fetched(verb, given.arguments, json.loads(body)) if verb.writes else self._read(verb, body)
 
     def _sent(self, operation: Verb[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments as they are sent: files are uploaded, callbacks stay here."""
+        """Return the arguments to send: files are uploaded, and callbacks are omitted."""
         setting = given.get("setting", ())
         found = {}
         for name, one in operation.parameters.items():
             value = given.get(name, one.default)
             if value is one.default or (value == one.default and type(value) is type(one.default)):
-                continue  # an older server, which may lack it, still answers
+                continue  # omitted, so an older server without the parameter still answers
             if name == operation.writes:
                 value = value is not None
             elif isinstance(value, Path):
@@ -204,7 +209,7 @@ class Remote:
                 value = [self._sender.send(one) for one in value]
             found[name] = value
         if operation.run_file and "setting" in found:
-            found["setting"] = ()  # written into the file
+            found["setting"] = ()  # the settings are already written into the file
         if operation.along:
             bundle = Bundle(self._sender)
             found |= {name: _sent_along(bundle, kind, found.get(name)) for name, kind in operation.along.items()}
@@ -257,7 +262,7 @@ class Remote:
         """Parse a verb's answer.
 
         Raises:
-            ApiVersionError: it is of another release and cannot be parsed.
+            ApiVersionError: the answer is from another release and cannot be parsed.
         """
         try:
             found: R = verb.answer.validate_json(body)
@@ -273,13 +278,13 @@ class Remote:
         """Send a verb's request and return its answer.
 
         Raises:
-            NotFoundError: a name that no path can contain.
+            NotFoundError: no URL path can contain the name.
         """
         for name in operation.in_path:
             if "/" in str(named[name]):
                 raise NotFoundError(
                     f"{operation.name.replace('_', ' ')}: there is nothing called {str(named[name])[:120]!r}; "
-                    "a run and its stage are two words"
+                    "write a run and its stage as two words"
                 )
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})
         rest = {name: value for name, value in named.items() if name not in operation.in_path}
@@ -343,7 +348,7 @@ class Remote:
         return self._read(Control.import_mlflow, body)
 
     def _write_report(self, run_id: str, folder: Path | None = None) -> Any:
-        """Write into this user's cache, where no other folder is named."""
+        """Write into this user's cache, unless another folder is named."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
         return self._asked(Control.write_report, run_id, folder or cache / "reports" / run_id)
 
@@ -383,7 +388,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
-    """Return a name, several, or the ref of a reward as the server can resolve them: local files in them are sent."""
+    """Return a name, names or a reward's ref in a form that the server can resolve; sends their local files."""
     if isinstance(value, str):
         return bundle.word(kind, value)
     if isinstance(value, Mapping):
@@ -392,7 +397,7 @@ def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
 
 
 def _model_digest(word: str) -> str:
-    """Return the digest of a model folder of this machine, once it is checked to be one."""
+    """Return the digest of a folder of this machine, after a check that it is a model folder."""
     from posttrain.data.assets import inspect_model
     from posttrain.data.refs import local_path, parse_ref
 

@@ -1,6 +1,6 @@
 """Requests to a server, and direct transfers between this machine and the server's store.
 
-Each thread has one connection to a server, and a request is repeated where that cannot do anything twice. Direct
+Each thread has one connection to a server. A request is repeated if a repetition cannot have its effect twice. Direct
 transfers use presigned URLs, which are secrets.
 """
 
@@ -47,7 +47,7 @@ _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutErr
 
 
 class DirectError(Exception):
-    """The store cannot be reached from here, or refuses; the transfer through the server remains."""
+    """The store is unreachable from here or rejects the request; a transfer through the server is still possible."""
 
 
 def fetched(url: str) -> Iterator[bytes]:
@@ -60,7 +60,7 @@ def fetched(url: str) -> Iterator[bytes]:
         while piece := response.read(_PIECE):
             yield piece
         if response.length:
-            raise ConnectionError("its answer broke off")
+            raise ConnectionError("its answer ended early")
 
 
 def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
@@ -113,7 +113,7 @@ class Transport:
         token: sent with every request.
 
     Raises:
-        InputError: an invalid URL; a token would be sent over the network unencrypted.
+        InputError: the URL is invalid, or a token would be sent over the network unencrypted.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -149,8 +149,8 @@ class Transport:
                 reply = self._once(method, path, query, sent, {**named, **(headers or {})})
             except ssl.SSLError as error:
                 raise InfrastructureError(
-                    f"server {self.url}: TLS failed: {error.reason or error}; see whether it is http:// or https://, "
-                    "and whose certificate it has"
+                    f"server {self.url}: TLS failed: {error.reason or error}; check the scheme (http:// or "
+                    "https://) and the server's certificate"
                 ) from error
             except _GONE as error:
                 self.close()
@@ -168,7 +168,7 @@ class Transport:
         if isinstance(last, UnavailableError | LedgerUnavailableError | LimitError | BusyError):
             raise last
         raise InfrastructureError(
-            f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"
+            f"server {self.url} cannot be reached: {_words(last)}; check that it runs and that its address is right"
         ) from last
 
     def look(self, path: str) -> Reply:
@@ -182,7 +182,7 @@ class Transport:
                 return _reply(response)
         except _GONE as error:
             raise InfrastructureError(
-                f"server {self.url} does not answer: {_words(error)}; see that it runs"
+                f"server {self.url} does not answer: {_words(error)}; check that it runs"
             ) from error
 
     def stream(
@@ -191,14 +191,14 @@ class Transport:
         """Yield kind and data of each server-sent event, until the server ends the stream.
 
         Raises:
-            PosttrainError: the problem that the server answered with. InfrastructureError: the connection ended too
-                early, or no event arrives.
+            PosttrainError: the problem that the server answered with.
+            InfrastructureError: the connection ended too early, or no event arrives.
         """
         try:
             yield from self._events(path, query, body)
         except _GONE as error:
             raise InfrastructureError(
-                f"server {self.url}: its stream broke off ({_words(error)}); ask again"
+                f"server {self.url}: its stream ended early ({_words(error)}); try again"
             ) from error
 
     def _events(self, path: str, query: Mapping[str, Any] | None, body: Any) -> Iterator[tuple[str, bytes]]:
@@ -231,8 +231,9 @@ class Transport:
             direct: follow a redirect to the store, without sending our token there.
 
         Raises:
-            PosttrainError: the problem that the server answered with. InfrastructureError: the answer broke off.
-            DirectError: the store did not return them.
+            PosttrainError: the problem that the server answered with.
+            InfrastructureError: the answer broke off.
+            DirectError: the store did not return the bytes.
         """
         try:
             with self._asked("GET", path, {"direct": "yes"} if direct else None) as response:
@@ -244,10 +245,10 @@ class Transport:
                 while piece := response.read(_PIECE):
                     yield piece
                 if response.length:
-                    raise InfrastructureError(f"server {self.url}: its answer broke off; ask again")
+                    raise InfrastructureError(f"server {self.url}: its answer ended early; try again")
         except _GONE as error:
             raise InfrastructureError(
-                f"server {self.url}: its answer broke off ({_words(error)}); ask again"
+                f"server {self.url}: its answer ended early ({_words(error)}); try again"
             ) from error
 
     def _once(
@@ -291,13 +292,15 @@ class Transport:
         """Return a successful answer.
 
         Raises:
-            PosttrainError: the problem that the server answered with. ApiVersionError: it has another API version.
+            PosttrainError: the problem that the server answered with.
+            ApiVersionError: the server has another API version.
         """
         spoken = reply.headers.get("posttrain-api", "")
         if spoken and str(API_VERSION) not in spoken.split(", "):
             raise ApiVersionError(
-                f"server {self.url} speaks version {spoken} of the API, and this client (Posttrain {__version__}) "
-                f"version {API_VERSION}; install Posttrain {reply.headers.get('posttrain-version')}, which it has"
+                f"server {self.url} has version {spoken} of the API, and this client (Posttrain {__version__}) has "
+                f"version {API_VERSION}; install Posttrain {reply.headers.get('posttrain-version')}, "
+                "the server's version"
             )
         self.release = reply.headers.get("posttrain-version", "")
         if reply.status < http.client.BAD_REQUEST:
@@ -315,7 +318,7 @@ class Transport:
 
     @property
     def skew(self) -> str:
-        """The remedy where the server is of another release."""
+        """The remedy if the server is of another release."""
         return f"server {self.url} is Posttrain {self.release}, this is {__version__}; install Posttrain {self.release}"
 
 
@@ -334,7 +337,7 @@ def check_address(url: str) -> SplitResult:
         shown = url if parts.username is None else f"{parts.scheme}://…@{parts.hostname}"
         raise InputError(f"server must be http://HOST:PORT or https://HOST, got {shown[:120]!a}")
     if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost", "::1"):
-        raise InputError(f"server {parts.hostname}: a token must not go over a network in the clear; use https://")
+        raise InputError(f"server {parts.hostname}: a token must not be sent unencrypted over a network; use https://")
     return parts
 
 
@@ -344,7 +347,7 @@ def in_path(template: str, named: Mapping[str, Any]) -> str:
 
 
 def _told_later(reply: Reply) -> float:
-    """Return the seconds of a `retry-after` header; 0 without one."""
+    """Return the seconds in a `retry-after` header; 0 without the header."""
     said = reply.headers.get("retry-after", "")
     return min(_MOST_PAUSE, float(said)) if said.isdecimal() else 0.0
 

@@ -1,1 +1,1 @@
-"""The control plane: planning, reconciler, lifecycle actions, budgets. The only place where planes meet."""
+"""The control plane: planning, reconciler, lifecycle actions, budgets. The only package that calls all the others."""

@@ -27,11 +27,11 @@ from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, Ru
 from posttrain.domain.waits import signals_of
 from posttrain.store.writer import quarantined
 
-_DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
-_GOES_ON = (RunState.STOPPED, RunState.FAILED)  # after a retry
+_DIGITS = 8  # minimum of hex digits that name a model; fewer decimal digits are a release number
+_GOES_ON = (RunState.STOPPED, RunState.FAILED)  # states of a run that a retry continues
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
-_MOST_LETTERS, _MOST_NOTES, _MOST_TAGS = 1000, 100, 8  # of a text; of a run
-_SHORTEST = len(DIGEST_PREFIX) + 8  # of a digest that names a request
+_MOST_LETTERS, _MOST_NOTES, _MOST_TAGS = 1000, 100, 8  # letters of a text; texts and tags of a run
+_SHORTEST = len(DIGEST_PREFIX) + 8  # characters of a digest prefix that names a request
 
 
 def stop(stores: Stores, run_id: str) -> RunRecord:
@@ -85,7 +85,7 @@ def note(
     """Add a text and tags to a run, and remove tags. Adding an existing text or tag changes nothing.
 
     Returns:
-        Its tags, and its newest text.
+        The run's tags, and its newest text.
 
     Raises:
         InputError: nothing to change, a text that is too long, too many texts or tags, a tag that is both added and
@@ -120,10 +120,10 @@ def note(
 
 
 def check_note(text: str, tags: Sequence[str]) -> None:
-    """Refuse an invalid note.
+    """Reject an invalid note.
 
     Raises:
-        InputError: a text that is too long, or too many tags.
+        InputError: the text is too long, or there are too many tags.
     """
     if len(text) > _MOST_LETTERS:
         raise InputError(f"note: the text must be at most {_MOST_LETTERS} characters, got {len(text)}; shorten it")
@@ -173,8 +173,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
 
 
 def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
-    """Point a channel at a run's judged model. Only a PASS report promotes, and only if the channel has not moved
-    since.
+    """Point a channel at a run's judged model. It requires a PASS report and a channel that has not moved since.
 
     Args:
         lift_quarantine: the reason for lifting the quarantine of a model that was rolled back from this channel.
@@ -213,7 +212,7 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         approvals.require(stores, request, pinned)
     check_weights(stores.blobs, report.candidate, f"channel {channel} does not move")
     if not moves and live is not None:
-        return live  # a repeated call is one promotion
+        return live  # a repeated call makes no second release
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, report.candidate)
@@ -256,12 +255,12 @@ def rollback(
     reason: str = "",
     lift_quarantine: str = "",
 ) -> ReleaseEntry:
-    """Point a channel back at a model that it served before. Waits for no gate.
+    """Point a channel back at a model that it served before. No gate is judged.
 
     Args:
         to: a model digest prefix, a run id, or a release number of the channel's history; None: the newest release
-            that is not quarantined. If that model is already live nothing moves, so a repeated call is one rollback.
-        since: the release that must be live now, so that a repeated rollback without `to` cannot go back twice.
+            that is not quarantined. If its model is already live, the call changes nothing.
+        since: the release that must be live now; with it, a repeated rollback without `to` cannot go back twice.
         reason: an erasable text.
         lift_quarantine: the reason for lifting the quarantine of the model that `to` names.
 
@@ -282,7 +281,7 @@ def rollback(
     if named == live.model_digest:
         check_weights(stores.blobs, named, f"channel {channel} stays at release {live.sequence}")
         return live
-    seen = stores.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
+    seen = stores.ledger.channel_record(channel)  # read before the policy, so a change of the policy is a conflict
     pinned = policy_of(stores, channel)
     barred = {one.model_digest: one for one in stores.ledger.quarantine(channel)}
     digest = rollback_target(history, live, barred, named)
@@ -310,7 +309,7 @@ def rollback(
 
 
 def _refuse_unsaid(channel: ChannelRecord, to: str | None, barred: Quarantine | None, reason: str, lift: str) -> None:
-    """Refuse a rollback without the reason that a quarantined model or a protected channel requires."""
+    """Raise InputError for a rollback without the reason that a quarantined model or a protected channel requires."""
     if barred is not None and not lift:
         raise quarantined(barred, f"posttrain rollback {channel.name} --to {to} --lift-quarantine REASON")
     if channel.protected and not (reason.strip() or lift.strip()):
@@ -398,7 +397,7 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     """Return the request for the release of a run's model, recorded or not.
 
     Args:
-        channel: by default the one that its run file names.
+        channel: None: the channel that the run file names.
 
     Raises:
         InputError: the run has no gate report or no channel, its model is live, or the channel requires no approval.
@@ -435,7 +434,7 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
 def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = "") -> ApprovalStatus:
     """Approve or reject a request as the current actor; the same verdict again changes nothing.
 
-    An owner of the request, who may reject but not approve it, withdraws a rejection by approving.
+    An owner of the request may reject it but not approve it; approving after a rejection withdraws the rejection.
 
     Args:
         verdict: `approved` or `rejected`.
@@ -444,7 +443,7 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         The status of the request afterwards.
 
     Raises:
-        AccessError: the actor is not an approver of the channel, or approves the actor's own request.
+        AccessError: the actor is not an approver of the channel, or approves their own request.
         ConflictError: the channel has changed since the request was made.
         InputError: the requested action is already done.
     """

@@ -1,9 +1,8 @@
-"""Approvals of the actions that a channel's policy leaves to people: requested, approved or rejected, then counted.
+"""Approvals of the actions for which a channel's policy requires people: requests, verdicts and their count.
 
 A request is identified by the digest of everything that its action touches (`domain.approvals`). The process that acts
-recomputes the digest from the current state and counts the approvals of that digest only. So an approval of something
-else never counts. The last count happens in the transaction that acts, with the channel's row locked: no rejection is
-committed between the count and the action.
+recomputes the digest from the current state and counts only approvals of that digest. The last count happens in the
+transaction that acts, with the channel's row locked: no rejection is committed between the count and the action.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ def release_request(
     Args:
         report: digest of the gate report.
         live: sequence of the release that was live when the gate ran.
-        lift: the model is quarantined, and the release lifts the quarantine.
+        lift: whether the model is quarantined and the release lifts the quarantine.
     """
     with stores.ledger.snapshot() as now:
         if terms(now, now.channel_record(channel), pinned) is None:
@@ -54,7 +53,7 @@ def change_request(
 ) -> ApprovalRequest | None:
     """Return the request for a change of a protected channel; None if no approval is required.
 
-    A workspace without roles that has a single principal requires none: there is no second person to approve.
+    In a workspace without roles and with a single principal no approval is required: no second person could approve.
     """
     with stores.ledger.snapshot() as now:
         asked = terms(now, record, pinned, stores.actor)
@@ -66,7 +65,7 @@ def change_request(
 
 
 def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, actor: str = "") -> Terms | None:
-    """Return who must approve a release to a channel or a change of a protected one; None: no approval is required.
+    """Return the principals who must approve a release to a channel or a change of it; None: no approval is required.
 
     The policy names the approvers. If it names none, a protected channel accepts the project's approvers and admins;
     in a workspace without roles, where everyone may act, it accepts every principal that has acted in it.
@@ -135,8 +134,9 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     """Return whether a release stage may continue; else record in its row the approvals that it waits for.
 
     Raises:
-        ApprovalError: an approver rejected it.
-        ChannelClosedError, QuarantinedError: no approval allows the release.
+        ApprovalError: an approver rejected the release.
+        ChannelClosedError: the channel is frozen.
+        QuarantinedError: the model is quarantined, and the release does not lift the quarantine.
         StaleWriteError: the channel changed since it was read; decide again.
     """
     with stores.ledger.snapshot() as now:
@@ -147,7 +147,7 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     if (stage.reason, stage.message, stage.next_action) == (Reason.WAITING_FOR_APPROVAL, found.words, action):
         return False
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.lock_channel(request.channel)  # orders this against equal requests and moves of the channel
+        transaction.lock_channel(request.channel)  # serialises this with equal requests and with moves of the channel
         found = _may_come(transaction.snapshot, request, pinned)
         if not found.missing:
             return True
@@ -161,7 +161,9 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | No
 
     Raises:
         StaleWriteError: the channel has changed since the request was made.
-        ApprovalError, ChannelClosedError, QuarantinedError: see `await_release`.
+        ApprovalError: an approver rejected the release.
+        ChannelClosedError: the channel is frozen.
+        QuarantinedError: the model is quarantined, and the release does not lift the quarantine.
     """
     refuse_closed(now, request.channel, str(request.asked["model"]))
     found = approval_status(now, request, pinned)
@@ -175,10 +177,10 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | No
 
 
 def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> None:
-    """Record a request that is not approved yet, and refuse its action.
+    """Record a request that is not approved yet, and raise an error instead of the action.
 
     Raises:
-        ApprovalError: approvals are missing, or an approver rejected it.
+        ApprovalError: approvals are missing, or an approver rejected the request.
     """
     if request is None:
         return
@@ -192,10 +194,10 @@ def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolic
 
 
 def count(transaction: Transaction, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> str:
-    """Count the approvals of a request again in the transaction that acts, and return its digest; empty: no request.
+    """Count the approvals of a request again in the transaction that acts; return the request's digest, or empty: none.
 
     Raises:
-        ApprovalError: it is no longer approved.
+        ApprovalError: the request is no longer approved.
         ConflictError: the channel no longer requires approvals.
     """
     if request is None:
@@ -210,7 +212,7 @@ def count(transaction: Transaction, request: ApprovalRequest | None, pinned: Pin
 
 
 def refuse_closed(now: Snapshot, channel: str, model: str, lift: str = "") -> bool:
-    """Refuse a release that no approval can allow; return whether its model is quarantined.
+    """Raise an error for a release that no approval can allow; return whether its model is quarantined.
 
     Args:
         lift: the reason for lifting the quarantine.

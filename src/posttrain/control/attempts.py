@@ -1,9 +1,9 @@
 """Ends attempts, observes the jobs of a run, and finds orphaned jobs.
 
-End: the collector publishes the job's outputs, bills its cost, and records the next state in the rows. At most one job
-of an attempt computes, and none of an ended attempt: the attempt's `start` object ensures it.
+End: the collector publishes the job's outputs, bills its cost, and records the next state in the rows. The attempt's
+`start` object ensures that at most one job of an attempt computes, and that no job of an ended attempt does.
 
-Looks: the executor is asked once for all jobs of a run, then the result of each job is read.
+Looks: one request to the executor observes all jobs of a run, then the result of each job is read.
 
 Orphans: jobs that no live attempt of the ledger owns.
 """
@@ -40,13 +40,13 @@ from posttrain.store.trees import put_tree, stored_sizes
 
 
 def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
-    """Prevent a late job of an attempt (its launcher was suspended, say) from starting, before the attempt ends.
+    """Prevent a late job of an attempt from starting, before the attempt ends (a suspended launcher may start it).
 
     Returns:
-        Whether no job of it computes; False: a job started before.
+        True: no job of the attempt computes. False: a job had already started.
 
     Raises:
-        WorkspaceError: the attempt folder cannot be written; then the attempt has not ended yet.
+        WorkspaceError: the attempt folder cannot be written; then the attempt must not end yet.
     """
     try:
         held = folders.of(attempt).mailbox.bury(attempt.number, why)
@@ -56,10 +56,11 @@ def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
 
 
 def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, seen: Observation) -> bool:
-    """Return whether the executor's job gave way to another job of this attempt that may live: its result counts.
+    """Return whether the executor's job ended because another job of this attempt, which may be alive, computes.
 
-    The other job has ended when its process no longer exists, which cannot be observed on another machine. A job that
-    the executor restarted found its own earlier incarnation, which has ended according to the executor.
+    The result of that other job counts. It has ended if its process no longer exists, which cannot be observed on
+    another machine. A job that the executor restarted found `start` claimed by its own earlier incarnation, which has
+    ended.
     """
     ended = seen.state is JobState.EXITED and seen.exit_code == ANOTHER_RUNS and not seen.incarnation
     if not ended or attempt.reason == Reason.ASSUMED_DEAD:
@@ -75,9 +76,9 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
 
 
 def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptRecord:
-    """Record a person's statement that a stage's invisible job is dead, because its host is lost, say.
+    """Record a person's statement that a stage's invisible job is dead, for example because its host is lost.
 
-    Results that it may still compute are never published.
+    Results that the job may still compute are never published.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -94,7 +95,7 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
     unseen = row.reason in (Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)
     if attempt is None or attempt.state != AttemptState.LAUNCHED or not unseen:
         raise InputError(
-            f"{run_id}/{stage}: --assume-dead needs a job that is not visible, the stage is {row.state} "
+            f"{run_id}/{stage}: --assume-dead needs a stage whose job is not visible, got one that is {row.state} "
             f"({row.reason}); posttrain why {run_id}"
         )
     held = None
@@ -108,7 +109,7 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
 def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: str) -> AttemptRecord:
     """Move the attempt to this host, which finds no job of it.
 
-    If the old host comes back, it ends the job, since none of its attempts owns it.
+    If the old host comes back, it ends the job, since no attempt of that host owns the job.
     """
     host = next((one for one in jobs.hosts.all() if one.id == attempt.host), None) if jobs.hosts else None
     if host is not None and not host.gone:
@@ -156,12 +157,12 @@ def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
         if not give_up(jobs.folders, order.attempt, order.why):
             return
         if answered(jobs.folders.of(order.attempt)):
-            return  # it started, wrote its result and ended since the last look: its result is read first
+            return  # a job started, wrote its result and ended since the last look: the result is read first
     _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {}, order.cause)
 
 
 def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -> None:
-    """End an attempt that may be retried, and record when the next one follows, or why none does."""
+    """End an attempt that may be retried, and record when the next attempt follows, or why no attempt follows."""
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said
     give_up(jobs.folders, attempt, f"it ended: {failure.message}")
     now = stores.clock.now()
@@ -311,7 +312,7 @@ def _warning(
 def _reason(failure: Failure | None) -> Reason:
     if failure is None:
         return Reason.JOB_FAILED
-    corrupt = failure.signature.startswith(IntegrityError.__name__)  # starts with the exception's class
+    corrupt = failure.signature.startswith(IntegrityError.__name__)  # the signature starts with the exception's class
     return Reason.CORRUPT if corrupt else Reason.of_failure(failure.kind)
 
 
@@ -336,8 +337,8 @@ def _inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
 def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
     """Return the tokens that this attempt spent: its lineage's tokens less those of its checkpoint.
 
-    The largest report counts: result, progress, or the meter, which includes the cost of an interrupted step. So
-    retries never spend more than the declared budget.
+    The largest of three reports counts: result, progress and the meter, which includes the cost of an interrupted step.
+    So retries never spend more than the declared budget.
     """
     progress = _last_progress(folders, attempt)
     words = (said, progress.tokens if progress else 0, folders.of(attempt).spent())
@@ -345,7 +346,7 @@ def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, sai
 
 
 def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> float:
-    """Return how long the job ran, from the executor's record, which includes lost jobs.
+    """Return the seconds that the job ran, from the executor's record, which includes lost jobs.
 
     Without a record the job's own report counts, up to the time since its launch.
     """
@@ -366,7 +367,7 @@ def answered(folder: AttemptFolder) -> bool:
 def _last_progress(folders: AttemptFolders, attempt: AttemptRecord) -> Progress | None:
     try:
         return folders.of(attempt).last_progress()
-    except IntegrityError:  # a damaged event segment must not keep a run from ending
+    except IntegrityError:  # a damaged event segment must not prevent the end of a run
         return None
 
 
@@ -405,14 +406,14 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobS
     attempt, folder = view.tries(name)[-1], jobs.folders.of(view.tries(name)[-1])
     if attempt.state == AttemptState.PLANNED:
         return _unanswered(jobs, view, name, attempt)
-    job = looks.of(view, attempt)  # first: a job that has ended has already written its result
+    job = looks.of(view, attempt)  # read before the result, which a job writes before it ends
     try:
         word = _word(jobs, view, name, attempt)
         if word is None and job.gone:
             job = look(jobs, attempt)  # the observation may be old, and an executor may restart a job
             if job.gone and another_runs(stores, jobs.folders, attempt, job):
                 return JobStatus(job, another_runs=True)
-            word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
+            word = _word(jobs, view, name, attempt)  # the job may have ended between the two looks
         progress = reported(folder, job) if word is None and job.state is JobState.RUNNING else None
         lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
         metered = word is None and not job.gone and view.manifest.budget.tokens is not None
@@ -423,7 +424,7 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobS
 
 
 def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobStatus:
-    """Observe an attempt without a recorded launch: its job may have run and written its result."""
+    """Observe an attempt without a recorded launch, whose job may have run and written its result."""
     if not jobs.folders.of(attempt).has_order():
         return JobStatus(Observation(JobState.UNKNOWN), ordered=False)
     job = look(jobs, attempt)
@@ -453,7 +454,7 @@ class Orphans:
     """The jobs of an executor that no live attempt owns."""
 
     ours: tuple[Listed, ...] = ()  # submitted by this workspace at its current place
-    strangers: tuple[Listed, ...] = ()  # of another workspace, a copy, or this workspace's former place: left alone
+    strangers: tuple[Listed, ...] = ()  # of another workspace, a copy, or this workspace's former place; not ended
 
 
 def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
@@ -485,6 +486,6 @@ def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
         try:
             jobs.executor.kill(Job(job.name, str(folder)))
             told.append(f"job {job.name} was ended: no attempt owns it")
-        except PosttrainError as error:  # the next orphan is killed all the same
+        except PosttrainError as error:  # the next orphan is killed nevertheless
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
     return told

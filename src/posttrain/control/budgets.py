@@ -1,4 +1,4 @@
-"""Account for a run's budget: the spending so far, and the share of the next attempt."""
+"""A run's budget: the spending so far, and the share of the next attempt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 
 _ROUNDING = 0.001  # seconds
-WARNED = 0.8  # of a limit: an event is recorded
+WARNED = 0.8  # fraction of a limit at which an event is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """Tokens and job seconds spent so far. Work that was lost and redone counts twice, as it cost twice."""
+    """Tokens and job seconds spent so far. Work that was lost and redone counts twice."""
 
     tokens: int
     seconds: float
@@ -23,10 +23,10 @@ class Spending:
 def spending(
     stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], *, running: float = 0.0, taken_over: int = 0
 ) -> Spending:
-    """Return the spending of a run. A cached stage, waiting in a queue and the delay in detecting a job's end are free.
+    """Return the spending of a run. Cached stages, time in a queue and the delay in detecting a job's end are free.
 
     Args:
-        running: seconds that live attempts ran so far.
+        running: seconds that live attempts have run so far.
         taken_over: tokens in the checkpoints of other runs that this run resumed: its budget includes work that other
             runs started.
     """
@@ -37,7 +37,7 @@ def spending(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a run's budget that one attempt may spend; None: no such limit."""
+    """The part of a run's budget that one attempt may spend; a field is None if the run has no such limit."""
 
     tokens: int | None = None
     seconds: float | None = None
@@ -49,7 +49,7 @@ class Share:
 
 
 def limited(manifest: Manifest) -> bool:
-    """Return whether a run has a budget, so that its attempts reserve shares."""
+    """Return whether a run has a budget, of which its attempts reserve shares."""
     return manifest.budget.tokens is not None or manifest.budget.wall_clock is not None
 
 
@@ -61,7 +61,7 @@ def living(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
 def left(manifest: Manifest, spent: Spending, others: Sequence[AttemptRecord]) -> Share:
     """Return the part of the budget that is neither spent nor reserved by these attempts.
 
-    An attempt planned by an older version without reservations has all of it.
+    An attempt planned by an older version, without a reservation, reserves everything.
     """
     tokens, seconds = manifest.budget.tokens, manifest.budget.wall_clock
     if tokens is not None:
@@ -82,7 +82,7 @@ def share_of(manifest: Manifest, attempt: AttemptRecord, spent: Spending) -> Sha
     """Return an attempt's reservation; for an attempt planned by an older version, the rest of the budget.
 
     Args:
-        spent: by attempts that have ended.
+        spent: the spending of attempts that have ended.
     """
     whole = left(manifest, spent, ())
     tokens = whole.tokens if attempt.reserved_tokens is None else attempt.reserved_tokens
@@ -90,11 +90,11 @@ def share_of(manifest: Manifest, attempt: AttemptRecord, spent: Spending) -> Sha
 
 
 def overdrawn(share: Share, tokens: int, seconds: float) -> str | None:
-    """Return one sentence if a live attempt exceeds its share, else None.
+    """Return a message if a live attempt exceeds its share, else None.
 
     Args:
         tokens: reported by the attempt for itself; a job that respects its limit never reports more than its share.
-        seconds: its run time.
+        seconds: the run time of the attempt.
     """
     if share.tokens is not None and tokens > share.tokens:
         said = f"{tokens} of {share.tokens} tokens that its attempt reserved"
@@ -128,7 +128,7 @@ def can_have_more(
 
 
 def taken_over(attempts: Sequence[AttemptRecord]) -> int:
-    """Return the tokens in checkpoints that a run's stages took from other runs; per stage those of the largest one."""
+    """Return the tokens in checkpoints that a run's stages resumed from other runs; per stage, the largest one's."""
     most: dict[str, int] = {}
     for one in attempts:
         if one.resumed_from not in (None, f"{one.run_id}/{one.stage}"):
@@ -144,7 +144,7 @@ def declared(manifest: Manifest) -> str:
 
 
 def exhausted(manifest: Manifest, spent: Spending) -> str | None:
-    """Return one sentence if a limit is reached, else None."""
+    """Return a message if a limit is reached, else None."""
     budget = manifest.budget
     if budget.tokens is not None and spent.tokens >= budget.tokens:
         return f"token budget spent: {spent.tokens} of {budget.tokens} tokens; raise budget.tokens and submit again"
@@ -155,7 +155,7 @@ def exhausted(manifest: Manifest, spent: Spending) -> str | None:
 
 
 def warning(manifest: Manifest, before: Spending, after: Spending) -> dict[str, Any] | None:
-    """Return the values of a warning if spending crosses `WARNED` of a limit, once per run; else None.
+    """Return the values of a warning, once per run, if the spending crosses `WARNED` of a limit; else None.
 
     Args:
         before: spending before an attempt is billed.

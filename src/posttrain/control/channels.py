@@ -7,8 +7,8 @@ A manifest is checked against the policy: gates, suites, evaluators, and which s
 runs on the plan and again before the release: a user can edit a locked manifest, and a policy may change during a run.
 
 A recall applies to bytes, and to everything that stages made from them, directly or indirectly, under any name. Models
-that were only compared with the bytes or measured on them are not affected. No run starts from recalled bytes or from
-anything made from them, and no channel is pointed at such a model.
+that were only compared with recalled bytes or measured on them are not affected. No run starts from recalled bytes or
+from anything made from them, and no channel is pointed at such a model.
 """
 
 import json
@@ -41,21 +41,21 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.writer import POLICY_SET, refuse_protected
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # the form of `release.channel` in a run file
 _SHOWN = 19  # characters of a digest in an error
 
 
-RELEASES, EVERYTHING = "releases", "all"  # what a freeze stops
+RELEASES, EVERYTHING = "releases", "all"  # the moves that a freeze prevents
 
 
 def policy_of(stores: Stores, channel: str, digest: str | None = None) -> PinnedPolicy | None:
     """Return a channel's policy; None if the channel has no policy.
 
     Args:
-        digest: of an earlier policy; the default is the current one.
+        digest: the digest of an earlier policy; None: the current policy.
 
     Raises:
-        IntegrityError: its document is missing, corrupt, or from another version of Posttrain.
+        IntegrityError: the document of the policy is missing, corrupt, or from another version of Posttrain.
     """
     wanted = digest or stores.ledger.channel_record(channel).policy
     if wanted is None:
@@ -74,19 +74,19 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
     """Set a channel's policy; None removes it.
 
     Args:
-        policy: with the digests of its suites' data.
+        policy: the policy, with the digests of its suites' data.
 
     Raises:
         InputError: the channel name is not valid in a run file.
         NotFoundError: the policy of a channel that was never used cannot be removed.
         ApprovalError: the channel is protected, and its approvers have not approved the change yet.
-        ChannelClosedError: it is protected, and has no approver.
+        ChannelClosedError: the channel is protected and has no approver.
         ConflictError: another process moved or changed the channel.
     """
     record = _record(stores.ledger, channel) if policy else _used(stores.ledger, channel)
     changes = (policy.digest if policy else None) != record.policy
     written = canonical_json(policy.to_json()) if policy else b""
-    digest = stores.blobs.put(written) if policy else None  # also if unchanged: this restores a lost document
+    digest = stores.blobs.put(written) if policy else None  # put also if unchanged, to restore a lost document
     if not changes:
         return record
     action, bound = (Action.SET_POLICY, {"set": digest}) if policy else (Action.REMOVE_POLICY, {})
@@ -97,7 +97,7 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
 
 
 def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
-    """Require an approval for releases to a channel and for changes of its policy and quarantine, or stop doing so.
+    """Require an approval for releases to a channel and changes of its policy and quarantine, or stop requiring it.
 
     Raises:
         InputError: the actor is the only possible approver.
@@ -132,7 +132,7 @@ def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelR
     """Freeze or unfreeze a channel.
 
     Args:
-        frozen: `releases`: only rollbacks may move it; `all`: nothing may; empty: unfrozen.
+        frozen: `releases`: only rollbacks may move the channel; `all`: no action may; empty: unfrozen.
 
     Raises:
         NotFoundError: no run or user has used the channel yet.
@@ -170,9 +170,7 @@ def unknown_channel(channel: str, known: Iterable[str]) -> NotFoundError:
 
 def _record(ledger: Ledger, channel: str) -> ChannelRecord:
     if not NAME.fullmatch(channel):
-        raise InputError(
-            f"channel {channel!r}: must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, as run files name it"
-        )
+        raise InputError(f"channel {channel!r}: must be 1-63 of a-z 0-9 _ - and begin with a letter or digit")
     return ledger.channel_record(channel)
 
 
@@ -189,7 +187,7 @@ def _asked(
     """Return the approved request for a change of a protected channel; None if no approval is required.
 
     Raises:
-        ApprovalError: it is not approved yet; the request is recorded.
+        ApprovalError: the change is not approved yet; the request is recorded.
     """
     if not record.protected:
         return None
@@ -238,8 +236,8 @@ def check_suites(stages: Iterable[StageManifest], code: Mapping[str, str], pinne
     """Check that evaluations meet a policy.
 
     Args:
-        stages: those that measure the released model.
-        code: of the manifest.
+        stages: the stages that measure the released model.
+        code: the `code` of the manifest.
 
     Raises:
         InputError: a suite is missing, has other data, or has another evaluator; the message names the field.
@@ -269,7 +267,7 @@ def check_suites(stages: Iterable[StageManifest], code: Mapping[str, str], pinne
 
 
 def check_manifest(manifest: Manifest, pinned: PinnedPolicy) -> None:
-    """Refuse a manifest that was not planned under this policy, or was edited afterwards.
+    """Reject a manifest that was not planned under this policy, or was edited afterwards.
 
     Raises:
         InputError: the manifest violates the policy.
@@ -364,10 +362,11 @@ def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> A
         status: `approved`, `recalled`, or empty, which clears it.
 
     Returns:
-        The status now; None: the version never had one.
+        The current status; None: the version has never had a status.
 
     Raises:
-        ConflictError: a recalled version must be restored before it is approved, or another process sets a status now.
+        ConflictError: the version is recalled and must be restored before it is approved, or another process set a
+            status at the same time.
     """
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls(exclusive=True)
@@ -381,13 +380,13 @@ def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> A
 
 
 def recalled(ledger: Ledger, digests: Collection[str]) -> dict[str, AssetStatus]:
-    """Return the digests whose bytes were recalled or made from recalled bytes, with the status of the recall."""
+    """Return digest → status of the recall, for the digests whose bytes were recalled or made from recalled bytes."""
     with ledger.snapshot() as now:
         return _recalled(now, digests)
 
 
 def recall_of(now: Snapshot, manifest: Manifest) -> str:
-    """Return which input of a manifest was recalled or made from recalled bytes, and the remedy; empty: no input."""
+    """Return a message on the input of a manifest that was recalled or made from recalled bytes; empty: none was."""
     used = {
         str(ref.digest): (stage.name, slot, ref.name)
         for stage in manifest.stages
@@ -407,7 +406,7 @@ def refuse_recalled(now: Snapshot, manifest: Manifest, source: str) -> None:
     """Refuse to start a run if one of its inputs was recalled or made from recalled bytes.
 
     Args:
-        now: of the transaction that starts the run, so that no recall happens in between.
+        now: the snapshot of the transaction that starts the run, so no recall happens in between.
 
     Raises:
         InputError: an input was recalled; the message names the stage, the slot and the recall.
@@ -421,7 +420,7 @@ def refuse_release(now: Snapshot, channel: str, model: str) -> None:
     """Refuse to point a channel at a model that was recalled or made from recalled bytes.
 
     Args:
-        now: of the transaction that moves the channel.
+        now: the snapshot of the transaction that moves the channel.
 
     Raises:
         RecalledError: the model was recalled or made from recalled bytes.
@@ -441,7 +440,7 @@ def _recalled(now: Snapshot, digests: Collection[str]) -> dict[str, AssetStatus]
 def _below(now: Snapshot, barred: Mapping[str, AssetStatus]) -> Iterator[tuple[str, AssetStatus]]:
     """Yield the recalled bytes and the outputs that stages made from them, breadth first.
 
-    Reports and tables of metrics are included, but have no descendants: no model is made from one.
+    Reports and tables of metrics are included, but have no descendants, since no model is made from them.
     """
     found, new = dict(barred), dict(barred)
     while new:

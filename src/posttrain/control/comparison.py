@@ -21,10 +21,10 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store.hosts import Ledger
 
 _ABSENT = "(absent)"
-# settings that decide numbers; defaults of settings that a manifest may omit
+# settings that affect results; the defaults of settings that a manifest may omit
 _ALWAYS, _SAMPLED = ("extract", "max_new_tokens", "stop"), ("temperature", "samples", "top_k", "top_p", "min_p")
 _UNSAID = {"stop": [], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-MOST = 26  # subjects of a comparison: labelled A to Z
+MOST = 26  # subjects of a comparison, which are labelled A to Z
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Difference:
 
 
 def compare(ledger: Ledger, first: Manifest, second: Manifest) -> list[Difference]:
-    """Return the differences that decide results or release; names and owners of the runs are not compared.
+    """Return the differences that affect results or release; names and owners of the runs are not compared.
 
     An asset that several stages use is listed once.
     """
@@ -70,7 +70,7 @@ def _walk(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _show(value: Any) -> str:
-    """Return a value as written in a run file; for a whole stage only its kind (its manifest contains the rest)."""
+    """Return a value as written in a run file; for a whole stage only its kind, since the manifest has the rest."""
     if isinstance(value, InputRef):
         return value.name
     if isinstance(value, dict):
@@ -163,9 +163,9 @@ class Subject:
 class Cell:
     """One subject's value of one metric."""
 
-    estimate: Estimate | None  # None: not measured
-    paired: Paired | None = None  # to the first subject; None: it is the first, or cannot be paired
-    unpaired: str = ""  # why not
+    estimate: Estimate | None  # None: the metric was not measured
+    paired: Paired | None = None  # the difference to the first subject; None: it is the first, or cannot be paired
+    unpaired: str = ""  # why the values cannot be paired
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class MetricRow:
     """One metric of all subjects."""
 
     metric: str
-    better: str | None  # higher | lower | None: neither is
+    better: str | None  # higher | lower | None: neither
     cells: tuple[Cell, ...]  # as the subjects
 
 
@@ -206,7 +206,7 @@ class Comparison:
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
     histories: tuple[ImportedHistory, ...] = ()
-    warnings: tuple[str, ...] = ()  # too few seeds for a comparison
+    warnings: tuple[str, ...] = ()  # a line if there are too few seeds for a comparison
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -251,10 +251,10 @@ def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Su
     """Return the subject that one argument of the command line names.
 
     Args:
-        stage: an evaluate stage; None: the evaluations of the run's released model, or of the last one it evaluated.
+        stage: an evaluate stage; None: the evaluations of the run's released model, else of the last evaluated model.
 
     Raises:
-        InputError: the run has no such evaluation, or it has not ended.
+        InputError: the run has no such evaluation, or the evaluation has not ended.
     """
     manifest = stores.manifest(run)
     rows = {row.name: row for row in stores.ledger.stages(run.id)}
@@ -267,7 +267,7 @@ def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Su
     if not found:
         what = f"{run.id}/{stage}" if stage else f"run {run.id}"
         state = troubles[0] if troubles else "no evaluation of it has ended"
-        raise InputError(f"compare: {what} must have been evaluated, got none: {state}; see posttrain get {run.id}")
+        raise InputError(f"compare: {what} must have an evaluation, got none: {state}; see posttrain get {run.id}")
     chosen = _chosen(manifest, found)
     return Subject(label, run, manifest, rows, tuple(one for one in found if one.model == chosen))
 
@@ -292,7 +292,7 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
     )
     if not histories and not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
         told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
-        raise InputError(f"compare: the models must share a metric, got none: {told}; evaluate them on one suite")
+        raise InputError(f"compare: the models must share a metric, got none: {told}; evaluate them on the same suite")
     notes = dict.fromkeys(note for one in subjects[1:] for note in _settings(subjects[0], one))
     parameters, warnings = tuple(_parameters(ledger, subjects)), _few_seeds(subjects)
     return Comparison(tuple(subjects), rows, parameters, tuple(notes), histories=tuple(histories), warnings=warnings)
@@ -308,7 +308,7 @@ def _few_seeds(subjects: Sequence[Subject]) -> tuple[str, ...]:
 
 
 def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
-    """Return every metric with its first owner; another name for the same measurement is left out."""
+    """Return metric → the first evaluation that has it; other names of the same measurement are omitted."""
     found: dict[str, Measured] = {}
     for one in subjects:
         for measured in one.evaluations:
@@ -321,7 +321,7 @@ def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
 
 def _cells(subjects: Sequence[Subject], metric: str, owner: Measured) -> tuple[Cell, ...]:
     first: Evidence | None = None
-    told = ""  # identity of the first measurement, as another subject may have another reward
+    told = ""  # the identity of the first measurement; another subject may have another reward
     cells = []
     for place, one in enumerate(subjects):
         held = one.measured(metric, owner)

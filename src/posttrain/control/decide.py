@@ -1,17 +1,17 @@
 """Decisions about a run: pure functions of its rows, of the observations of its jobs, and of the time.
 
 `decide_run`, `decide_stage` and `settle` return effects (`control.effects`), which `control.stages` then carries out.
-They also decide whether another attempt would help. Nothing here reads or writes anything, so that tests can decide on
-any rows, and two drivers with the same observations make the same decision. An effect contains the rows that it was
-decided on: executing it is a compare-and-set.
+They also decide whether another attempt would help. Nothing here reads or writes anything: tests can decide on any
+rows, and two drivers with the same observations make the same decision. An effect contains the rows on which it was
+decided, and is executed as a compare-and-set on them.
 
-Whether a running job hangs is a pure function of the progress that consecutive looks observed. Progress is what the
-job reports through its channel (steps, tokens, the ends of phases), not that its process exists. Silence counts only
-while a driver watches: a look a quarter of `runtime.stall_after` after the last one adds that quarter, and a look that
-comes far too late adds nothing. So a clock that jumps, a machine that slept and hours without a driver make no job
-look hung; the job's own clock is not used. After four quarters of silence the driver asks the job for a checkpoint,
-after the fifth it kills the job. A report in between resets the silence, and a look without an answer delays the end
-by a quarter. The decision to kill a silent job is recorded before the kill.
+Whether a running job hangs is a pure function of the progress that consecutive looks observed. Progress consists of the
+job's reports in its mailbox (steps, tokens, the ends of phases); the existence of its process is not progress. Silence
+counts only while a driver watches: a look a quarter of `runtime.stall_after` after the last one adds that quarter, and
+a look that comes far too late adds nothing. So no job looks hung because of a clock that jumps, a machine that slept or
+hours without a driver; the job's own clock is not used. After four quarters of silence the driver asks the job for a
+checkpoint, after the fifth it kills the job. A report in between resets the silence, and a look without an answer
+delays the end by a quarter. The decision to kill a silent job is recorded before the kill.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from posttrain.domain.waits import span, told, wait_of
 # the longest silence of a healthy job is one rollout: some hundred responses of 10,000 tokens of a 7B model, decoded in
 # several batches, take an hour or more; loading and a suite's largest batch take less
 STALL_AFTER = 7200.0
-LOOKS = 4  # in that time
+LOOKS = 4  # looks within that time
 _LATE = 2  # planned intervals: a longer gap between looks counts as unwatched
 _OVERDUE = 5.0  # seconds between looks at an overdue watch, such as one whose job survives its kill
 PREEMPTIONS_PER_ATTEMPT = 4  # a preemption is not the job's fault, but an executor that always preempts is useless
@@ -82,7 +82,7 @@ _STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.DRAINED: StopCause.DRAINED,
     Cause.OVERTIME: StopCause.PREEMPTED,
 }
-_TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # these count as no attempt
+_TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # ends that do not count as attempts
 
 
 def stall_after(manifest: Manifest, stage: str) -> float:
@@ -95,7 +95,7 @@ def stall_after(manifest: Manifest, stage: str) -> float:
 
 
 def phase_seconds(limit: float) -> float:
-    """Return the silence in seconds after which a job reports the end of a phase, so that it does not look hung."""
+    """Return the seconds of silence after which a job reports that a phase ended, to not look hung."""
     return min(PHASE_SECONDS, limit / LOOKS)
 
 
@@ -110,7 +110,7 @@ def _silence(
     view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
 ) -> AskToCheckpoint | KeepWatch | Kill | None:
     """Return the effect for a live job's silence; None: nothing to do yet."""
-    before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # as of the last look; None: the first
+    before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # as of the last look; None: none yet
     # None: the job is queued or not visible, so its silence proves nothing
     seen, part = job_status.progress if job_status.job.state is JobState.RUNNING else None, limit / LOOKS
     if before is None:
@@ -162,7 +162,7 @@ def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: F
     """Return reason and message if another attempt is pointless, else None; the last of `tried` just failed."""
     preempted = failure.kind is FailureClass.PREEMPTED
     if failure.kind is FailureClass.BUDGET:
-        return None  # each try gets a larger share of a finite budget
+        return None  # ends, since each attempt gets a larger share of a finite budget
     own = [a for a in tried[:-1] if a.reason not in (Reason.PREEMPTED, Reason.BUDGET_EXCEEDED)]
     if own and failure.signature and own[-1].failure_signature == failure.signature:
         return Reason.CIRCUIT_OPEN, "the same failure twice in a row"
@@ -180,9 +180,9 @@ class View:
     manifest: Manifest
     stages: tuple[StageRecord, ...]
     attempts: tuple[AttemptRecord, ...]
-    signals: tuple[Signal, ...] = ()  # sent to the run
-    watches: tuple[Watch, ...] = ()  # of its jobs
-    head: tuple[int, bytes] = (0, b"")  # of the event log
+    signals: tuple[Signal, ...] = ()  # signals sent to the run
+    watches: tuple[Watch, ...] = ()  # the watches of its jobs
+    head: tuple[int, bytes] = (0, b"")  # the head of the event log
 
     def stage(self, name: str) -> StageRecord:
         """Return the stage of this name."""
@@ -221,13 +221,13 @@ class JobStatus:
     """The observation of a running stage's live attempt; the executor was asked before the result was read."""
 
     job: Observation
-    ordered: bool = True  # its order exists, so it may have been submitted
+    ordered: bool = True  # the attempt's order exists, so the job may have been submitted
     word: JobResult | None = None  # its result
-    unreadable: str = ""  # why its result or channel cannot be read
+    unreadable: str = ""  # why the job's result or mailbox cannot be read
     another_runs: bool = False  # the executor's job gave way to another job of this attempt, which may live
     unheeded: str = ""  # the message for a job that ignored its stop order
     tokens: int = 0  # reported by the attempt, without those before its checkpoint
-    progress: str | None = None  # unchanged while the job makes no progress; None: not read
+    progress: str | None = None  # the same text while the job makes no progress; None: not read
 
 
 def decide_run(view: View) -> list[Effect]:
@@ -244,7 +244,7 @@ def decide_stage(view: View, name: str, job_status: JobStatus | None, now: float
     """Return the effect for one stage; None: nothing to do yet.
 
     Args:
-        job_status: of its live attempt, if the stage is running.
+        job_status: the observation of the stage's live attempt, if the stage is running.
     """
     stage = view.stage(name)
     if is_final("stage", stage.state) or is_final("run", view.run.state):  # another driver may have ended it just now
@@ -293,7 +293,7 @@ def settle(view: View) -> MoveRun | None:
 
 
 def _wait(view: View, stage: StageRecord, now: float) -> Effect | None:
-    """Return the effect for a waiting stage; a signal counts whenever it was sent, unless the wait has ended."""
+    """Return the effect for a waiting stage; a signal counts even if it was sent before the wait began."""
     wait = wait_of(view.manifest, stage.name)
     sent = next((signal for signal in view.signals if signal.name == wait.signal), None)
     here = stage.not_before is None or now >= stage.not_before
@@ -313,7 +313,7 @@ def _wait(view: View, stage: StageRecord, now: float) -> Effect | None:
 
 
 def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus) -> Effect | None:
-    """Return the effect for a planned attempt: an earlier driver may have submitted it, so an uncertain one waits."""
+    """Return the effect for a planned attempt; it waits while a submission by an earlier driver is uncertain."""
     stopping = view.run.state == RunState.STOPPING
     if job_status.ordered and job_status.job.hidden:
         what = "there is a job to stop" if stopping else "the job was submitted"
@@ -333,12 +333,12 @@ def _launched(
     view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
 ) -> Effect | None:
     if job_status.unreadable and not job_status.job.gone:
-        return Kill(stage, attempt)  # no more of its output can be read, and it blocks devices
+        return Kill(stage, attempt)  # no further output of the job can be read, and the job occupies devices
     if job_status.unreadable:
         return End(stage, attempt, uncollectable(job_status.unreadable))
     if job_status.word is None:
         return _without_word(view, stage, attempt, job_status, now)
-    if not job_status.job.gone:  # it still holds memory that the next job needs
+    if not job_status.job.gone:  # the job still holds memory that the next job needs
         since = now - (attempt.launched_at or now)
         since -= job_status.word.seconds if job_status.word.seconds <= since else 0.0  # the job may report a wrong time
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
@@ -365,7 +365,7 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
     """Turn a stop that no person requested into a failure with its order's cause; without an order: preempted."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
-    if _condemned(view, stage, attempt):  # it still reacted to SIGTERM
+    if _condemned(view, stage, attempt):  # the job still reacted to SIGTERM
         return replace(result, status="failed", failure=_hung(view, stage, attempt))
     if attempt.stop_cause == StopCause.BUDGET:
         spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
@@ -379,7 +379,7 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
 def _without_word(
     view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
 ) -> Effect | None:
-    """Return the effect for a job without a result; a person, the budget, its silence or its loss can end it."""
+    """Return the effect for a job without a result, which a person, the budget, its silence or its loss can end."""
     seen = job_status.job
     share = budgets.share_of(view.manifest, attempt, budgets.spending(view.stages, view.attempts))
     over = budgets.overdrawn(share, job_status.tokens, seen.seconds or 0.0)
@@ -445,7 +445,7 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
 
 
 def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Effect:
-    """Return the effect for an attempt that its executor refused."""
+    """Return the effect for an attempt whose job the executor rejected."""
     return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
 
 
@@ -478,11 +478,11 @@ def hold_back(
     free: int,
     rivals: int = 0,
 ) -> tuple[Reason, str] | budgets.Share:
-    """Return why a ready stage that no other stage duplicates cannot start yet, or else its attempt's budget share.
+    """Return why a ready stage that duplicates no other stage cannot start yet, or else its attempt's budget share.
 
     Args:
-        attempts: of its run.
-        free: free slots.
+        attempts: all attempts of the stage's run.
+        free: the number of free slots.
         rivals: other stages that could start now: each gets an equal share.
     """
     if free < 1:
@@ -491,7 +491,7 @@ def hold_back(
         return budgets.Share()
     others = budgets.living(attempts)
     mine = [one for one in attempts if one.stage == stage.name and one.number > stage.retried_after]
-    whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too small
+    whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # the last attempt's share was too small
     share = budgets.divided(budgets.left(manifest, spent, others), 1 if whole else 1 + min(rivals, free - 1))
     if others and (whole or share.empty):
         return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} has reserved the rest of the budget"

@@ -16,10 +16,10 @@ class Downstream:
     """The tree, and the names of its runs and releases."""
 
     tree: Node
-    runs: tuple[str, ...]  # whose stages used it
+    runs: tuple[str, ...]  # runs whose stages used the root
     releases: tuple[str, ...]  # channel:NAME@RELEASE
-    live: tuple[str, ...]  # channels that serve a model made from it
-    left_off: int = 0  # nodes that are not in the tree
+    live: tuple[str, ...]  # channels that serve a model made from the root
+    left_off: int = 0  # number of nodes that exceed the limit and are not in the tree
 
     @property
     def words(self) -> str:
@@ -47,7 +47,7 @@ def of_bytes(ledger: Ledger, digest: str, name: str = "", limit: int = 0) -> Dow
 
 
 def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
-    """Return everything that used a run or its outputs; `limit` as in `of_bytes`."""
+    """Return everything that used a run or its outputs; `limit`: the maximum number of nodes in the tree."""
     with ledger.snapshot() as now:
         run = now.run(run_id)
         ends = [run_end(run.id), *(stage_end(run.id, stage.name) for stage in now.stages(run.id))]
@@ -58,7 +58,7 @@ def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
 
 
 def _downstream(now: Snapshot, root: Node, first: Sequence[Edge], limit: int) -> Downstream:
-    """Follow edges breadth first, so that the number of statements grows with the depth and not with the fan-out."""
+    """Follow edges breadth first: the number of statements grows with the depth and not with the fan-out."""
     by: dict[str, Edge] = {}  # consumer → the first edge that led to it
     order: dict[str, list[str]] = {"": []}  # producer → its consumers that were new
     found = [("", edge) for edge in first]
@@ -81,7 +81,7 @@ def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Se
     states = _states(now, {channel for channel, _ in releases.values()})
     digests = {edge.producer: edge.digest for edge in now.made(*(by.keys() - places.keys() - releases.keys()))}
     nodes: dict[str, Node] = {}
-    for end in reversed(list(by)[:limit]):  # descendants were found later, so they are built first
+    for end in reversed(list(by)[:limit]):  # in reverse: descendants were found later and are built first
         below = tuple(nodes[one] for one in order.get(end, ()) if one in nodes)
         used = (("as", by[end].slot),) if by[end].slot else ()
         if end in places:

@@ -9,7 +9,7 @@ from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord, Watc
 
 @dataclass(frozen=True, slots=True)
 class MoveRun:
-    """Give the run another state."""
+    """Change the state of the run."""
 
     run: RunRecord
     state: RunState
@@ -37,7 +37,7 @@ class StopStage(_OfStage):
 
 @dataclass(frozen=True, slots=True)
 class Bind(_OfStage):
-    """Bind the inputs of a stage, which all exist."""
+    """Bind the inputs of a stage, all of which exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ class KeepWatch(_OfAttempt):
     """Record how long a job has been silent."""
 
     watch: Watch
-    goes_on: bool = False  # it was asked to checkpoint, and makes progress again
+    goes_on: bool = False  # the job was asked to checkpoint, and makes progress again
     said: str = ""  # why the job will be killed
 
 
 @dataclass(frozen=True, slots=True)
 class AskToCheckpoint(_OfAttempt):
-    """Ask a job that seems to hang for a checkpoint, and record that in its stage."""
+    """Ask a job that seems to hang for a checkpoint, and record the request in its stage."""
 
     watch: Watch
     message: str
@@ -127,9 +127,9 @@ class End(_OfAttempt):
     """End an attempt without outputs."""
 
     result: JobResult
-    why: str = ""  # for the tombstone
+    why: str = ""  # the reason in the tombstone
     unless_begun: bool = False  # skip it if a job of the attempt computes
-    cause: StopCause | None = None  # of a stop without a stop order
+    cause: StopCause | None = None  # the cause of a stop without a stop order
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class TryAgain(_OfAttempt):
     said: JobResult
     wait: float
     over: tuple[Reason, str] | None  # reason and message if another attempt is pointless
-    cause: StopCause | None = None  # why it was stopped; None: it ended by itself
+    cause: StopCause | None = None  # why the attempt was stopped; None: it ended by itself
 
 
 Effect = (

@@ -1,16 +1,16 @@
-"""Launch of jobs: executor, folders and mailboxes of attempts, requests, the code that decides results, environments.
+"""Launch of jobs: executor, folders and mailboxes of attempts, specs, the code that decides results, environments.
 
-Code that only reads the outputs of jobs takes the folders and no executor. Nothing here names a concrete back-end.
+Code that only reads the outputs of jobs needs the folders and no executor. Nothing here names a concrete back-end.
 
 The spec of an attempt is written once into its folder, and every driver submits it as written.
 
-The code that decides results is the trainer's, and that of kinds from installed packages. A manifest's `code` names
-both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of their trainer's code and are
-not named.
+Results depend on the code of the trainer and of kinds from installed packages. A manifest's `code` contains the digest
+of each: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of the trainer's code and
+are not named.
 
 The environment that a run's jobs import from is pinned when its first job starts, and compared before every other job.
-It includes the installed packages that jobs of the run can import: Posttrain, the imports of its rewards and dataflows,
-packages that extend one of these by entry points, and the requirements of all of them.
+It includes the installed packages that jobs of the run can import: Posttrain, the imports of the run's rewards and
+dataflows, packages that extend any of these by entry points, and the requirements of all of these packages.
 """
 
 import ast
@@ -38,16 +38,16 @@ from posttrain.store.trees import tree_listing
 
 _KIND = "kind:"
 _FILE = "request.json"
-_OVERTIME_SECONDS = 120.0  # beyond the rest of the budget: before that the job or its driver ends it
+_OVERTIME_SECONDS = 120.0  # added to the rest of the budget; normally the job or its driver ends the job earlier
 _RECORD = "environment.json"  # in a run's folder: {"digest"}
-_CODE = ("reward", "recipe")  # slots; a run's rewards with weights are `rewards.NAME`
+_CODE = ("reward", "recipe")  # slots; a reward of several with weights is `rewards.NAME`
 
 
 def code_of(stages: Iterable[tuple[str, str]], trainers: Mapping[str, Trainer]) -> dict[str, str]:
     """Return the `code` of a manifest.
 
     Args:
-        stages: kind and trainer of each.
+        stages: (kind, trainer) of each stage.
     """
     written = list(stages)
     named = [name for _, name in written] + [f"{_KIND}{kind}" for kind, _ in written if installed_kind(kind)]
@@ -229,7 +229,7 @@ def spec_of(
     other = set(found.secrets) - of_rewards - set(compiled.secrets)
     if other:
         raise IntegrityError(
-            f"{path} names secrets that its run does not: {', '.join(sorted(other))[:200]!a}; another process "
+            f"{path} names secrets that its run does not declare: {', '.join(sorted(other))[:200]!a}; another process "
             "wrote it; posttrain retry writes another"
         )
     return found

@@ -2,10 +2,10 @@
 
 A launch commits the intent, writes the job's order, and submits the job exactly once.
 
-An attempt resumes from the furthest committed checkpoint of the same work in any run. Work is the same if the stage's
-cache key is: a run with a larger budget or another placement resumes where its predecessor stopped.
+An attempt resumes from the furthest committed checkpoint of the same work in any run. Two stages do the same work if
+their cache keys are equal: a run with a larger budget or a different placement resumes where its predecessor stopped.
 
-The stage cache stores results by code, parameters, seed and input digests, so that equal stages are computed once.
+The stage cache stores results by code, parameters, seed and input digests, so equal stages are computed once.
 """
 
 import functools
@@ -53,9 +53,9 @@ _COMMIT, _STATE = "COMMIT", "state.json"
 class Found:
     """A checkpoint in the store."""
 
-    digest: str  # of its tree
+    digest: str  # the digest of its tree
     step: int
-    origin: str  # run/stage that wrote it
+    origin: str  # the run/stage that wrote it
     tokens: int  # spent by its lineage
 
 
@@ -68,7 +68,7 @@ def find_checkpoint(
 ) -> Found | None:
     """Publish and return the furthest checkpoint of this stage's attempts and of the stages `same` (equal cache keys).
 
-    Incomplete or damaged checkpoints do not count, and neither do those that a job drops while they are read.
+    Checkpoints that are incomplete or damaged, or that a job drops while they are read, do not count.
     """
     candidates = _candidates(stores.ledger, folders, stage, own, same)
     for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
@@ -79,7 +79,7 @@ def find_checkpoint(
             digest = put_tree(stores.blobs, checkpoint.path)
             if _whole(stores.blobs, digest) and tokens_in(stores.blobs, digest) == checkpoint.tokens:
                 return Found(digest, step, f"{attempt.run_id}/{attempt.stage}", checkpoint.tokens)
-        except (InputError, IntegrityError):  # dropped or replaced while it was read
+        except (InputError, IntegrityError):  # the checkpoint was dropped or replaced while it was read
             continue
     return None
 
@@ -92,10 +92,10 @@ def tokens_in(blobs: BlobStore, checkpoint: str | None) -> int:
 def tokens_inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
     """Return the tokens spent before the checkpoint that an attempt resumes from, as recorded in the ledger.
 
-    For attempts of older versions the checkpoint is read, never the order, which the job may have rewritten.
+    For attempts of older versions the checkpoint is read, but never the order, since the job may have rewritten it.
 
     Raises:
-        IntegrityError: that checkpoint is damaged or was deleted.
+        IntegrityError: the checkpoint is damaged or was deleted.
     """
     return tokens_in(blobs, attempt.resume) if attempt.resumed_tokens is None else attempt.resumed_tokens
 
@@ -117,7 +117,7 @@ def trained_elsewhere(stores: Stores, folders: AttemptFolders, attempts: Sequenc
     """Return `steps 1-40 were trained in RUN/STAGE` if a stage resumed another stage's checkpoint; else empty.
 
     Args:
-        attempts: of one stage, oldest first.
+        attempts: the attempts of one stage, oldest first.
     """
     found = [taken for attempt in attempts if (taken := _foreign(stores, folders, attempt))]
     return f"steps 1-{found[-1][1]} were trained in {found[-1][0]}" if found else ""
@@ -146,10 +146,10 @@ def _small(blobs: BlobStore, file: TreeFile) -> Any:
 
 
 def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> int:
-    """Return the tokens of the checkpoints that a run's stages took from other runs; see `budgets.taken_over`.
+    """Return the tokens of the checkpoints that a run's stages resumed from other runs; see `budgets.taken_over`.
 
     Args:
-        attempts: of a run.
+        attempts: the attempts of a run.
     """
     known = list(attempts)
     for place, attempt in enumerate(known):
@@ -160,7 +160,7 @@ def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequenc
 
 
 def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) -> tuple[str, int] | None:
-    """Return (run/stage, step) of the checkpoint that an attempt took from another stage; None: it took no such one."""
+    """Return (run/stage, step) of the checkpoint that an attempt resumed from another stage; None: it did not."""
     if attempt.resume is None:
         return None
     origin, step = attempt.resumed_from or "", attempt.resumed_step or 0
@@ -181,7 +181,7 @@ def _candidates(
     own: Sequence[AttemptRecord],
     same: Sequence[StageRecord],
 ) -> Iterator[tuple[int, AttemptRecord]]:
-    """Yield (step, attempt) of every possible checkpoint: the stage's own first, the newest attempt first."""
+    """Yield (step, attempt) of every possible checkpoint: the stage's own first, newest attempts first."""
     others = [s for s in same if (s.run_id, s.name) != (stage.run_id, stage.name)]
     attempts = [a for other in others for a in ledger.attempts(other.run_id, other.name)]
     for attempt in (*reversed(own), *attempts):
@@ -211,15 +211,16 @@ def plan_attempt(
     unwatched: int | None,
     rivals: int = 0,
 ) -> tuple[Reason, str] | None:
-    """Commit the intent: an attempt with a deterministic external name. The next pass launches it.
+    """Commit the intent: an attempt with a deterministic external name. The next pass launches the attempt.
 
     Args:
-        same: stages with its cache key.
-        unwatched: slots taken by jobs of runs without a driver; None: the executor is asked only if there are any.
-        rivals: other stages of the run that could start now.
+        same: the stages with the same cache key.
+        unwatched: number of slots that jobs of runs without a driver take; None: unknown, so the executor is queried
+            if there are such runs.
+        rivals: the number of other stages of the run that could start now.
 
     Returns:
-        Why it waits; None: it is planned.
+        Why the stage waits; None: the attempt is planned.
 
     Raises:
         ConflictError: another driver ended the run since the rows were read.
@@ -229,7 +230,7 @@ def plan_attempt(
     attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
     anew = " begins again: no checkpoint exists" if attempt.number > 1 else ""
     message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else anew)
-    if found:  # hashing it took time, and slots may have been taken
+    if found:  # hashing the checkpoint took time, and other jobs may have taken slots
         _, unwatched = taken_slots(stores, jobs)
     plan = functools.partial(_plan, stores, jobs, view.manifest, stage, attempt, key, message, rivals)
     try:
@@ -239,7 +240,7 @@ def plan_attempt(
 
 
 class _UnwatchedError(Exception):
-    """Jobs of runs without a driver may take slots, and the executor was not asked whether they are alive."""
+    """Jobs of runs without a driver may take slots, and the executor was not queried whether these jobs are alive."""
 
 
 def _plan(
@@ -253,8 +254,8 @@ def _plan(
     rivals: int,
     unwatched: int | None,
 ) -> tuple[Reason, str] | None:
-    """Do `plan_attempt` in one transaction, one per host at a time: no two take the same slot or share of a budget."""
-    limited = budgets.limited(manifest)  # else no rows are read to count the spending
+    """Do `plan_attempt` in one transaction, one per host at a time: no two get the same slot or share of a budget."""
+    limited = budgets.limited(manifest)  # without a budget, no rows are read to compute the spending
     with stores.ledger.transaction(stores.actor) as transaction:
         state = transaction.lock_run(stage.run_id, slots_of=jobs.host or "")
         if state != RunState.RUNNING:
@@ -310,7 +311,7 @@ def launch_attempt(
     """Submit an attempt's job, which the executor does not have yet, and record its handle.
 
     Returns:
-        Why it could not be started; None: it was started, or waits.
+        Why the job could not be started; None: it was started, or waits.
     """
     manifest, folder = view.manifest, jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
@@ -318,12 +319,12 @@ def launch_attempt(
     cache = _cache(jobs, manifest, stage, attempt)
     if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, stage, cache):
         return refused
-    # an earlier order may be from a driver that died when the workspace had another place or trusted its rewards
+    # a driver that died may have written an order when the workspace was elsewhere or trusted its rewards
     attempt = _settled(stores, jobs, attempt)
     order = _order(stores, jobs, view, stage, attempt)
-    if not jobs.folders.root.is_dir():  # create nothing at a former place of a workspace
+    if not jobs.folders.root.is_dir():  # creates no folder at a former place of the workspace
         raise WorkspaceError(
-            f"{jobs.folders.root}: no longer exists; drive a workspace that was moved from its new place"
+            f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new place"
         )
     _lay_down(folder, order)
     if jobs.access is not None:
@@ -355,16 +356,16 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
     """
     if attempt.executor != jobs.executor.name:
         raise InfrastructureError(
-            f"{attempt.name} was submitted to executor {attempt.executor}, this process has {jobs.executor.name}; "
+            f"{attempt.name} was submitted to executor {attempt.executor}, but this process uses {jobs.executor.name}; "
             f"drive its run with {attempt.executor}"
         )
     return jobs.executor.observe([job_of(jobs.folders, attempt)])[0]
 
 
 def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
-    """Return the slots of this host that jobs of runs with a driver have, and those of runs without one.
+    """Return the numbers of this host's slots that jobs of runs with a driver take, and that jobs of other runs take.
 
-    The latter count while their jobs are alive, because no driver records their end.
+    A job of a run without a driver counts while it is alive, because no driver records its end.
 
     Raises:
         InfrastructureError: the executor does not answer.
@@ -376,10 +377,10 @@ def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
 
 
 def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
-    """Return whether devices that a job of the stage needs are taken; if so, record their holders in its row.
+    """Return whether devices that a job of the stage needs are taken; if so, record their holders in the stage's row.
 
     Raises:
-        InputError: the machine has fewer devices than it needs.
+        InputError: the machine has fewer devices than the job needs.
         InfrastructureError: the executor cannot read the devices.
     """
     plan = manifest.stage(stage.name)
@@ -393,7 +394,7 @@ def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Sta
 def say(
     stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed", **columns: Any
 ) -> None:
-    """Record why a stage waits, unless its row already contains it."""
+    """Record why a stage waits, unless its row already contains the reason."""
     if (stage.reason, stage.message) != (reason, message):
         stores.update_stage(stage, reason=reason, message=message, next_action=action, **columns)
 
@@ -452,8 +453,9 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
 
 
 def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecord:
-    """Set the attempt's mailbox to this workspace's place for it: a copy of a workspace has its own place, and older
-    versions recorded none.
+    """Set the attempt's mailbox to its place in this workspace.
+
+    A copy of a workspace has its own mailboxes, and older versions recorded no place.
     """
     url = jobs.folders.mailbox_of(attempt.run_id, attempt.stage, attempt.number)
     return attempt if url == attempt.channel else stores.update_attempt(attempt, channel=url)
@@ -468,7 +470,7 @@ def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
 
 
 def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> Path:
-    """Return the cache folder of a job; an image's job has a private one, since no other job may read its writes."""
+    """Return the cache folder of a job; a job in an image has a private one, since no other job may read its writes."""
     boxed = manifest.image_of(manifest.stage(stage.name))
     return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
 
@@ -476,7 +478,7 @@ def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptR
 def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     """Return the failure if secrets that a run's rewards still need are missing, before anything computes; else None.
 
-    They are looked up with the driver's current configuration, which may have changed since submission.
+    The secrets are looked up in the driver's current configuration, which may have changed since submission.
     """
     left = [one.name for one in view.stages if not is_final("stage", one.state)]
     named = sorted({name for one in left for name in secrets_of_rewards(view.manifest.stage(one))})
@@ -498,13 +500,13 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
     """Copy a job's external inputs into its cache, because jobs get no credentials of external stores.
 
     Returns:
-        Why that failed; None: all inputs are there.
+        Why the copy failed; None: all inputs are in the cache.
 
     Raises:
         InfrastructureError: the workspace's own store does not answer.
     """
     for blob in stage.inputs.values():
-        if stores.blobs.has(blob["digest"]):  # an error of the store raises, and does not use up an attempt
+        if stores.blobs.has(blob["digest"]):  # an error of the store is raised and does not use up an attempt
             continue
         versions = external_versions(
             stores.ledger.assets_by_digest(blob["digest"]), blob["digest"], blob.get("name", "")
@@ -531,7 +533,7 @@ def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, Inp
 
 
 def usable(stage: StageRecord, blobs: BlobStore) -> bool:
-    """Return whether all bytes of a cached stage's outputs are still intact. A missing or corrupt blob is a miss."""
+    """Return whether all bytes of a cached stage's outputs are intact. A missing or corrupt blob is a cache miss."""
     try:
         for output in stage.outputs.values():
             if output["form"] == "tree":

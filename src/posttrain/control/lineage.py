@@ -1,10 +1,10 @@
 """Lineage of models, from released weights back to prompts, reward source, base model and manifest.
 
-It is read, once for each run, from the edges between stages and bytes, and from the registrations of these bytes.
+A lineage is read from the edges between stages and bytes, once for each run, and from the registrations of these bytes.
 
 Models made by runs of this workspace have names: `channel:prod`, `channel:prod@3`, `run:sort-b0ed9b49/sft`,
 `run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`. A name whose target can change (a channel, a run's name) is pinned
-when it is read: the manifest contains the release or the run, and the name as written.
+when the run file is read: the manifest contains the release or the run id, and the name as written.
 
 A trained model is also a version of an asset: `model:RUN/STAGE@1`, `model:RUN/STAGE/best@1`. Asset names given by
 people contain no slash, so the two kinds of names cannot collide. RUN is the run's name, not its id: repeated runs of
@@ -56,7 +56,7 @@ KIND = "model"
 
 
 class Origins:
-    """Edges at one moment. The number of SQL statements depends only on the queried runs."""
+    """The edges of one snapshot. The number of SQL statements depends only on the number of queried runs."""
 
     def __init__(self, stores: Stores, now: Snapshot) -> None:
         self.stores, self.now = stores, now
@@ -69,7 +69,7 @@ class Origins:
         self._packages: dict[str, dict[str, list[str]]] = {}
 
     def stages(self, run_id: str) -> list[StageRecord]:
-        """Return a run's stages by position; also reads what they used and made."""
+        """Return a run's stages by position; also reads the edges of their inputs and outputs."""
         if run_id not in self._stages:
             rows = {row.name: row for row in self.now.stages(run_id)}
             ends = [stage_end(run_id, name) for name in rows]
@@ -87,7 +87,7 @@ class Origins:
         return self._used.get(stage_end(run_id, stage), [])
 
     def made(self, run_id: str, stage: str) -> dict[str, str]:
-        """Return output → digest of a stage."""
+        """Return a stage's outputs: name → digest."""
         self.stages(run_id)
         return self._made.get(stage_end(run_id, stage), {})
 
@@ -133,7 +133,7 @@ class Origins:
 
     def _take_used(self, found: Iterable[Edge]) -> None:
         for edge in found:
-            if edge.slot == REUSED:  # an equal result: the stage is bound to the same inputs
+            if edge.slot == REUSED:  # reused an equal result, which has the same inputs
                 continue
             self._used.setdefault(edge.consumer, []).append(edge)
 
@@ -159,8 +159,10 @@ class Origins:
         return self.maker(origin) if origin and stage_of(origin.producer) else None
 
     def that_made(self, run_id: str | None, digest: str) -> Made | None:
-        """Return the stage and output of a run that made these weights. Of several (a stage that changes nothing
-        repeats its input, and a last model may be the best) the one that the run releases, else the last.
+        """Return the stage and output of a run that made these weights.
+
+        If several outputs have these weights (a stage that changes nothing repeats its input, and the last model may
+        be the best), the output that the run releases, else the last one.
         """
         if run_id is None:
             return None
@@ -174,15 +176,15 @@ class Origins:
 
 @dataclass(frozen=True, slots=True)
 class MadeModel:
-    """The model of a name: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
+    """The model that a name denotes: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
 
-    name: str  # pinned: always the same model
+    name: str  # pinned, so it always denotes the same model
     digest: str
-    run_id: str | None  # None: a release that no run made
+    run_id: str | None  # None: the name denotes a release that no run made
     stage: str | None
     channel: str | None = None
     release: int | None = None
-    output: str = MODEL  # of the stage
+    output: str = MODEL  # the stage's output
 
     @property
     def word(self) -> str | None:
@@ -190,7 +192,7 @@ class MadeModel:
         return self.stage and InputRef(source="stage", name=self.stage, output=self.output).word
 
     def pinned(self, word: str) -> InputRef:
-        """Return it as an input of a stage; `word` is the name as written."""
+        """Return the model as an input of a stage; `word`: the name as written."""
         meta = {} if word == self.name else {NAMED: word}
         return InputRef(source="asset", name=self.name, digest=self.digest, form="tree", meta=meta)
 
@@ -199,8 +201,9 @@ def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
     """Return the model that a channel points at, that a run's stage made, or that is a version of a trained asset.
 
     Raises:
-        NotFoundError: no such channel, release, run or stage; the stage has no model yet; the bytes are missing.
-        InputError: an ambiguous prefix of run ids, or an invalid output.
+        NotFoundError: there is no such channel, release, run or stage; the stage has no model yet; the bytes are
+            missing.
+        InputError: the prefix of run ids is ambiguous, or the output is invalid.
     """
     found = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}[ref.source](stores, ref)
     if not stores.blobs.has(found.digest):
@@ -211,7 +214,7 @@ def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
 def _released(stores: Stores, ref: AssetRef) -> MadeModel:
     history = stores.ledger.history(ref.name)
     if not history:
-        hint = nearest(ref.name, stores.ledger.channels()) or "; the first release of a run makes one"
+        hint = nearest(ref.name, stores.ledger.channels()) or "; the first release of a run creates it"
         raise NotFoundError(f"{ref}: there is no channel {ref.name!r}{hint}")
     numbered = next((e for e in history if e.sequence == ref.version), None)
     entry = numbered if ref.version else stores.ledger.channel(ref.name)
@@ -256,7 +259,7 @@ def _way(run: RunRecord) -> str:
 
 
 def _main_stage(manifest: Manifest) -> str:
-    """Return the main model of a run: the one that it releases, else that of the last stage that makes a policy."""
+    """Return the main model of a run: the released model, else the model of the last stage that trains a policy."""
     if manifest.release:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
@@ -287,7 +290,7 @@ def release_lineage(stores: Stores, channel: str) -> Node:
     """Return the lineage of a channel's live release.
 
     Raises:
-        NotFoundError: unknown or empty channel.
+        NotFoundError: the channel is unknown or has no release.
     """
     with stores.ledger.snapshot() as now:
         live = now.channel(channel)
@@ -313,7 +316,7 @@ def run_lineage(stores: Stores, run_id: str) -> Node:
 
 
 def model_lineage(stores: Stores, made: MadeModel) -> Node:
-    """Return the lineage of a model made in this workspace; for a release with its report and evaluations."""
+    """Return the lineage of a model made in this workspace, for a release with its report and evaluations."""
     with stores.ledger.snapshot() as now:
         origins = Origins(stores, now)
         history = now.history(made.channel) if made.channel else []
@@ -368,14 +371,14 @@ def _release_details(origins: Origins, entry: ReleaseEntry) -> tuple[tuple[str, 
 
 
 def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
-    """Yield who approved a release and why, if it required approvals; the owners of its run do not count."""
+    """Yield the approvers of a release with their reasons, if it required approvals; owners of its run are omitted."""
     now, before = origins.now, live_before(origins.now.history(entry.channel), entry.sequence)
     for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
         if asked.asked.get("live") != before or asked.asked.get("model") != entry.model_digest:
             continue
         policy = asked.asked["policy"]
         pinned = policy_of(origins.stores, entry.channel, policy) if policy else None
-        # `say` has refused approvals of other principals
+        # `actions.say` has rejected approvals by other principals
         own = owners(now, asked, Terms((), 0, bool(pinned and pinned.policy.self_approval)))
         yield from (
             f"{said.actor}{f': {said.reason}' if said.reason else ''}"
@@ -385,7 +388,7 @@ def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
 
 
 def _report_node(blobs: BlobStore, digest: str) -> Node:
-    """Return the verdicts on which a release is based, and the models that they compared with."""
+    """Return the verdicts on which a release is based, and the models with which they compared it."""
     try:
         report = read_report(blobs, digest)
     except (IntegrityError, NotFoundError):  # `verify` reports the error
@@ -433,7 +436,7 @@ def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:
 
 
 def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
-    """Return the model of a stage, with its inputs below it. A cached stage shows where it was computed."""
+    """Return the model of a stage, with its inputs below it. For a cached stage, also the place of the computation."""
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
     children = tuple(_input_node(origins, stage, edge) for edge in origins.used(stage.run_id, stage.name))
     details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
@@ -463,8 +466,8 @@ def _asset_node(
     """Return bytes with their registration.
 
     Args:
-        name: the name under which they were used, which selects one of several registrations.
-        entry: the function of a reward: one file may contain several, and a run file may name another one.
+        name: the name under which the bytes were used, which selects one of several registrations.
+        entry: the function of a reward, since one file may contain several.
     """
     assets = origins.assets(digest)
     asset = next((a for a in assets if a.ref == name), assets[0] if assets else None)
@@ -486,7 +489,7 @@ def _asset_node(
 
 
 def _import_node(origins: Origins, digest: str, of: str) -> Node:
-    """Return the outside run that an asset was imported from, as far as its record goes back."""
+    """Return the external run from which an asset was imported, with the ancestors that its record names."""
     try:
         record = read_json(origins.stores.blobs, digest)
         source, made = f"{record['from']} ({record['of']})", " ".join(f"{k} {v}" for k, v in record["tools"].items())
@@ -520,7 +523,7 @@ def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
 
 
 def _named_node(origins: Origins, row: Mapping[str, Any]) -> Node:
-    """Return an input of an outside run: its bytes if they were available, else its name."""
+    """Return an input of an external run: its bytes if they were available, else its name."""
     kind = "dataset" if row["role"] == "data set" else "model"
     said = tuple((key, str(row[key])) for key in ("said", "why") if row.get(key))
     if "digest" in row:
@@ -547,9 +550,9 @@ def trained_models(
     """Return the models among the outputs of a stage, as versions without a number.
 
     Args:
-        run: its run's name.
+        run: the name of the stage's run.
     """
-    if kind_of(stage.kind).from_nothing:  # `asset create` names what it makes
+    if kind_of(stage.kind).from_nothing:  # `asset create` registers its model under the user's name
         return []
     models = []
     for output in (one for one in (MODEL, BEST) if one in outputs):

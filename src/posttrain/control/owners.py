@@ -1,4 +1,4 @@
-"""Processes as owners of a lease: a name that distinguishes a process from a later one with its pid."""
+"""Names of processes that own leases, which distinguish a process from a later one with the same pid."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import psutil
 
 
 def process_name() -> str:
-    """Return `host:pid:start` of this process, which distinguishes it from a later process with the same pid."""
+    """Return `host:pid:start` of this process."""
     return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
 
 

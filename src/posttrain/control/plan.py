@@ -1,4 +1,4 @@
-"""Plan run.yaml into a manifest: names become digests, and mistakes become errors before a process starts."""
+"""Resolve run.yaml to a manifest: names become digests, and mistakes become errors before a process starts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ class Resolve(Protocol):
     """Resolves a written ref to a pinned input."""
 
     def __call__(self, kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
-        """Raises InputError or NotFoundError.
+        """Return the pinned input.
 
         Args:
             called: for a reward, the run file's settings of its function.
+
+        Raises:
+            InputError: the ref is invalid, or names an asset that cannot be used.
+            NotFoundError: the ref names nothing.
         """
 
 
@@ -38,11 +42,16 @@ class Count(Protocol):
     """Counts documents of a data set."""
 
     def __call__(self, ref: InputRef, word: str, turns: bool) -> int:
-        """Raises InputError, NotFoundError or IntegrityError.
+        """Return the number of documents.
 
         Args:
             word: the data set in the run file's `data`.
             turns: count every assistant turn of a conversation instead of the row.
+
+        Raises:
+            InputError: rows are invalid.
+            NotFoundError: the bytes are missing.
+            IntegrityError: the bytes are corrupt.
         """
 
 
@@ -55,8 +64,8 @@ class Planned:
     warnings: tuple[str, ...] = ()  # conditions that could not be checked before the run, and probable failures
     changes: tuple[str, ...] = ()  # suggested changes before the run is started
     passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, if it has them
-    trackers: Trackers | None = None  # of the run file; they decide no result, so the manifest does not contain them
-    policy: PinnedPolicy | None = None  # of the channel that it releases to
+    trackers: Trackers | None = None  # of the run file; they affect no result, so they are not in the manifest
+    policy: PinnedPolicy | None = None  # the policy of the channel to which the run releases
 
 
 def plan_run(
@@ -72,9 +81,9 @@ def plan_run(
 
     Args:
         source: the file's name, for errors.
-        channels: the existing ones; a new channel gets a warning.
+        channels: the existing channels; a new channel gets a warning.
         count: counts the documents of a data set; needed for `epochs`.
-        policy: of the channel that the file releases to; its gates are judged together with the file's own.
+        policy: the policy of the channel to which the run releases; its gates are judged together with the file's own.
 
     Raises:
         InputError: the run file is invalid; the message names file, field, constraint and value.
@@ -117,7 +126,7 @@ def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[
     """Return the stages in an order in which each follows its upstream stages.
 
     Raises:
-        InputError: a cycle, or an `after` that names an unknown stage.
+        InputError: there is a cycle, or an `after` names an unknown stage.
     """
     gate = {GATE.name} if spec.release else set()
     places = {f"stages.{name}": stage.after for name, stage in spec.stages.items()}
@@ -134,7 +143,7 @@ def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
     """Return the run file with the gates of its channel's policy.
 
     Raises:
-        InputError: a gate is weaker than the policy's of that name, or a release has no gate.
+        InputError: a gate is weaker than the policy's gate of that name, or a release has no gate.
     """
     if policy is not None:
         try:
@@ -227,7 +236,7 @@ class Resolver:
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
             return self.model(field, word)
-        if kind == "recipe":  # a file next to the run file: it has no section
+        if kind == "recipe":  # a file next to the run file, without a section of its own
             return self._asset(field, kind, word)
         if kind == "reward":
             return self._reward(field, word)
@@ -245,7 +254,7 @@ class Resolver:
         return found.model_copy(update={"meta": {**found.meta, **told}}) if told else found
 
     def _reward_files(self, slot: str, word: str) -> dict[str, InputRef]:
-        """Return `reward/words.txt`: a slot for every file that a reward's code gets in addition to its source."""
+        """Return slots such as `reward/words.txt` for the files that a reward's code gets in addition to its source."""
         return {
             f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f)
             for f in self._spec.rewards[word].files
@@ -255,7 +264,7 @@ class Resolver:
         """Resolve `base`, a stage that makes a model, or `STAGE/best`.
 
         Raises:
-            InputError: there is no such stage or no base, or the stage keeps no best model.
+            InputError: there is no such stage or no base, or the stage does not store a best model.
         """
         if word == "base":
             if self._spec.model is None:

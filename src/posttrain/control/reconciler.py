@@ -1,13 +1,13 @@
-"""The level-triggered reconciler: compare the desired with the observed state, act on the difference, record.
+"""The level-triggered reconciler: it compares the desired with the observed state, acts on differences, and records.
 
 Loops and what unblocks them::
 
-    tick ──▶ each stage in topological order ──▶ settle the run ──▶ when to look again
+    tick ──▶ each stage in topological order ──▶ settle the run ──▶ set the time of the next look
       ▲        pending  waits for upstream stages (an earlier tick), binds inputs ─▶ ready
       │        ready    waits for a slot, back-off, an identical stage elsewhere ──▶ running | from cache
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
       └── step: ticks when the run is due in the queue (a row changed, a time has come), a job changed, or a slot or
-                 device became free; raises if everything that is left was set aside for a person
+                 device became free; raises if all remaining stages were set aside for a person
 
     deciding thread ──an effect that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
       ▲ collects its exception, and reads the rows again; until then that stage has no other effect ◀──────┘ ends
@@ -45,7 +45,7 @@ from posttrain.store.work import NEVER, Work, WorkQueue
 LEASE_SECONDS = 15.0
 SWEEP_SECONDS = 300.0  # between two sweeps for orphaned jobs
 RACED_SECONDS = 1.0  # until the next pass after a lost race
-UNWOKEN_SECONDS = 604800.0  # an unfinished run gets a pass every seven days, in case a notification was missed
+UNWOKEN_SECONDS = 604800.0  # an unfinished run gets a pass at least every seven days, in case a notification was missed
 POLL_SECONDS = 0.7  # between two queries of the queue
 SLOT_SECONDS = 5.0  # between two checks for slots that other processes released
 _LONG = (Start, Judge, Release, Launch, Collect)  # effects that hash, upload, compute or wait
@@ -57,8 +57,8 @@ class Tick:
 
     run: RunRecord
     changed: bool
-    again_after: float = 0.0  # seconds, unless a change is observed before
-    set_aside: tuple[str, ...] = ()  # stages that wait for a person, if nothing else is left
+    again_after: float = 0.0  # seconds until the next pass, unless a change is observed earlier
+    set_aside: tuple[str, ...] = ()  # stages that wait for a person, if no others are left
     view: View | None = field(default=None, compare=False, repr=False)  # the rows that the pass decided on last
 
 
@@ -68,10 +68,10 @@ class _Watched:
 
     last: Tick | None = None
     again_at: float = 0.0
-    turn: tuple[int, int] = (0, 0)  # the queue's order
-    living: int = 0  # attempts
-    slot: bool = False  # whether a stage waits for one
-    devices: int = 0  # that a stage waits for
+    turn: tuple[int, int] = (0, 0)  # sort key in the queue
+    living: int = 0  # number of live attempts
+    slot: bool = False  # whether a stage waits for a slot
+    devices: int = 0  # number of devices that a stage waits for
 
 
 class Reconciler:
@@ -79,7 +79,7 @@ class Reconciler:
 
     Args:
         owner: names this process in the lease.
-        alive: returns False for an owner that is known to be dead: its lease need not expire first.
+        alive: returns False for an owner that is certainly dead, whose lease need not expire first.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Reconciler:
         self._renewed = self._polled = -NEVER
         self._swept = stores.clock.now()
         self._wakeups = Wakeups(stores.clock, jobs)
-        self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no kill waits for a hash
+        self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # so no kill waits for a hash
         self._begun: dict[tuple[str, str], int] = {}  # stage → version of the queue's row when its work started
         self._slots, self._devices = Turns(), Turns()
         self._counted = self._dealt = -NEVER  # when slots and devices were last checked
 
     def tick(self, run_id: str) -> Tick | None:
-        """Make one pass over a run, due or not; return None if another live process or host has it."""
+        """Make one pass over a run, even if it is not due; return None if another live process or host has the run."""
         over, began = self._over(run_id), self._stores.clock.now()
         rows, now = self._looked_at(run_id)
         if run_id not in rows:  # the run has ended, its row was lost, or another process is resuming it
@@ -124,7 +124,7 @@ class Reconciler:
             view = self._told(now)
             after = self._passes(view, troubles, over)
             if _moved(view, after) and not is_final("run", after.run.state):
-                return Tick(after.run, changed=True, view=after)  # a pass without changes gives the claim back
+                return Tick(after.run, changed=True, view=after)  # only a pass without changes returns the claim
             return self._given_back(after, claim, troubles, began)
         except ConflictError:  # a person or another process changed a row first: read again
             return Tick(self._stores.ledger.run(run_id), changed=True)
@@ -136,14 +136,14 @@ class Reconciler:
         return self._beside.over(run_id) | self._ending.over(run_id)
 
     def _looked_at(self, run_id: str) -> tuple[dict[str, Work], RunRows | None]:
-        """Return the rows of a run in the queue and the ledger; None: a ledger row is damaged, an error of the run."""
+        """Return the rows of a run in the queue and the ledger; None instead of the latter: a ledger row is damaged."""
         try:
             return self.queue.look_at(run_id)
         except IntegrityError:
             return self.queue.of_run(run_id), None
 
     def _given_back(self, view: View, claim: Work, troubles: Backoffs, began: float) -> Tick:
-        """Give the claim back; a write after `view` was read has notified the run, which is then due again."""
+        """Return the claim; if a row was written after `view` was read, the run has been notified and is due again."""
         run = view.run
         if is_final("run", run.state):
             self.queue.finish(run.id)
@@ -152,7 +152,7 @@ class Reconciler:
         stages = [stage for stage in view.stages if stage.name not in troubles.set_aside]
         names = {stage.name for stage in stages}
         attempts = [attempt for attempt in view.attempts if attempt.stage in names]
-        # the time before the decisions: a later due time was not decided on
+        # the time before the decisions, which did not consider later due times
         after = look_again_after(view.manifest, stages, attempts, min(began, self._stores.clock.now()))
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
@@ -161,13 +161,13 @@ class Reconciler:
         said = self._say_set_aside(run, aside)
         hold = self._jobs.host is None or any(attempt.host == self._jobs.host for attempt in view.attempts)
         hold = hold or run.id in self._beside.runs()
-        if not hold:  # the first host with room takes a run without jobs
+        if not hold:  # a run without jobs may go to the first host with free slots
             self._held.pop(run.id, None)
         settled = self.queue.give_back(claim, after, hold=hold)
         return Tick(said, not settled, after, aside if settled else (), view)
 
     def _say_set_aside(self, run: RunRecord, names: Sequence[str]) -> RunRecord:
-        """Record in the run's row that only stages set aside are left, or remove that reason."""
+        """Record in the run's row that only stages that were set aside are left, or remove that reason."""
         if not names:
             back = run.reason == Reason.SET_ASIDE and not is_final("run", run.state)
             said = (Reason.RUNNING, "stages are under way", "") if back else (run.reason, run.message, run.next_action)
@@ -184,7 +184,7 @@ class Reconciler:
         self._held.pop(run.id, None)
         try:
             known = record_failure(self.queue, RUN, run.id, error, claim, held=claim)
-        except ConflictError:  # the lease expired: its new holder reads the run
+        except ConflictError:  # the lease expired: the new holder reads the run
             return Tick(run, changed=False, again_after=RACED_SECONDS)
         if known.dead_at is not None:
             with suppress(PosttrainError), self._stores.ledger.transaction(self._stores.actor) as transaction:
@@ -203,7 +203,7 @@ class Reconciler:
                 f"posttrain dead {run_id} --retry"
             )
         elif held is not None and row.lease_token == held.lease_token and (row.lease_in or 0.0) > LEASE_SECONDS / 2:
-            self._held[run_id] = row  # valid for long enough: a renewal costs an fsync
+            self._held[run_id] = row  # not renewed: the lease is valid for long enough, and a renewal costs an fsync
             return row
         claimed = self.queue.claim([run_id], early=True)
         if not claimed and self.queue.succeed_the_dead():
@@ -215,7 +215,7 @@ class Reconciler:
         return claimed[0]
 
     def _is_elsewhere(self, rows: RunRows) -> bool:
-        """Return whether another host has a job of this run; if so, set the host in the queue's row again."""
+        """Return whether another host has a job of this run; if so, write that host into the queue's row."""
         if self._jobs.host is None:
             return False
         other = next(
@@ -227,7 +227,7 @@ class Reconciler:
         return other is not None
 
     def release(self, run_id: str) -> None:
-        """Release the lease, so that another process need not wait for it to expire."""
+        """Release the lease, so another process need not wait until it expires."""
         self._held.pop(run_id, None)
         self._watched.pop(run_id, None)
         self._forget(run_id)
@@ -246,17 +246,17 @@ class Reconciler:
         return False
 
     def worth(self, run_ids: Sequence[str]) -> list[str]:
-        """Return the runs that are due for a `step`; executor and queue are asked once for all of them."""
+        """Return the runs that are due for a `step`, with one query of executor and queue for all of them."""
         self._look_around()
         return [run_id for run_id in run_ids if self._is_due(run_id, self._stores.clock.now())]
 
     def step(self, run_id: str) -> Tick:
         """Make a pass over a run if it is due: its time has come, it was notified, or one of its jobs changed.
 
-        Else return the result of the last pass without a query; executor and queue are asked once for all runs.
+        Otherwise return the result of the last pass. One query of executor and queue serves all runs.
 
         Raises:
-            InfrastructureError: everything left of the run was set aside after repeated errors.
+            InfrastructureError: all remaining stages of the run were set aside after repeated errors.
         """
         self._look_around()
         clock = self._stores.clock
@@ -269,7 +269,7 @@ class Reconciler:
         watched.again_at = clock.now() + (0.0 if found.changed else found.again_after)
         watched.last = replace(found, view=None)
         if found.set_aside:
-            watched.last = None  # the next call reads it again, once the cause is fixed
+            watched.last = None  # the next call reads the run again, since a person may have fixed the cause
             raise InfrastructureError(f"run {run_id}: {found.run.message}; {found.run.next_action}")
         self._take_in(run_id, watched, found)
         return found
@@ -281,7 +281,7 @@ class Reconciler:
             self._counted = -NEVER
             return
         if found.view is None and found.changed:
-            return  # raced: the next pass reads the rows
+            return  # lost a race: the next pass reads the rows
         if found.view is None:  # another driver has it
             self._forget(run_id)
         self._wakeups.follow(run_id, found.view)
@@ -300,7 +300,7 @@ class Reconciler:
         return self._jobs.trainer(plan.trainer).devices(plan.kind, plan.params)
 
     def _look_around(self) -> None:
-        """Do the work for all runs that is due: leases, orphans, the queue, their jobs, free slots and devices."""
+        """Do the due work that concerns all runs: leases, orphans, the queue, jobs, free slots and devices."""
         self.keep()
         self._sweep()
         now = self._stores.clock.now()
@@ -352,7 +352,7 @@ class Reconciler:
             self._due |= self._slots.next([(run_id, 1) for _, run_id in waiting], free, self._due | self._beside.runs())
 
     def _sweep(self) -> None:
-        """End orphaned jobs every `SWEEP_SECONDS`, in one driver of all."""
+        """End orphaned jobs every `SWEEP_SECONDS`; only one driver at a time does so."""
         if self._stores.clock.now() - self._swept < SWEEP_SECONDS:
             return
         self._swept = self._stores.clock.now()
@@ -413,7 +413,7 @@ class Reconciler:
             settled = not _moved(view, after) or is_final("run", after.run.state)
             if settled or troubles or _planned(view) or _planned(after):
                 return after
-            view, over = after, frozenset()  # work that ends now writes rows that this view lacks
+            view, over = after, frozenset()  # work that ends from now on writes rows that this view lacks
 
     def _pass(self, view: View, troubles: Backoffs, over: Set[str]) -> View:
         """Decide and act for the run, for each stage separately, and for the run again; return the rows afterwards.
@@ -426,7 +426,7 @@ class Reconciler:
             view = self._done(view, *effects)
         looks = Looks(self._jobs, self._wakeups.seen())
         waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
-        for name in (*waiting, *(stage.name for stage in view.stages)):  # binds all before any starts
+        for name in (*waiting, *(stage.name for stage in view.stages)):  # binds all stages before any starts
             if troubles.waits(view.stage(name)):
                 continue
             with troubles.kept_to(view.stage(name)):
@@ -445,7 +445,7 @@ class Reconciler:
                 if name not in over or not beside.collect(run_id, name):
                     return view
                 if self._held[run_id].wanted_version == self._begun.pop((run_id, name), None):
-                    return view  # no notification since: the same step waits for its time or a sign
+                    return view  # no notification since the work started: the same step waits for its time or a sign
         running = view.stage(name).state == StageState.RUNNING
         if running and self._jobs.elsewhere(view.tries(name)[-1]):
             return view  # the run moved to another host during this pass

@@ -3,10 +3,10 @@
 A release adds evaluations of the models that gates compare with, the gate, and the release.
 
 A gate compares item by item, so the evaluators of the released model also measure its baselines. These stages are named
-`baseline-EVALUATE` (the channel's model) and `baseline-MODEL.EVALUATE` (any other): no stage of a run file has a dot in
-its name (a `/` of MODEL becomes one). An equal evaluate stage of the run replaces them.
+`baseline-EVALUATE` (for the channel's model) or `baseline-MODEL.EVALUATE` (for another; a `/` in MODEL becomes a dot).
+No stage of a run file has a dot in its name. An equal evaluate stage of the run replaces such a stage.
 
-With `keep_best` and `early_stopping` a probe decides which model a stage outputs; evidence and release follow it.
+With `keep_best` and `early_stopping` a probe decides which model a stage outputs; that model is measured and released.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class Models(Protocol):
     """Resolves names of models."""
 
     def model(self, field: str, word: str) -> InputRef:
-        """Resolve `base`, or a stage that makes a model; refuse any other name for `field`."""
+        """Resolve `base`, or a stage that makes a model; reject any other name for `field`."""
 
 
 class Decision:
@@ -49,8 +49,8 @@ class Decision:
     Args:
         models: resolves the names of models in the file.
         source: the file's name, for errors.
-        stages: of the file, resolved.
-        contracts: of these stages, from their trainers.
+        stages: the resolved stages of the file.
+        contracts: the contracts of these stages, from their trainers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Decision:
     ) -> None:
         self._models, self._spec, self._source = models, spec, source
         self._stages, self._known = stages, contracts
-        self.contracts: dict[str, StageContract] = {}  # of the added evaluations
+        self.contracts: dict[str, StageContract] = {}  # contracts of the added evaluations
 
     def stages(self, check: Callable[[list[StageManifest]], None]) -> list[StageManifest]:
         """Return the stages that the release adds; empty without a release.
@@ -72,7 +72,7 @@ class Decision:
             check: called with the stages that measure the released model; raises InputError.
 
         Raises:
-            InputError: a gate or the release has an unknown name, or a metric that cannot be judged.
+            InputError: a gate or the release names an unknown model, or a metric cannot be judged.
         """
         release = self._spec.release
         if release is None:
@@ -130,7 +130,7 @@ class Decision:
         return model
 
     def _measured(self, evaluator: StageManifest, model: InputRef, rival: str) -> StageManifest:
-        """Return the same evaluation of another model: an existing stage of the run, else a new one."""
+        """Return the same evaluation of another model: an existing stage of the run, else a new stage."""
         wanted = (evaluator.kind, evaluator.trainer, deciding(evaluator.params), {**evaluator.inputs, "model": model})
         for stage in self._stages.values():
             if (stage.kind, stage.trainer, deciding(stage.params), stage.inputs) == wanted:
@@ -221,7 +221,7 @@ _SELECTED = "rows that selected the model are no evidence for it; probe other ro
 _LEARNT = "a memorised answer scores best; probe rows that the stage does not train on"
 
 
-_STEP = "best/step"  # metric: the step after which the best model was kept
+_STEP = "best/step"  # metric: the step after which the best model was stored
 
 
 def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
@@ -238,7 +238,7 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
     """Yield a warning for each selecting probe whose rows a suite measures or the stage trains on.
 
     Args:
-        rows: digest of a data set → its rows; None: they were not read, so only the digests are compared.
+        rows: digest of a data set → its rows; None: not read, so only the digests are compared.
     """
     suites = {str(ref.digest): ref for stage in manifest.stages if stage.measures for _, ref in dataset_slots(stage)}
     for stage in filter(selects, manifest.stages):
@@ -258,7 +258,7 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
 
 
 def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield warnings: probes on used rows, stages that changed no weights, releases of an untrained best model.
+    """Yield warnings about probes on used rows, stages that changed no weights, releases of an untrained best model.
 
     Args:
         metrics: stage → its metrics, for stages that have ended.
@@ -270,7 +270,7 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
     if manifest.release is None:
         return
     stages = {stage.name: stage for stage in manifest.stages}
-    name, _, output = manifest.release.model.partition("/")  # an older manifest may contain a name that is refused now
+    name, _, output = manifest.release.model.partition("/")  # an older manifest may contain a name that is rejected now
     while name in stages:
         if output == BEST and metrics.get(name, {}).get(_STEP) == 0:
             yield (

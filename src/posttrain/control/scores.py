@@ -1,11 +1,11 @@
 """Scores of a run: every metric of every suite, before and after, and the responses behind them.
 
-Scores are read from the evaluations' per-item results. *Before* is a model that the run started from (the channel's,
-the base model, or an earlier stage's) if an evaluation of this run measured it on the same suite, or a model that a
-gate compares with. Nothing is estimated from training.
+Scores are read from the evaluations' per-item results. *Before* is either a model that the run started from (the
+channel's, the base model, or an earlier stage's), if an evaluation of this run measured it on the same suite, or a
+model with which a gate compares. No score is estimated from training.
 
-A model's responses in an evaluation are read item by item from `items.parquet`. Texts are read in batches and only the
-chosen ones are kept, so long responses cost no memory.
+A model's responses in an evaluation are read item by item from `items.parquet`. Texts are read in batches, and only the
+selected ones stay in memory.
 """
 
 import io
@@ -30,11 +30,11 @@ from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
 T = TypeVar("T")
-_MARGIN = 0.02  # maximum of the suggested gate; `plan` prints its power on the current items
-JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
+_MARGIN = 0.02  # the largest `margin` in a suggested gate; `plan` prints the gate's power on the current items
+JUDGED = ("reward", "sampled_reward")  # metrics of a suite that depend on its reward
 _LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
 _TEXTS = ("prompt", "answer", "response", "extracted")
-_REWARD, _COMPONENTS = "reward", "components"  # the second as JSON
+_REWARD, _COMPONENTS = "reward", "components"  # columns; the second contains JSON
 _BATCH = 512  # rows
 
 
@@ -43,10 +43,10 @@ class Before:
     """The same metric of a model that the measured one was trained from, or would replace."""
 
     of: str  # channel prod | base model:tiny@1 | stage sft
-    stage: str  # of the run, that measured it
+    stage: str  # the stage of the run that measured it
     estimate: Estimate
-    paired: Paired | None  # after - before; None: their measurements differ
-    unpaired: str = ""  # why
+    paired: Paired | None  # after - before; None: the two cannot be paired
+    unpaired: str = ""  # why the two cannot be paired
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -61,10 +61,10 @@ class Score:
     stage: str  # the evaluate stage
     suite: str
     metric: str  # as gates name it: heldout/accuracy
-    of: str  # which model: stage grpo | base … | channel …
+    of: str  # the measured model: stage grpo | base … | channel …
     estimate: Estimate
     before: tuple[Before, ...]  # empty: the run measured no such model
-    trained: bool = True  # by this run: an input model has no before
+    trained: bool = True  # whether this run trained the model; an input model has no before
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -74,11 +74,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A run's scores, and the read errors."""
+    """A run's scores, and errors in reading them."""
 
     rows: tuple[Score, ...] = ()
     troubles: tuple[str, ...] = ()
-    confidence: float = CONFIDENCE  # two-sided, of all intervals
+    confidence: float = CONFIDENCE  # two-sided confidence of all intervals
     regressions: tuple[str, ...] = ()  # a line for each metric that is significantly worse than before
 
     @property
@@ -89,7 +89,7 @@ class Scores:
 
     @property
     def lone(self) -> bool:
-        """Whether a trained model has a score without a measured before."""
+        """Whether a trained model has a score that no earlier model can be compared with."""
         return any(row.trained and not row.before for row in self.rows)
 
     @property
@@ -167,10 +167,9 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
 
 
 def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
-    """Yield a line for each earlier model with better scores: the whole interval of a difference is on the worse side.
+    """Yield a line for each earlier model with a better score: the whole interval of the difference is worse than 0.
 
-    The metric of a gate has priority. The gate that a line suggests fails on such results: a confidence limit is never
-    better than the estimate.
+    The metric of a gate has priority. The gate that a line suggests would fail on these results.
     """
     found: dict[str, list[tuple[Score, Before, Paired]]] = {}
     for score in scores:
@@ -212,7 +211,7 @@ def measurements(
     """Yield every ended evaluation of a run, in the order of its stages.
 
     Args:
-        troubles: gets a line for each evaluation with unreadable results.
+        troubles: list to which a line is appended for each evaluation with unreadable results.
     """
     for stage in manifest.stages:
         record = rows.get(stage.name)
@@ -237,8 +236,9 @@ def model_words(manifest: Manifest, ref: InputRef) -> str:
 
 
 def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[Measured]:
-    """Return the evaluations of this model's ancestors and of the models that its gates compare with: the channel's
-    first, then those of other models, then the ancestors', the oldest first.
+    """Return the evaluations of the models that this model's gates compare with, and of its ancestors.
+
+    The channel's model comes first, then the others that gates compare with, then the ancestors, oldest first.
     """
     line = list(_ancestors(manifest, one.model))
     others = [other for other in found if other.model != one.model]
@@ -286,7 +286,7 @@ def _scores(one: Measured, earlier: list[Measured], manifest: Manifest, troubles
 
 
 def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manifest) -> Iterator[Before]:
-    """Yield one result per evaluation; of several equal suites the one with the same name has priority."""
+    """Yield one result per evaluation; among equal suites, the suite with the same name has priority."""
     for other in earlier:
         same = [name for name in other.evidence if other.identity(name) == one.identity(metric)]
         if not same:
@@ -334,18 +334,18 @@ class Response:
     answer: str  # the expected answer
     response: str
     extracted: str | None  # the compared part of the response; None: no answer found
-    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
+    components: Mapping[str, float] = field(default_factory=dict)  # component of the reward → value
 
 
 class Responses:
     """The responses of one evaluation.
 
     Args:
-        data: of `items.parquet`.
-        source: its name in errors.
+        data: the bytes of `items.parquet`.
+        source: the name of the file in errors.
 
     Raises:
-        IntegrityError: it is not such a file.
+        IntegrityError: the bytes are not such a file.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
@@ -356,7 +356,7 @@ class Responses:
             if missing:
                 raise ValueError(f"column {missing[0]} is missing")
             known = self._file.schema_arrow.names
-            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # earlier versions had none
+            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # earlier versions lack them
             columns = self._file.read(columns=[*_LIGHT, *self._scored[:1]]).to_pydict()
         except (OSError, ValueError, pa.ArrowException) as error:
             raise IntegrityError(f"{source}: responses cannot be read: {error}; evaluate again") from error
@@ -365,7 +365,7 @@ class Responses:
         ]
 
     def greedy(self, suite: str) -> list[Answered]:
-        """Return the greedy responses to a suite, one per item, in its order."""
+        """Return the greedy responses to a suite, one per item, in the suite's order."""
         return [one for one in self.all if one.suite == suite and one.kind == "greedy"]
 
     @property

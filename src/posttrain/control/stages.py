@@ -1,4 +1,4 @@
-"""Carry out the effects of a decision, and take a stage from waiting to running.
+"""Carry out the effects of a decision, and move a stage from waiting to running.
 
 `act` has one function for each effect; each is a compare-and-set on the rows that the effect was decided on. A stage
 starts by binding its inputs, querying the stage cache, and planning an attempt.
@@ -67,7 +67,7 @@ def bind_pending(
             inputs[slot] = InputBlob(ref.digest, ref.form, ref.name, ref.meta)
         elif ref.source == "stage":
             output = stages[ref.name].outputs.get(ref.output or "")
-            if output:  # a skipped stage has no output: the gate has no baseline
+            if output:  # the output of a skipped stage is empty: the gate has no baseline
                 inputs[slot] = InputBlob(output["digest"], output["form"], f"{stage.run_id}/{ref.word}")
         elif ref.source == "channel":
             live = _channel(stores.ledger, manifest, stages, ref.name)
@@ -122,17 +122,17 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     cached, same = stores.ledger.computed(key)
     if cached and _reuse(stores, stage, key, cached):
         return
-    if cached:  # its outputs are missing or damaged
+    if cached:  # the outputs of the cached stage are missing or damaged
         same = stores.ledger.stages_by_key(key)
     twin = _twin(stores, stage, same)
     if twin:
         said = f"{twin} computes the same result, which will be reused"
         say(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, cache_key=key)
         return
-    # read now: in a thread the view is older, and later spending counts
+    # read again: the view is older in a thread, and later spending counts
     attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
     spent = budgets.spending(view.stages, attempts, taken_over=tokens_taken_over(stores, jobs.folders, attempts))
-    # slots are checked in the planning transaction; also before, if it already waits or must search for a checkpoint
+    # the planning transaction checks slots; they are checked also before it if the stage waits or searches a checkpoint
     before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
     driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
     held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
@@ -161,7 +161,7 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
 
 
 def _rivals(stores: Stores, view: View, key: str) -> int:
-    """Return how many other stages of a run with a budget could start now: they share the rest of it."""
+    """Return how many other stages of a run with a budget could start now and share the rest of the budget."""
     manifest = view.manifest
     if not budgets.limited(manifest):
         return 0
@@ -171,7 +171,7 @@ def _rivals(stores: Stores, view: View, key: str) -> int:
 
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
-    """Fail the stage if the sources differ from the manifest's, whose digest must prove the code; return whether."""
+    """Fail the stage if the sources differ from those that the manifest records; return whether they differ."""
     now = {name: present_code(name, jobs.trainers) for name in names_of(manifest, manifest.stage(stage.name))}
     name = next((name for name, present in now.items() if present != manifest.code[name]), None)
     if name is None:
@@ -183,15 +183,17 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
         state=StageState.FAILED,
         reason=Reason.CODE_CHANGED,
         message=message,
-        next_action="submit the run file again, which locks the current code",
+        next_action=(
+            f"restore it, then posttrain retry {stage.run_id}; or submit the run again, which locks the current code"
+        ),
     )
     return True
 
 
 def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
-    """Fail the stage if the libraries changed since the run started, as they may be manipulated; return whether."""
+    """Fail the stage if the libraries changed since the run started; return whether they changed."""
     image = manifest.image_of(manifest.stage(stage.name))
-    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image brings its own
+    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image has its own
     if not message:
         return False
     stores.update_stage(
@@ -199,7 +201,10 @@ def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: 
         state=StageState.FAILED,
         reason=Reason.ENVIRONMENT_CHANGED,
         message=message,
-        next_action=f"restore it, or posttrain retry {stage.run_id}, which accepts it",
+        next_action=(
+            f"restore it, or accept the current environment with posttrain retry {stage.run_id}; if Posttrain's own "
+            "code changed, submit the run again, which locks the current code"
+        ),
     )
     return True
 
@@ -224,7 +229,7 @@ def _reuse(stores: Stores, stage: StageRecord, key: str, cached: StageRecord) ->
 
 
 def _twin(stores: Stores, stage: StageRecord, same: Iterable[StageRecord]) -> str | None:
-    """Return another stage that computes the same now, in this run or in one with a live driver."""
+    """Return another stage that is computing the same result, in this run or in a run with a live driver."""
     now = stores.clock.now()
     for other in same:
         if other.state != StageState.RUNNING or (other.run_id, other.name) == (stage.run_id, stage.name):
@@ -239,7 +244,7 @@ def act(stores: Stores, jobs: Jobs, view: View, effect: Effect) -> None:
     """Carry out one effect.
 
     Args:
-        view: the rows that it was decided on.
+        view: the rows on which the effect was decided.
 
     Raises:
         ConflictError: another process changed a row first; decide again.
@@ -304,7 +309,7 @@ def _launch(stores: Stores, jobs: Jobs, view: View, effect: Launch) -> None:
         )
     except (InputError, IntegrityError) as error:  # its folder cannot be read, and a retry would not repair it
         failure = Failure(FailureClass.BUG, f"the job cannot be launched: {error}", "collect")
-    if failure and not failure.kind.retried:  # it was never submitted, and a retry would not help
+    if failure and not failure.kind.retried:  # the job was never submitted, and a retry would not help
         act(stores, jobs, view, End(stage, attempt, JobResult("failed", failure=failure)))
     elif failure:
         act(stores, jobs, view, not_launched(view, stage, attempt, failure))
@@ -329,7 +334,7 @@ def _keep_watch(stores: Stores, effect: KeepWatch) -> None:
 
 
 def _ask_to_checkpoint(stores: Stores, jobs: Jobs, effect: AskToCheckpoint) -> None:
-    """Ask for a checkpoint, then record it. After a crash in between the job is asked twice, but writes only one."""
+    """Ask for a checkpoint, then record the request. A crash in between repeats the request, but not the checkpoint."""
     with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order
         jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.CHECKPOINT)
     crashpoint("stall.after_signal")

@@ -20,7 +20,7 @@ class Stores:
     ledger: Ledger
     blobs: BlobStore
     clock: Clock
-    actor: str  # the acting principal, as named in the audit log
+    actor: str  # the acting principal, by the name in the audit log
 
     def manifest(self, run: RunRecord) -> Manifest:
         """Return the run's locked manifest.

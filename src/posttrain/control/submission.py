@@ -14,8 +14,8 @@ from posttrain.domain.records import Artifact, RunRecord, StageRecord
 from posttrain.store.hosts import Ledger
 from posttrain.store.trees import stored_sizes
 
-_LONGEST = 55  # characters of a name in an id, which has 64
-_RACES = 100  # that one `--again` may lose to other submissions
+_LONGEST = 55  # characters of a name in an id of at most 64
+_RACES = 100  # races that one `--again` may lose to other submissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Submitted:
 def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run for this manifest, or attach to the newest one with the same digest.
 
-    An unfinished run is also attached to if only the target of a name (`channel:prod`) has changed: a run may move its
-    own channel, and a command repeated after a kill must find that run.
+    The call also attaches to an unfinished run if only the target of a name (`channel:prod`) has changed: a run may
+    move its own channel, and a command repeated after a kill must find that run.
 
     Args:
         again: start another run of the same manifest.
-        exact: match only this manifest, as of a lock, even if the targets of its names have changed.
+        exact: attach only to a run of exactly this manifest, not to one with other targets of the same names.
     """
     existing = stores.ledger.runs(manifest_digest=manifest.digest)
     if existing and not again:
@@ -73,7 +73,7 @@ def new_run_id(ledger: Ledger, name: str) -> str:
 
 
 def _unfinished(stores: Stores, manifest: Manifest) -> RunRecord | None:
-    """Return the newest unfinished run of the same manifest before pinning."""
+    """Return the newest unfinished run whose manifest is the same apart from the targets of names."""
     words = manifest.unpinned()
     if words is None:
         return None

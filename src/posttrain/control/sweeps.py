@@ -17,8 +17,9 @@ Runs = Mapping[int, str]  # seed → run id
 
 
 def swept_model(planned: Planned, released: str | None) -> str:
-    """Return the model by which settings are ranked, as named in a run file: the released one if an evaluation
-    measures it, else that of the last evaluation.
+    """Return the model by which settings are ranked, as named in a run file.
+
+    It is the released model if an evaluation measures it, else the model of the last evaluation.
 
     Raises:
         InputError: there is no evaluation.
@@ -101,7 +102,7 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _evidence(stores: Stores, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
-    """Return a run's measurement of exactly that model; None: not measured."""
+    """Return a run's measurement of that model; None: not measured."""
     manifest, rows = stores.manifest(stores.ledger.run(run_id)), {row.name: row for row in stores.ledger.stages(run_id)}
     found = [
         one

@@ -1,8 +1,8 @@
-"""The stages that need no process (judge and release), the explanation of a run's state, and counts of evaluations.
+"""The stages that need no process (gate and release), the explanation of a run's state, and counts of evaluations.
 
-A judge stage judges the evidence; a release stage moves the release pointer.
+A gate stage judges the evidence; a release stage moves the channel.
 
-The explanation of a run's state contains the reason, the number that missed its limit and by how much, and the next
+The explanation of a run's state contains the reason, the value that missed its limit with the difference, and the next
 action.
 
 A count records how often the items of a run's gates were evaluated before; `decision.gates` applies it. Items are
@@ -55,16 +55,16 @@ from posttrain.domain.records import AttemptRecord, Look as Evaluation, RunRecor
 from posttrain.domain.rewards import JUDGES
 from posttrain.store.trees import verify_tree
 
-Ids = NDArray[np.uint64]  # of items, sorted and distinct
-_SHARED = 2  # sets that share 1/_SHARED of the smaller one are the same items
-_COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")  # of metrics.parquet; the last three are the range
+Ids = NDArray[np.uint64]  # hashes of item ids, sorted and distinct
+_SHARED = 2  # sets that share 1/_SHARED of the smaller set count as the same items
+_COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")  # in metrics.parquet; the last three are the range
 _REASONS = {
     Outcome.FAIL: Reason.GATE_FAILED,
     Outcome.INCONCLUSIVE: Reason.GATE_INCONCLUSIVE,
     Outcome.ERROR: Reason.GATE_ERROR,
 }
 _TURNED_AWAY: Mapping[type[ConflictError], tuple[Reason, str]] = {
-    # reason and next action of a refused release; only a plan of the run file can judge again
+    # reason and next action of a rejected release; only planning the run file again leads to another judgement
     QuarantinedError: (Reason.QUARANTINED, "posttrain promote {run} --lift-quarantine REASON"),
     RecalledError: (Reason.RECALLED, "posttrain lineage {run}"),
     PolicyError: (Reason.POLICY_NOT_MET, "posttrain run RUN.yaml"),
@@ -77,11 +77,11 @@ _TURNED_AWAY: Mapping[type[ConflictError], tuple[Reason, str]] = {
 def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list[Evaluation]:
     """Return every evaluation of these items, oldest first.
 
-    An evaluation without readable results (it failed, or they were erased) counts if it read the same data set.
+    An evaluation that failed, or whose results were erased, counts if it read the same data set.
 
     Args:
-        items: digest of a data set.
-        written: ids of its items, for a data set without evaluations.
+        items: the digest of a data set.
+        written: the ids of its items, for a data set without evaluations.
     """
     with stores.ledger.snapshot() as now:
         measured = now.measured(SUITES, METRICS)
@@ -103,7 +103,7 @@ def _alike(mine: Ids, theirs: Ids) -> bool:
 
 @functools.lru_cache(256)
 def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
-    """Return the items of a suite in an evaluation's `metrics.parquet`; empty if it was erased or is unreadable.
+    """Return the items of a suite in an evaluation's `metrics.parquet`; empty if the file was erased or is unreadable.
 
     A gate that judges an unreadable file ends as ERROR; a gate that only counts it continues.
     """
@@ -114,12 +114,12 @@ def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
     try:
         table = pq.ParquetFile(written).read(["metric", "item_id"], use_threads=False)
         return _numbers(map(str, table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"].to_pylist()))
-    except (ArrowException, KeyError, OSError):  # bad bytes only: an unavailable store raises, and is retried
+    except (ArrowException, KeyError, OSError):  # bad bytes only: an unavailable store raises, and the call is retried
         return _numbers(())
 
 
 def _numbers(ids: Iterable[str]) -> Ids:
-    """Return eight bytes of each id's hash, sorted: a set of 100,000 items takes 0.8 MB."""
+    """Return eight bytes of each id's hash, sorted, so a set of 100,000 items takes 0.8 MB."""
     found = {hashlib.blake2b(one.encode(), digest_size=8).digest() for one in ids}
     return np.sort(np.frombuffer(b"".join(found), dtype=np.uint64))
 
@@ -132,9 +132,9 @@ def gate_looks(
     run_id: str | None = None,
     written: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, Look]:
-    """Return the look of every rule at its items; rules with unknown items are left out.
+    """Return rule → its look at its items; rules with unknown items are omitted.
 
-    Evaluations of the same run that the gate compares with are part of its look, not earlier looks.
+    Evaluations of the same run with which the gate compares are part of its look, not earlier looks.
 
     Args:
         pinned: the policy that the run was planned under. If it has no `looks`, a project with roles (as on every
@@ -142,7 +142,7 @@ def gate_looks(
         rows: stages of the run; before its submission, stages whose cached results it will reuse. A missing evaluation
             is the next look.
         run_id: the run; None: it is not submitted.
-        written: by digest, ids of the items of data sets without evaluations.
+        written: digest → ids of the items, for data sets without evaluations.
     """
     gate = next((stage for stage in manifest.stages if kind_of(stage.kind).judges), None)
     if gate is None:
@@ -181,8 +181,8 @@ def _place(
 ) -> int:
     """Return the number of an evaluation among those of its items; a future evaluation gets the next number.
 
-    Evaluations that started or ended earlier count before it, so that earlier judgements always count. A result from
-    the cache keeps its number.
+    Evaluations that started or ended earlier come before it, so earlier judgements always count. A result from the
+    cache retains its number.
     """
     row = rows.get(stage.name)
     mine = (row.cached_from or f"{row.run_id}/{row.name}") if row else ""
@@ -234,7 +234,7 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
 
 
 def _release_in(live: InputBlob | None, channel: str) -> int | None:
-    """Return the sequence of the release that a gate is bound to (`channel:prod@3`); 0: no release; None: unknown."""
+    """Return the number of the release with which a gate compared (`channel:prod@3`); 0: no release; None: unknown."""
     if live is None:
         return 0
     named, _, sequence = live.name.rpartition("@")
@@ -256,7 +256,7 @@ def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
 
 
 def _summary(report: GateReport) -> str:
-    """Return one line: how many gates decided, and the numbers of the first."""
+    """Return one line with the number of gates and the values of the first."""
     total = len(report.verdicts)
     if report.outcome is Outcome.PASS:
         return "the gate passes" if total == 1 else f"all {total} gates pass"
@@ -313,10 +313,10 @@ def release_stage(
                 state=StageState.SUCCEEDED,
                 reason=Reason.PROMOTED if move else Reason.ALREADY_LIVE,
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
-                next_action="",  # it may have requested approvals
+                next_action="",  # cleared, since it may request approvals
                 finished_at=stores.clock.now(),
             )
-    except StaleWriteError:  # the stage's own row, not the channel: decide again
+    except StaleWriteError:  # the stage's own row changed, not the channel: decide again
         raise
     except ConflictError as error:
         _turn_away(stores, stage, channel, error)
@@ -336,18 +336,20 @@ def refuse_unmet(
     """Check a report against a channel's current policy, and return the policy.
 
     Raises:
-        PolicyError: the report has another policy or another manifest, or its run does not meet the policy.
+        PolicyError: the report is for another policy or manifest, or the run does not meet the policy.
     """
     if report.manifest not in (None, run.manifest_digest):
-        raise PolicyError(f"run {run.id}: its gate report is about another manifest; judge again: --again")
+        raise PolicyError(
+            f"run {run.id}: its gate report is for another manifest; judge again: posttrain run RUN.yaml --again"
+        )
     pinned = policy_of(stores, channel)
     if pinned is None:
         return None
     if report.policy != pinned.digest:
         under = f"under {report.policy[:19]}…" if report.policy else "without a policy"
         raise PolicyError(
-            f"channel {channel}: its policy is {pinned.digest[:19]}…, and this was judged {under}; plan and judge "
-            "again: posttrain run RUN.yaml"
+            f"channel {channel}: the policy is {pinned.digest[:19]}…, but the run was judged {under}; plan and "
+            "judge it again: posttrain run RUN.yaml"
         )
     try:
         check_manifest(manifest, pinned)
@@ -360,7 +362,7 @@ def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:
     """Hash a model before a channel may point at it.
 
     Args:
-        otherwise: the start of the error, about the channel.
+        otherwise: the start of the error message, about the channel.
 
     Raises:
         IntegrityError: bytes of the model are missing or corrupt.
@@ -372,11 +374,11 @@ def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:
 
 
 def read_report(blobs: BlobStore, digest: str) -> GateReport:
-    """Return the gate report of a digest.
+    """Return the gate report with a digest.
 
     Raises:
-        IntegrityError: corrupt bytes.
-        NotFoundError: no such blob.
+        IntegrityError: the bytes are corrupt.
+        NotFoundError: there is no such blob.
     """
     return GateReport.model_validate(json.loads(blobs.get(digest)))
 
@@ -398,10 +400,10 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
     """Return the per-item evidence of every metric in one evaluation file.
 
     Raises:
-        IntegrityError: it is not such a file.
+        IntegrityError: the bytes are not such a file.
     """
     try:
-        # no threads: those of a short command may outlive the interpreter
+        # reads without threads, which may outlive the interpreter of a short command
         table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False)
         columns = [table.column(name).to_pylist() for name in _COLUMNS]
     except (OSError, ValueError, KeyError) as error:
@@ -451,7 +453,7 @@ class Explanation:
 
 
 def explain_run(stores: Stores, run_id: str) -> Explanation:
-    """Gather the facts of one run."""
+    """Return the state of one run with its reasons."""
     run = stores.ledger.run(run_id)
     stages = tuple(stores.ledger.stages(run.id))
     gate = next((stage for stage in stages if kind_of(stage.kind).judges and REPORT in stage.outputs), None)

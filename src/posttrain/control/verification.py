@@ -26,8 +26,8 @@ class VerifyReport:
     problems: tuple[str, ...] = field(default=())
     pending: int = 0  # events that are not sealed yet: not verified
     erased: int = 0  # events whose words were erased
-    elsewhere: tuple[str, ...] = field(default=())  # external bytes that could not be verified from here
-    channels: tuple[str, ...] = field(default=())  # of the verified live releases, if no target was named
+    elsewhere: tuple[str, ...] = field(default=())  # external bytes that could not be verified from this machine
+    channels: tuple[str, ...] = field(default=())  # channels whose live releases were verified, if no target was named
 
 
 def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, run_id: str = "") -> VerifyReport:
@@ -36,9 +36,9 @@ def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, r
     Problems are collected, not raised. Rows are compared first, because the lineage is read from them.
 
     Args:
-        lost: facts that are kept outside the ledger and missing in it.
-        run_id: the run of the lineage: its own events and rows, and those that its lineage names, are verified by
-            proofs. The cost does not depend on other runs.
+        lost: facts that are stored outside the ledger and missing in it.
+        run_id: the run of the lineage: its events and rows, and those that its lineage names, are verified by proofs,
+            at a cost that does not depend on other runs.
 
     Raises:
         PosttrainError: the lineage cannot be read although the ledger matches its log.
@@ -59,7 +59,7 @@ def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, r
 
 
 def verify_live(stores: Stores, lost: Lost = _NOTHING) -> VerifyReport:
-    """`verify` the live release of every channel. An unreadable lineage is a problem like the others."""
+    """Verify the live release of every channel, as `verify` does; an unreadable lineage is reported as a problem."""
     chain, found = _check_ledger(stores, lost)
     trees, problems, names = [], [], stores.ledger.channels()
     for name in names:
@@ -90,7 +90,7 @@ def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found
 
 
 def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> tuple[TreeReport | None, list[str]]:
-    """Return the event log, if it could be read, and the problems of the log, the rows and the database.
+    """Return the report on the event log, if it could be read, and the problems of log, rows and database.
 
     Args:
         names: the runs (with the channels that they were released to) and assets to read; empty: the whole log.
@@ -103,7 +103,7 @@ def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> 
         )
         chain = verify_part(stores.ledger, names) if names else verify_chain(stores.ledger)
         verify_rows(stores.ledger, names)
-    except (IntegrityError, WorkspaceError) as error:  # the second: the database cannot be read further
+    except (IntegrityError, WorkspaceError) as error:  # WorkspaceError: the database cannot be read further
         problems.append(str(error))
     return chain, problems
 
@@ -122,7 +122,7 @@ def _of_node(node: Node, error: PosttrainError) -> str:
 
 
 def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]) -> int:
-    """Hash a digest's bytes again, external ones at their place; return their size. Unreachable ones go to `unseen`."""
+    """Hash the bytes of a digest again and return their size; append unreachable external bytes to `unseen`."""
     if form != EXTERNAL or stores.blobs.has(digest):
         return verify_tree(stores.blobs, digest) if form == "tree" else stores.blobs.check(digest)
     for asset in external_versions(stores.ledger.assets_by_digest(digest), digest, name)[:1]:

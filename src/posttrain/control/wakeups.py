@@ -1,14 +1,15 @@
 """Schedules when a driver reads runs again, and isolates the errors of single objects.
 
 A run is due again at a time that its rows contain, or when one of its jobs changes. One `Wakeups` watches the jobs of
-all runs of a driver. It asks the executor once for all jobs, at most twice in `OBSERVE_SECONDS` if there are many,
-and reads each job's reports; it does not query the ledger.
+all runs of a driver. It observes all jobs with one request to the executor, at most twice in `OBSERVE_SECONDS` if there
+are many, and reads each job's reports; it does not query the ledger.
 
-An error of one object is recorded and retried with back-off; it does not affect other objects. A lost race is no error:
-the next pass reads the current rows. Bytes that do not match their digest do not repair themselves: a stage that had
-not started fails. Any other error (a store that answers 503, a full disk, two inconsistent reads) is retried for a
-limited time; then the object is set aside with its traceback (`posttrain dead`) and stays unchanged, so that no work of
-a job is lost. The work queue stores all of this: it outlives the driver.
+An error of one object is recorded, and the pass over the object is retried with back-off; other objects are not
+affected. A lost race is not an error: the next pass reads the current rows. Bytes that do not match their digest fail a
+stage that had not started, since a retry does not repair them. After any other error (a store that answers 503, a full
+disk, two inconsistent reads) the pass is retried for a limited time; then the object is set aside with its traceback
+(`posttrain dead`) and stays unchanged, so no work of a job is lost. The work queue stores these records, which outlive
+the driver.
 """
 
 import queue
@@ -35,13 +36,13 @@ from posttrain.domain.waits import times, wait_of, waiting
 from posttrain.store.journal import STAGE
 from posttrain.store.work import NEVER, Work, WorkQueue
 
-OBSERVE_SECONDS = 5.0  # within which a job's report is read, and a job over its budget gets a stop order
-_PACE = 25.0  # jobs observed per second: a few jobs are observed more often
+OBSERVE_SECONDS = 5.0  # within which a job's report is read, and a job that exceeds its budget gets a stop order
+_PACE = 25.0  # jobs observed per second; the fewer jobs, the more often each is observed
 _MOST, _LEAST = 4.0, 0.05  # seconds between two observations of all jobs
-_REPORTS = 2.0  # seconds between two reads of the jobs' reports, and of channels in an object store
+_REPORTS = 2.0  # seconds between two reads of the jobs' reports, and of mailboxes in an object store
 _LEAVING = 60.0  # seconds between two passes for a job that has left its result but still runs
 _SOON = 1.0  # seconds until the next look at an attempt whose launch is not recorded
-_WAITS: Mapping[str, float] = {  # seconds to poll for conditions whose end writes no row of this run
+_WAITS: Mapping[str, float] = {  # seconds between polls for conditions whose end writes no row of this run
     Reason.WAITING_FOR_IDENTICAL_STAGE: 60.0,  # the stage's end notifies the run; its driver's end does not
     Reason.SUBMISSION_UNKNOWN: 2.0,
     Reason.JOB_NOT_VISIBLE: 2.0,
@@ -49,8 +50,8 @@ _WAITS: Mapping[str, float] = {  # seconds to poll for conditions whose end writ
 _WATCHED = (Reason.LAUNCHED, Reason.STALLED)  # attempts whose silence counts
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
-PATIENCE_SECONDS = 3600.0  # of repeated errors, before the object is set aside
-_UNEXPECTED = 5  # times that a bug may be tried again
+PATIENCE_SECONDS = 3600.0  # of repeated errors before the object is set aside
+_UNEXPECTED = 5  # tries after an unexpected error
 
 
 def look_again_after(
@@ -65,9 +66,9 @@ def look_again_after(
             waits.append(stage.not_before - now)
         if (
             waiting(stage) and stage.reason != Reason.WAITING_FOR_APPROVAL
-        ):  # its `not_before`, and when the wait for its signal ends
+        ):  # a stage's `not_before`, and the end of the wait for its signal
             waits += [at - now for at in times(wait_of(manifest, stage.name), stage) if at > now]
-    for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # left to `_deal`
+    for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # see `_deal`
     for attempt in attempts:
         if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:
             waits.append(_SOON)
@@ -85,13 +86,13 @@ class _Job:
     """A live job between two observations."""
 
     attempt: AttemptRecord
-    most: int | None  # tokens that its lineage may report
+    most: int | None  # maximum number of tokens that its lineage may report
     quarter: float  # seconds without progress after which its run is due
-    quiet_until: float  # the time at which they have passed
+    quiet_until: float  # the time at which those seconds have passed
     sign: tuple[Any, ...] | None = None
     progress: str | None = None
     answered: bool = False
-    over: bool = False  # it reports more tokens than it may
+    over: bool = False  # whether the job reports more tokens than it may
 
 
 class Wakeups:
@@ -107,9 +108,9 @@ class Wakeups:
         self._seen: dict[str, Observation] = {}
 
     def follow(self, run_id: str, view: View | None) -> None:
-        """Set the jobs to watch, after every pass over the run; None drops them all, as another driver has the run.
+        """Set the jobs to watch, after every pass over the run; None: another driver has the run, so drop its jobs.
 
-        The observations from before the pass are kept, so that a later change counts as a new sign.
+        The observations from before the pass are retained, so a later change counts as a new sign.
         """
         before = {name: self._live.pop(name) for name in self._of.pop(run_id, ())}
         for attempt in view.attempts if view else ():
@@ -136,7 +137,7 @@ class Wakeups:
         return self._seen if self._clock.now() - self._asked < _LEAST else {}
 
     def refresh(self) -> None:
-        """Observe all jobs, if that is due."""
+        """Observe all jobs, if an observation is due."""
         now, jobs = self._clock.now(), list(self._live.values())
         if jobs and not 0 <= now - self._asked < min(_MOST, max(_LEAST, len(jobs) / _PACE)):
             self._asked = now
@@ -187,7 +188,7 @@ class Wakeups:
 
 
 class Turns:
-    """Selects the next runs when a resource becomes free: as many as fit, each once while nothing changes."""
+    """Selects the next runs when a resource becomes free: as many as fit, and each only once while nothing changes."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -198,7 +199,7 @@ class Turns:
 
         Args:
             waiting: runs and the amount that each requires, in order of their turn.
-            woken: runs without a pass since they were selected: their amount is not free.
+            woken: runs without a pass since they were selected, whose amount is not free.
         """
         if free != self._free or not {run_id for run_id, _ in waiting} - self._given:
             self._given.clear()
@@ -306,7 +307,7 @@ class Backoffs:
         self._open = {one.object: one for one in rows if one.kind == STAGE}
 
     def __bool__(self) -> bool:
-        """Return whether an object fails or a race was lost: then the rows are read again before the next step."""
+        """Return whether an object fails or a race was lost, so the rows must be read again before the next step."""
         return self.raced or bool(self._open)
 
     def waits(self, stage: StageRecord) -> bool:
@@ -327,11 +328,11 @@ class Backoffs:
 
     @contextmanager
     def kept_to(self, stage: StageRecord) -> Iterator[None]:
-        """Confine exceptions raised inside to this stage."""
+        """Confine exceptions that are raised inside the context to this stage."""
         try:
             yield
         except ConflictError:  # another process changed the row: the next pass reads it
-            self.raced = True  # that process may not have notified this run
+            self.raced = True  # the process that won may not have notified this run
             return
         except (InputError, IntegrityError) as error:
             if stage.state == StageState.READY:
@@ -391,10 +392,10 @@ def record_failure(
 
     Args:
         before: its row, if it was read.
-        held: the claim of the pass, if the object is claimed by itself.
+        held: the claim of the pass, if the object is claimed individually.
 
     Raises:
-        StaleWriteError: another driver has claimed it.
+        StaleWriteError: another driver has claimed the object.
     """
     times, lasts = (before.failures if before else 0) + 1, (before and before.failed_for) or 0.0
     expected = isinstance(error, PosttrainError | OSError)
@@ -406,7 +407,7 @@ def record_failure(
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's message in one line; with its class if it is not a `PosttrainError`."""
+    """Return an error's message in one line, with its class if it is not a `PosttrainError`."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, PosttrainError) else f"unexpected {type(error).__name__}: {text}"
 

@@ -45,7 +45,7 @@ from posttrain.store.trees import beside_model
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_SIZES = (  # of config.json
+_SIZES = (  # fields of config.json
     *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
 )
@@ -62,13 +62,13 @@ def inspect_reward(
 
     Args:
         path: a Python file, or a folder that contains it.
-        entry: `function` or `file.py:function`; by default `score`, `compute_score` or the only public function.
+        entry: `function` or `file.py:function`; None: `score`, `compute_score` or the only public function.
         dialect: the calling convention, when the parameter names are ambiguous.
-        guideline: a text file that describes the rewarded behaviour; by default the function's or module's docstring.
+        guideline: a text file that describes the rewarded behaviour; None: the function's or module's docstring.
 
     Raises:
-        NotFoundError: no such source, function or guideline file.
-        InputError: not Python (`file:line`), no clear entry, an unknown dialect.
+        NotFoundError: there is no such source, function or guideline file.
+        InputError: the source is not Python (`file:line`), the entry is unclear, or the dialect is unknown.
     """
     if dialect not in REWARD_DIALECTS:
         raise InputError(f"dialect must be one of {', '.join(REWARD_DIALECTS)}, got {dialect!r}")
@@ -81,7 +81,7 @@ def inspect_reward(
         (text or "").encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{source.name}: its docstring must be valid Unicode, got a lone surrogate; write it again"
+            f"{source.name}: its docstring must be valid Unicode, got a lone surrogate; remove it"
         ) from error
     return {
         "entry": f"{source.name}:{name}" if path.is_dir() else name,
@@ -98,7 +98,8 @@ def inspect_imported(found: ImportedReward, called: Called) -> Meta:
     """Return `{"entry", "dialect", "source"}` of a reward of an installed package.
 
     Raises:
-        InputError: parameters that its dialect, or any dialect, cannot provide; an entry in addition to the ref's.
+        InputError: the function has parameters that its dialect, or any dialect, cannot provide, or `called` names a
+            function in addition to the ref's.
     """
     word, dialect = f"{found.module}:{found.function}", called.dialect or AUTO
     if called.entry is not None:
@@ -114,13 +115,13 @@ def inspect_called(data: bytes, source: str, function: str, dialect: str, *, who
     """Return `{"entry", "dialect", "source"}` of a function of a stored reward that a run file names.
 
     Args:
-        data: of the file `source`.
-        function: empty: the conventional one.
-        whole: the reward is a folder, so its entry names the file too.
+        data: the bytes of the file `source`.
+        function: empty: the conventional function.
+        whole: whether the reward is a folder, so its entry also names the file.
 
     Raises:
-        InputError: not Python, no clear entry, parameters that the dialect cannot provide.
-        NotFoundError: no such function; lists the existing ones.
+        InputError: the source is not Python, the entry is unclear, or the dialect cannot provide the parameters.
+        NotFoundError: there is no such function; the message lists the existing ones.
     """
     _, name, _, _ = _callable(data, source, function, dialect)
     return {"entry": f"{source}:{name}" if whole else name, "dialect": dialect, "source": source}
@@ -141,7 +142,7 @@ def _callable(
 
 
 def _refuse_unknown(signature: Signature, dialect: str, place: str, others: str = "") -> None:
-    """Refuse a signature that the worker would refuse, or that no data set could satisfy."""
+    """Reject a signature that the worker would reject, or that no data set could satisfy."""
     try:
         refuse_nameless(signature)
         if dialect == AUTO:
@@ -157,7 +158,7 @@ def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, 
     """Return the called function of a reward's source, and its parameters, or why they are unknown before it runs.
 
     Raises:
-        InputError: not Python, no clear entry.
+        InputError: the source is not Python, or the entry is unclear.
     """
     module = _parsed(data, source)
     name, _ = _entry_node(module, (entry or "").rpartition(":")[2], source)
@@ -168,8 +169,8 @@ def inspect_recipe(path: Path, entry: str) -> Meta:
     """Return `{"entry", "source"}` of a user's algorithm. It is parsed, never executed.
 
     Raises:
-        NotFoundError: no such file or class.
-        InputError: not Python (`file:line`).
+        NotFoundError: there is no such file or class.
+        InputError: the source is not Python (`file:line`).
     """
     if not path.is_file():
         raise NotFoundError(f"recipe source {path} does not exist; put the module next to the run file")
@@ -184,7 +185,7 @@ def inspect_recipe(path: Path, entry: str) -> Meta:
 def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: too deep nesting
         line, reason = getattr(error, "lineno", None), str(error) or "nested too deeply for Python"
         raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 
@@ -193,7 +194,7 @@ def _reward_source(path: Path, file: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        hint = "give a Python file or a folder that holds one"
+        hint = "give a Python file or a folder that contains one"
         if WORD.fullmatch(str(path)):
             hint = f"a package's function is not registered: write it in run.yaml, as in rewards: {{mine: {path}}}"
         raise NotFoundError(f"reward source {path} does not exist; {hint}")
@@ -228,11 +229,11 @@ class ModelLimits:
     """The maximum contents of a model folder, without hidden files: `ModelLimits(files=20_000)`.
 
     Raises:
-        InputError: a limit below 1.
+        InputError: a limit is below 1.
     """
 
     files: int = 10_000
-    depth: int = 16  # folders in each other
+    depth: int = 16  # levels of nested folders
     bytes: int = 4 * 2**40
 
     def __post_init__(self) -> None:
@@ -242,10 +243,10 @@ class ModelLimits:
 
 
 def model_limits(words: Sequence[str]) -> dict[str, int]:
-    """Return limits of arguments such as `files=20000`; `none` alone: the defaults.
+    """Return the limits in arguments such as `files=20000`; `none` alone: the defaults.
 
     Raises:
-        InputError: an unknown limit, or not a whole number from 1.
+        InputError: a limit is unknown, or its value is not a whole number from 1.
     """
     pairs = [word.partition("=")[::2] for word in words if words != ["none"]]
     if odd := next((one for one in pairs if one[0] not in ModelLimits.__slots__ or not one[1].isdecimal()), None):
@@ -257,16 +258,18 @@ def model_limits(words: Sequence[str]) -> dict[str, int]:
 
 
 def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
-    """Return `{"architecture", "model_type", "context_length", "vocab_size", "parameters", "dtypes", "tokenizer",
-    "chat_template"}`.
+    """Return the `meta` of a model folder, without executing any of its code.
+
+    Its keys are architecture, model_type, context_length (tokens), vocab_size, parameters, dtypes, tokenizer and
+    chat_template.
 
     Args:
-        folder: a model in Hugging Face format, weights in safetensors.
+        folder: a model in Hugging Face format, with weights in safetensors.
 
     Raises:
-        NotFoundError: no such folder, no config.json, no weights, a shard missing.
-        InputError: pickled files at any depth, exceeded limits, code to execute, an unreadable config or header,
-            overlapping tensors.
+        NotFoundError: there is no such folder, config.json or weights, or a shard is missing.
+        InputError: the folder contains pickled files at any depth, code to execute, overlapping tensors, or an
+            unreadable config or header, or exceeds the limits.
     """
     if not folder.is_dir():
         raise NotFoundError(f"model folder {folder} does not exist; check the path")
@@ -308,7 +311,7 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
 
 
 def _survey(folder: Path, limits: ModelLimits) -> None:
-    """Refuse pickles and exceeded limits before files are hashed."""
+    """Reject pickles and exceeded limits before files are hashed."""
     how = "; give the model's own folder, or raise the limit: posttrain init --model-limit"
     files, total, waiting = 0, 0, [(folder, 1)]
     while waiting:
@@ -325,11 +328,11 @@ def _survey(folder: Path, limits: ModelLimits) -> None:
                 _refuse_pickle(path, folder)
             if files > limits.files or total > limits.bytes:
                 word, most = ("files", limits.files) if files > limits.files else ("bytes", limits.bytes)
-                raise InputError(f"model {folder.name} must hold at most {most} {word}, got more{how} {word}=N")
+                raise InputError(f"model {folder.name} must contain at most {most} {word}, got more{how} {word}=N")
 
 
 def _refuse_pickle(path: Path, folder: Path) -> None:
-    """Refuse a pickle by its name or its first bytes, also inside an archive, as torch saves."""
+    """Reject a pickle by its name or its first bytes, also inside an archive such as torch writes."""
     try:
         with path.open("rb") as file:
             start = file.read(4)
@@ -338,7 +341,7 @@ def _refuse_pickle(path: Path, folder: Path) -> None:
         start, inside = b"", []  # hashing reports an unreadable file
     if path.suffix in _PICKLES or start.startswith(_PICKLED) or any(name.endswith(_PICKLES) for name in inside):
         raise InputError(
-            f"model {folder.name} must not hold pickled files, got {path.relative_to(folder)}; convert it to "
+            f"model {folder.name} must not contain pickled files, got {path.relative_to(folder)}; convert it to "
             "safetensors"
         )
 
@@ -350,7 +353,7 @@ def floating_types(folder: Path) -> set[str]:
     """Return the floating-point types of the weights below a folder, by their headers: `{"bfloat16"}`.
 
     Raises:
-        InputError: a file that is not safetensors.
+        InputError: a file is not in safetensors format.
     """
     kinds = {tensor["dtype"] for path in folder.rglob("*.safetensors") for tensor in _header(path).values()}
     return {_TYPES.get(kind, kind.lower()) for kind in kinds if "F" in kind}
@@ -384,7 +387,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """Return tensor name → {"dtype", "shape", "data_offsets"}. A file is an 8-byte little-endian length, JSON, data."""
+    """Return tensor name → {"dtype", "shape", "data_offsets"}: the JSON after an 8-byte little-endian length."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -440,7 +443,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_sizes(config: Mapping[str, Any], model: str) -> None:
-    """Refuse sizes that are not positive whole numbers, since later code relies on them."""
+    """Reject sizes that are not positive whole numbers, since later code relies on them."""
     for key in _SIZES:
         value = config.get(key)
         if value is not None and not (_is_count(value) and value):

@@ -58,7 +58,7 @@ from posttrain.store.trees import (
 
 _TELL = 10_000  # rows between two progress reports
 Form = Literal["file", "tree"]
-_CALLED_BY = ("entry", "dialect", "source")  # the call of a reward, and its name in errors
+_CALLED_BY = ("entry", "dialect", "source")  # keys in `meta`: a reward's call, and its name in errors
 
 
 def inspect_dataset(
@@ -66,17 +66,17 @@ def inspect_dataset(
 ) -> dict[str, Any]:
     """Return `{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of data.
 
-    `format` is as of `data.files.file_format`, several sorted and separated by spaces; `files` counts the files.
-    `prompts` counts distinct prompts, `answers` rows with an answer to compare a response with, `characters` is {min,
-    mean, max} of prompt lengths.
+    `format` lists the formats of the files (see `data.files.file_format`), sorted and separated by spaces; `files` is
+    the number of files, `prompts` that of distinct prompts, and `answers` that of rows with an answer to compare a
+    response with. `characters` is {min, mean, max} of prompt lengths.
 
     Args:
         data: a file, a folder or a pattern (`data.files`), or files by name.
         progress: called with the number of rows read so far.
 
     Raises:
-        NotFoundError: no such file.
-        InputError: no rows, a malformed line (`file:line`) or row; not one data set.
+        NotFoundError: there is no such file.
+        InputError: there are no rows, a line (`file:line`) or row is malformed, or the files are not one data set.
     """
     files = data if isinstance(data, Mapping) else data_files(data)
     rows = answers = characters = longest = 0
@@ -102,7 +102,7 @@ def inspect_dataset(
 
 
 def prompt_digests(texts: Iterable[str]) -> frozenset[str]:
-    """Return digests of prompts, ignoring whitespace at both ends: equal digests are the same task."""
+    """Return digests of prompts, ignoring whitespace at both ends; equal digests mean the same task."""
     return frozenset(digest_bytes(text.strip().encode()) for text in texts)
 
 
@@ -113,7 +113,7 @@ class Resolver(Protocol):
         """Return the pinned input of a ref.
 
         Args:
-            called: the run file's settings of a reward's function.
+            called: for a reward, the run file's settings of its function.
         """
 
 
@@ -134,7 +134,9 @@ class Catalog:
             progress: called with the number of rows read so far.
 
         Raises:
-            InputError: empty, malformed (file:line), not one data set, or an ill-formed name.
+            NotFoundError: there is no such file.
+            InputError: there are no rows, a line (`file:line`) or row is malformed, the files are not one data set, or
+                the name is invalid.
         """
         files = together((path, *more), f"dataset:{name}") if more else data_files(path)
         meta = inspect_dataset(files, progress=progress)
@@ -144,12 +146,14 @@ class Catalog:
         """Register an external data set. It is read once, hashed and checked; none of its bytes are stored.
 
         Args:
-            checksum: of its bytes, `sha256:…`.
+            checksum: the checksum of its bytes, `sha256:…`.
             scratched: a folder for the file while its rows are read.
 
         Raises:
-            InputError: as `add_dataset`; no checksum, or a checksum of other bytes.
-            NotFoundError: the object does not exist. InfrastructureError: its store does not respond.
+            InputError: the checksum is missing or not that of the bytes, there are no rows, a line (`file:line`) or row
+                is malformed, or the name is invalid.
+            NotFoundError: the object does not exist.
+            InfrastructureError: the object's store does not respond.
         """
         if place.uri.startswith("file:"):
             refuse_afar(f"{place.uri[:120]!a}: a server does not register files of its machine; send the file itself")
@@ -173,7 +177,8 @@ class Catalog:
         """Register a reward's source file with the guideline that it implements. It is parsed, never executed.
 
         Raises:
-            InputError: not Python, no such function.
+            NotFoundError: there is no such source, function or guideline file.
+            InputError: the source is not Python, the entry is unclear, the dialect is unknown, or the name is invalid.
         """
         meta = inspect_reward(path, entry, dialect=dialect, guideline=guideline)
         return self._register("reward", name, path, meta, form="tree" if path.is_dir() else "file")
@@ -190,12 +195,13 @@ class Catalog:
         """Register a model folder in Hugging Face format with safetensors weights.
 
         Args:
-            origin: its producer, e.g. `{"run": "tiny-sort-1f2e3d4c"}`.
-            parents: digests of its sources.
+            origin: the producer of the model, for example `{"run": "tiny-sort-1f2e3d4c"}`.
+            parents: digests of the sources of the model.
             progress: called with the number of stored files and bytes.
 
         Raises:
-            InputError: see `inspect_model`.
+            NotFoundError: there is no such folder, config.json or weights, or a shard is missing.
+            InputError: the model is not acceptable (see `inspect_model`), or the name is invalid.
         """
         meta = {**inspect_model(folder, self._limits), **(origin or {})}
         if line := not_taken(folder):
@@ -222,11 +228,11 @@ class Catalog:
     def version(
         self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()
     ) -> Asset:
-        """Return an unregistered version of stored bytes: the next one, unless its content is the latest."""
+        """Return an unregistered version of stored bytes: the next version, or the latest if its content is equal."""
         return Asset(kind, name, 0, digest, form, self._ledger.clock.now(), self._actor, meta, parents)
 
     def has(self, kind: str, digest: str) -> bool:
-        """Whether these bytes are registered, under any name."""
+        """Return whether these bytes are registered, under any name."""
         return any(asset.kind == kind for asset in self._ledger.assets_by_digest(digest))
 
     def add_together(self, *versions: Asset) -> list[Asset]:
@@ -258,7 +264,8 @@ class Catalog:
         """Return the asset of `kind:name[@version]`.
 
         Raises:
-            NotFoundError: unknown name or version, with the most similar known one.
+            InputError: the ref is ill-formed.
+            NotFoundError: the name or version is unknown; the message contains the most similar known one.
         """
         named = parse_ref(ref, kind or ref.partition(":")[0])
         if named.source is not Source.REGISTRY:
@@ -266,7 +273,7 @@ class Catalog:
         return self._registered(named)
 
     def resolver(self, base: Path, *, boxed: bool = False) -> Resolver:
-        """Return a resolver for the refs of a run file in the folder `base`. It reads and hashes; it writes nothing.
+        """Return a resolver for the refs of a run file in the folder `base`. It reads and hashes, and writes nothing.
 
         Args:
             boxed: whether the jobs run in an image, which allows recipes from remote clients.
@@ -319,7 +326,7 @@ class Catalog:
         put: Callable[[], str],
         meta: Mapping[str, Any] | None = None,
     ) -> InputRef:
-        """Return an input whose bytes are at a path; `put` publishes it."""
+        """Return an input whose bytes are at a path; `put` stores the bytes and returns their digest."""
         self._local[digest] = (path, put)
         return InputRef(source="asset", name=name, digest=digest, form=form, meta=meta or {})
 
@@ -350,8 +357,9 @@ class Catalog:
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
     def _called(self, asset: Asset, called: Called) -> dict[str, Any]:
-        """Return the call of a registered reward. The run file overrides the registration, whose dialect is only for
-        its own function.
+        """Return the entry, dialect and source of a registered reward.
+
+        The run file overrides the registration, whose dialect applies only to the registered function.
         """
         meta, whole = asset.meta, asset.form == "tree"
         file, _, function = (called.entry or str(meta["entry"])).rpartition(":")
@@ -403,7 +411,8 @@ class Catalog:
         """Return the path of a planned input, or the bytes of a file that is not on disk.
 
         Raises:
-            NotFoundError, IntegrityError: it is missing or corrupt.
+            NotFoundError: the bytes are missing.
+            IntegrityError: the bytes are corrupt.
         """
         digest = str(ref.digest)
         path, _ = self._local.get(digest, (None, None))
@@ -417,7 +426,7 @@ class Catalog:
         """Put the inputs that a manifest names by path into the store, before the run is recorded.
 
         Raises:
-            InputError: a file changed since it was planned.
+            InputError: a file has changed since it was planned.
         """
         for _, _, ref in manifest.assets():
             if ref.digest not in self._local:
@@ -429,7 +438,7 @@ class Catalog:
 
 
 def refuse_name(kind: str, name: str) -> None:
-    """Refuse an invalid asset name."""
+    """Raise InputError if an asset name is invalid."""
     if not NAME.fullmatch(name):
         raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
 
@@ -449,25 +458,26 @@ def place_of(asset: Asset) -> External:
 
 
 def external_versions(registered: Iterable[Asset], digest: str, name: str = "") -> list[Asset]:
-    """Return the external versions with these bytes: the one of this name first, then the latest."""
+    """Return the external versions with these bytes: first the versions of this name, then the others, newest first."""
     found = [asset for asset in registered if asset.digest == digest and asset.form == EXTERNAL]
     return sorted(found, key=lambda asset: (asset.ref != name, -asset.created_at))
 
 
 def cached_file(cache: Path, digest: str) -> Path:
-    """Return the path at which jobs look for a file before they request it from the artifact store; they hash it."""
+    """Return the path at which jobs look for a file, whose hash they verify, before they request it from the store."""
     return cache / "files" / digest.removeprefix(DIGEST_PREFIX)
 
 
 def local_copy(versions: Iterable[Asset], cache: Path) -> Path:
-    """Return a copy of an external version's bytes below `cache`, fetched where it is missing or damaged.
+    """Return a copy of an external version's bytes below `cache`; fetch it if it is missing or damaged.
 
     Args:
-        versions: of one digest, at least one; the first readable one is used.
+        versions: at least one version, all with the same digest; the first readable one is used.
 
     Raises:
-        IntegrityError: the object changed; with both checksums and the next action.
-        NotFoundError: it does not exist. InfrastructureError: its store does not respond.
+        IntegrityError: the object has changed; the message contains both checksums and the next action.
+        NotFoundError: the object does not exist.
+        InfrastructureError: the object's store does not respond.
     """
     troubles: list[PosttrainError] = []
     for asset in versions:
@@ -484,7 +494,13 @@ def local_copy(versions: Iterable[Asset], cache: Path) -> Path:
 
 
 def check_where_it_lies(asset: Asset) -> int:
-    """Hash the bytes of an external version at their URI and return their number. Raises as `local_copy`."""
+    """Return the number of bytes of an external version, after hashing them at their URI.
+
+    Raises:
+        IntegrityError: the object has changed.
+        NotFoundError: the object does not exist.
+        InfrastructureError: the object's store does not respond.
+    """
     try:
         return check_external(place_of(asset), asset.digest)
     except PosttrainError as error:

@@ -13,9 +13,9 @@ gzip's, zstd's magic number JSON lines, a JSON list or CSV, compressed once
 anything else               CSV with a header row that names a known column; comma, tab or semicolon
 =========================== ==========================================================================================
 
-A CSV cell stays the written text and an empty cell becomes None: pandas and `datasets` would convert `007` to 7.0 and
+A CSV cell is read as the written text, and an empty cell as None: pandas and `datasets` would convert `007` to 7.0 and
 `NA` to a missing value, but an answer is compared as text. A file is read row by row. Its unpacked size is bounded, so
-that a small file cannot fill the memory.
+a small file cannot fill the memory.
 
 A data set is one file, several files, the matches of a pattern, or the files of a folder. A folder is read as Hugging
 Face's tools write it: the output of `save_to_disk` (`state.json` lists the shards; a `DatasetDict` has a folder for
@@ -38,9 +38,9 @@ from typing import Any, BinaryIO, cast
 from posttrain.domain.errors import InputError, NotFoundError
 
 Row = dict[str, Any]
-COLUMNS = ("prompt", "question", "messages", "text", "chosen")  # a row has at least one: see `data.rows`
+COLUMNS = ("prompt", "question", "messages", "text", "chosen")  # a row has at least one of these; see `data.rows`
 MOST_ROW = 64 * 2**20  # bytes of one row's text
-ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # unpacked bytes: always allowed, per byte of the file, maximum
+ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # unpacked bytes: allowed, allowed per packed byte, maximum
 _PARQUET, _STREAM, _ARROW = b"PAR1", b"\xff\xff\xff\xff", b"ARROW1"
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _FOREIGN = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x89HDF": "HDF5"}
@@ -60,24 +60,25 @@ _SHOWN_PARTS = 5  # names in an error
 
 
 def read_file(path: Path, name: str) -> Iterator[Row]:
-    """Yield rows as written.
+    """Yield the rows of a file as written.
 
     Args:
         name: the file's name in errors.
 
     Raises:
-        NotFoundError: no such file.
-        InputError: malformed, or of unknown format; names file and line or row.
+        NotFoundError: there is no such file.
+        InputError: the file is malformed or of unknown format; the message names file and line or row.
     """
     kind = _kind(path, name)
     return _bounded_tables(path, name, kind) if kind in ("parquet", "arrow") else _texts(path, name, kind)
 
 
 def file_format(path: Path) -> str:
-    """Return `jsonl`, `json`, `csv`, `parquet` or `arrow`, with `+gzip` or `+zstd` where it is compressed.
+    """Return `jsonl`, `json`, `csv`, `parquet` or `arrow`, with `+gzip` or `+zstd` if the file is compressed.
 
     Raises:
-        NotFoundError, InputError: as `read_file`.
+        NotFoundError: there is no such file.
+        InputError: the file is of unknown format.
     """
     kind = _kind(path, path.name)
     if kind in ("parquet", "arrow"):
@@ -122,7 +123,7 @@ def _opened(path: Path, name: str, packed: str) -> io.BufferedReader:
 
 
 def _text_form(file: io.BufferedReader, name: str) -> str:
-    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # first line only: a later cell of a CSV may contain NUL
+    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # only the first line: later cells of a CSV may contain NUL
         raise InputError(
             f"{name} must be text (JSON lines, a JSON list or CSV in UTF-8), Parquet or Arrow, got a NUL byte; give "
             "the file itself, or save it as UTF-8"
@@ -132,7 +133,7 @@ def _text_form(file: io.BufferedReader, name: str) -> str:
 
 
 class _Unpacked(io.RawIOBase):
-    """A file's text, decompressed where necessary, up to a bound."""
+    """A file's text, decompressed if necessary, up to a bound."""
 
     def __init__(self, path: Path, name: str, packed: str) -> None:
         self._name, self._packed, self._count = name, packed, 0
@@ -144,7 +145,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer; less only at the end."""
+        """Fill the buffer; return fewer bytes only at the end."""
         view, filled = memoryview(buffer), 0
         while filled < len(view):
             try:
@@ -219,7 +220,7 @@ def _reason(error: Exception) -> object:
 
 
 def _listed_rows(file: BinaryIO, name: str) -> Iterator[Row]:
-    """Yield the objects of one JSON list; the list is never in memory as a whole."""
+    """Yield the objects of a JSON list, without reading the whole list into memory."""
     text, number = _Text(file, name), 0
     text.skip("[")
     if text.skip("]"):
@@ -248,7 +249,7 @@ class _Text:
         self._window, self._at, self._ended = "", 0, False
 
     def skip(self, mark: str) -> bool:
-        """Whether this character comes next; then it is consumed."""
+        """Return whether this character comes next; if it does, consume it."""
         self._blanks()
         found = self._window.startswith(mark, self._at)
         self._at += found
@@ -260,7 +261,7 @@ class _Text:
         return repr(self._window[self._at : self._at + _SHOWN]) if self._at < len(self._window) else "its end"
 
     def value(self, place: str) -> Any:
-        """Return the next value. Raises InputError where it is missing."""
+        """Return the next value. Raises InputError if there is none."""
         self._blanks()
         wanted = _CHUNK
         while True:
@@ -334,7 +335,7 @@ def _chained(first: str, text: io.TextIOWrapper, name: str) -> Iterator[str]:
 
 
 def _delimiter(line: str, name: str) -> str:
-    """Return the delimiter of the header: the first with which it contains a known column."""
+    """Return the delimiter of a CSV header: the first one that splits off a known column."""
     for delimiter in (",", "\t", ";"):
         try:
             cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
@@ -373,7 +374,7 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
 
     most, count = bound(path.stat().st_size), 0
     word = "Parquet" if kind == "parquet" else "Arrow"
-    large = InputError(f"{name} must hold at most {most} bytes ({TIMES} times its size), got more; split it")
+    large = InputError(f"{name} must contain at most {most} bytes ({TIMES} times its size), got more; split it")
     try:
         if kind == "parquet" and _declared(pyarrow.parquet.read_metadata(path)) > most:
             raise large
@@ -390,14 +391,14 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
 
 
 def _declared(found: Any) -> int:
-    """Return the unpacked bytes of values according to a Parquet file's metadata, at least eight for each value."""
+    """Return the unpacked bytes of values by a Parquet file's metadata, but at least eight for each value."""
     groups = [found.row_group(index) for index in range(found.num_row_groups)]
     each = [group.column(index) for group in groups for index in range(group.num_columns)]
     return sum(max(one.total_uncompressed_size, 8 * one.num_values) for one in each)
 
 
 def _decoded(array: Any) -> int:
-    """Return the bytes of an array's values, where a shared value counts at every use."""
+    """Return the bytes of an array's values; a shared value counts at every use."""
     import pyarrow.compute
 
     if pyarrow.types.is_dictionary(array.type):
@@ -432,7 +433,7 @@ def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether the last part of a path is a pattern of several files, such as `train-*.parquet`."""
+    """Return whether the last part of a path is a pattern of several files, such as `train-*.parquet`."""
     return _PATTERN.search(path.name) is not None and not path.exists()
 
 
@@ -441,11 +442,11 @@ def data_files(path: Path, word: str = "") -> dict[str, Path]:
 
     Args:
         path: a file, a folder, or a pattern of file names in a folder.
-        word: the user's name of it, for errors; the path by default.
+        word: the user's name of the data set, for errors; empty: the path.
 
     Raises:
-        NotFoundError: no such file, or nothing matches.
-        InputError: no data in the folder, data of several splits or folders, or a file that is not data.
+        NotFoundError: there is no such file, or no file matches.
+        InputError: the folder has no data or data of several splits or folders, or a file is not data.
     """
     word = word or str(path)
     if is_pattern(path):
@@ -457,7 +458,8 @@ def together(paths: Iterable[Path], word: str) -> dict[str, Path]:
     """Return several files as one data set, by name.
 
     Raises:
-        NotFoundError: no files. InputError: two of one name, a folder, too many.
+        NotFoundError: there are no files.
+        InputError: two files have the same name, a path is a folder, or there are too many files.
     """
     files: dict[str, Path] = {}
     for path in paths:

@@ -1,8 +1,9 @@
 """Checks that a data set's rows fit a model, before a job runs. Counts tokens as the engine does, without torch.
 
-`domain.rendering` renders rows, for the engine too, which uses transformers; the control side does not import it. This
-module reads the same two files, `tokenizer.json` and the chat template, with `tokenizers` and `jinja2`; a test compares
-the token ids of both. A tokenizer without `tokenizer.json` is left to the job.
+`domain.rendering` renders rows for the control side and the engine. The engine tokenizes them with transformers, which
+the control side does not import. This module reads the same two files, `tokenizer.json` and the chat template, with
+`tokenizers` and `jinja2`; a test compares the token ids of both. For a tokenizer without `tokenizer.json` only the job
+makes these checks.
 """
 
 import json
@@ -21,7 +22,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning in templates
 _SHOWN = 60  # characters of a wrong value in an error
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
-_RENDER_SECONDS = 10.0  # maximum of one rendering: 100,000 times the usual time
+_RENDER_SECONDS = 10.0  # maximum time of one rendering, 100,000 times the usual time
 _MEAN_SECONDS = 0.1
 _MOST_RENDERED = 10**7  # characters of one row
 _SIMPLER = "simplify its loops"
@@ -34,14 +35,14 @@ class PlanTokenizer:
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         template: Jinja source; None: the model has none.
-        special: `eos_token` → its text, and so on: variables of the template.
+        special: variables of the template: `eos_token` → its text, and others.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, special: Mapping[str, str]) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._source, self._compiled = template, cast(Any, None)
         self._renders, self._spent = 0, 0.0
-        # the end-of-sequence token; None where the files do not name one
+        # the end-of-sequence token; None: the files do not name one
         self.end: int | None = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
     @property
@@ -57,7 +58,7 @@ class PlanTokenizer:
         return bool(self._source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
-        """Return the text of a conversation. Raises InputError: it takes too long, or is too long."""
+        """Return the text of a conversation. Raises InputError if rendering takes too long or the text is too long."""
         given = [_message(message) for message in messages]
         begun = time.monotonic()
         try:
@@ -85,7 +86,7 @@ class PlanTokenizer:
 
 
 def open_tokenizer(read: Read) -> PlanTokenizer | None:
-    """Return the tokenizer of a model; None when it cannot be read without transformers."""
+    """Return the tokenizer of a model; None: it cannot be read without transformers."""
     import tokenizers  # late: only plans need it
 
     data = read("tokenizer.json")
@@ -106,17 +107,17 @@ def open_tokenizer(read: Read) -> PlanTokenizer | None:
 
 
 def context_length(read: Read) -> int | None:
-    """Return the context length in tokens by `config.json`; None when it has none."""
+    """Return the context length in tokens from `config.json`; None: the file does not contain it."""
     config = json.loads(read("config.json") or b"{}")
     text = config.get("text_config") or config
     return next((int(text[key]) for key in _CONTEXT if text.get(key)), None)
 
 
 def check_answers(rows: Sequence[Row], name: str) -> None:
-    """Refuse rows that cannot be marked right or wrong.
+    """Reject rows that cannot be marked right or wrong.
 
     Raises:
-        InputError: a row without a reference answer; names data set and row (from 1).
+        InputError: a row has no reference answer; the message names data set and row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         answer = row.get("answer")
@@ -137,14 +138,14 @@ def check_answers(rows: Sequence[Row], name: str) -> None:
 def check_prompts(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, reserve: int
 ) -> None:
-    """Refuse prompts that leave no room for their responses.
+    """Reject prompts that leave no room for their responses.
 
     Args:
         context: tokens of prompt and response together; None: no limit.
-        reserve: tokens a response may take.
+        reserve: maximum number of tokens of a response.
 
     Raises:
-        InputError: a row that cannot be rendered or does not fit; names data set and row (from 1).
+        InputError: a row cannot be rendered or does not fit; the message names data set and row (from 1).
     """
     for number, prompt in enumerate(rendering.prompts(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -157,10 +158,14 @@ def check_prompts(
 
 
 def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: int) -> None:
-    """As `check_prompts` for a model that does not exist yet: its tokens will be characters and marks.
+    """Reject prompts that leave no room in a model that does not exist yet, whose tokens will be characters and marks.
+
+    Args:
+        context: tokens of prompt and response together.
+        reserve: maximum number of tokens of a response.
 
     Raises:
-        InputError: a row whose text alone does not fit; names data set and row (from 1).
+        InputError: the text of a row alone does not fit; the message names data set and row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         prompt = row.get("prompt") or ""
@@ -176,15 +181,15 @@ def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: i
 def check_demonstrations(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:
-    """Refuse demonstrations that are too long, since they are never cut.
+    """Reject demonstrations that are too long, since demonstrations are never truncated.
 
     Args:
         context: the model's limit, tokens of prompt and completion together; None: no limit.
-        longest: the stage's own limit.
+        longest: the stage's own limit in tokens; None: no limit.
 
     Raises:
-        InputError: a row that cannot be rendered, has no demonstration or does not fit; names data set and row (from
-            1).
+        InputError: a row cannot be rendered, has no demonstration or does not fit; the message names data set and row
+            (from 1).
     """
     for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -203,23 +208,23 @@ def _refuse_longer(length: int, longest: int | None, context: int | None, what: 
 
 
 def _begun(prompt: rendering.Ids) -> rendering.Ids:
-    """Return a prompt's tokens; refuse an empty prompt, since the first token of a document is not predicted."""
+    """Return a prompt's tokens; reject an empty prompt, since the first token of a document is not predicted."""
     if not prompt:
         raise InputError("a prompt must have at least one token, got none; write one, or drop the row")
     return prompt
 
 
 def refuse_equal(chosen: object, rejected: object) -> None:
-    """Refuse a preference between two equal responses. Raises InputError."""
+    """Raise InputError if the two responses of a preference are equal."""
     if chosen == rejected:
         raise InputError("chosen and rejected must differ, got the same response twice; drop the row")
 
 
 def check_responses_differ(rows: Sequence[Row], name: str) -> None:
-    """Refuse pairs of equal responses, before tokenisation.
+    """Reject pairs of equal responses, before tokenisation.
 
     Raises:
-        InputError: names data set and row (from 1).
+        InputError: a pair has equal responses; the message names data set and row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         if row.get("chosen") is not None:
@@ -230,15 +235,15 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
 def check_pairs(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:
-    """Refuse preference pairs that are too long, or have equal responses.
+    """Reject preference pairs that are too long, or have equal responses.
 
     Args:
         context: the model's limit, tokens of prompt and response together; None: no limit.
-        longest: the stage's own limit.
+        longest: the stage's own limit in tokens; None: no limit.
 
     Raises:
-        InputError: a row that cannot be rendered, does not fit, or whose responses are the same tokens; names data set
-            and row (from 1).
+        InputError: a row cannot be rendered or does not fit, or its responses have the same tokens; the message names
+            data set and row (from 1).
     """
     for number, (prompt, chosen, rejected) in enumerate(rendering.pairs(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -255,13 +260,13 @@ def _template(read: Read, config: Mapping[str, Any]) -> str | None:
     if file is not None:
         return file.decode()
     found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several templates, each with a name
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found or None
 
 
 def _texts(tokens: Any) -> list[str]:
-    """Return the texts of tokens written as text, or as `{"content": text, …}`."""
+    """Return the texts of tokens that are written as text, or as `{"content": text, …}`."""
     values = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
     found = [value.get("content") if isinstance(value, Mapping) else value for value in values]
     return [text for text in found if isinstance(text, str) and text]
@@ -275,7 +280,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _huge(operator: str, left: Any, right: Any) -> bool:
-    """Whether the result of a product, power or format is larger than any prompt needs."""
+    """Return whether the result of a product, power or format is larger than any prompt needs."""
     bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
     if operator == "%":
         return isinstance(left, str) and re.search(r"%[^a-zA-Z%]*[0-9*]{4}", left) is not None
@@ -288,11 +293,11 @@ def _huge(operator: str, left: Any, right: Any) -> bool:
 
 
 def _environment() -> Any:
-    """Return the Jinja environment of chat templates: sandboxed, trimmed blocks, loop controls, `generation` blocks."""
+    """Return the sandboxed Jinja environment of chat templates: trimmed blocks, loop controls, `generation` blocks."""
     from jinja2 import TemplateError, ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """`{% generation %}` marks an assistant's text; the text itself is unchanged."""
+        """The tag `{% generation %}`, which marks an assistant's text and does not change it."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 

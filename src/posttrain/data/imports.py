@@ -1,7 +1,7 @@
-"""Outside runs as assets: the model, its history and the existing data, each with the record of the import.
+"""External runs as assets: the model, its history and the existing data, each with the record of the import.
 
 The record is a blob: format, source, programs and parameters of the run; digests of the files that were read and of the
-resulting assets; the inputs known by name only. Lineages are drawn from it.
+resulting assets; and the inputs that are known by name only. Lineages are built from it.
 """
 
 import io
@@ -23,7 +23,7 @@ from posttrain.foreign.outside import Named, OutsideRun, Points
 from posttrain.store.trees import file_digest, put_files, put_tree, scratch
 
 RECORD = "posttrain.import/1"
-COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # of a history, as in the Parquet tracker
+COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # columns of a history, as in the Parquet tracker
 _NO_LETTER = re.compile(r"[^a-z0-9._-]+")
 _DATA, _MODEL = "data set", "base model"
 
@@ -34,7 +34,7 @@ class Imported:
 
     assets: tuple[Asset, ...]  # data sets, the history, the model
     record: Mapping[str, Any]
-    digest: str  # of the record
+    digest: str  # the digest of the record
 
     @property
     def unknown(self) -> str:
@@ -43,19 +43,19 @@ class Imported:
 
     @property
     def named_only(self) -> list[str]:
-        """The inputs that it names without bytes: `base model Qwen/Qwen3-0.6B`."""
+        """The inputs that the run names and whose bytes are not available: `base model Qwen/Qwen3-0.6B`."""
         return [f"{row['role']} {row['name']}" for row in self.record["named"] if "digest" not in row]
 
 
 def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
-    """Register the outputs of an outside run, all or none. Importing it again gives the same versions.
+    """Register the outputs of an external run, all or none. Importing it again returns the same versions.
 
     Args:
         cache: a folder in which the model's files are inspected together.
-        name: of the model and the history; None: the run's, reduced to valid characters.
+        name: the name of the model and the history; None: the run's name, reduced to valid characters.
 
     Raises:
-        InputError: an invalid asset name, an unusable model, nothing to register.
+        InputError: the asset name is invalid, the model is unusable, or there is nothing to register.
         WorkspaceError: the workspace is read-only or full.
     """
     name = name or _name_from(run.source)
@@ -98,7 +98,7 @@ def _record(run: OutsideRun) -> dict[str, Any]:
 
 
 def _name_from(source: str) -> str:
-    """Return a name reduced to valid characters; raise InputError where none remain."""
+    """Return a name reduced to valid characters; raise InputError if none remain."""
     found = _NO_LETTER.sub("-", source.lower()).strip("-._")[:63].rstrip("-._")
     if not found:
         raise InputError(f"{source!r} contains no valid asset name; set one with --name")
@@ -109,9 +109,9 @@ def _name_from(source: str) -> str:
 
 
 def _store_model(blobs: BlobStore, cache: Path, run: OutsideRun) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metadata and the stored digest of the run's model; empty maps where it has no model.
+    """Return the metadata and the stored digest of the run's model; empty maps if the run has no model.
 
-    Its files are inspected in a folder that contains only links to them.
+    The model's files are inspected in a folder that contains only links to them.
     """
     if run.model is None:
         return {}, {}
@@ -133,7 +133,7 @@ def _store_model(blobs: BlobStore, cache: Path, run: OutsideRun) -> tuple[dict[s
 def _named(
     catalog: Catalog, blobs: BlobStore, run: OutsideRun, name: str
 ) -> tuple[list[dict[str, Any]], dict[str, Asset]]:
-    """Return the inputs that the run names, as rows of the record; and versions of its existing data sets, by digest.
+    """Return the inputs that the run names, as rows of the record, and digest → version of its existing data sets.
 
     Data sets that are registered already get no new version.
     """
@@ -156,7 +156,7 @@ def _named(
 
 
 def _data(named: Named, row: dict[str, Any]) -> tuple[Mapping[str, Path], dict[str, Any]]:
-    """Return files and metadata of a data set that the run names; else set in `row` why it is known by name only."""
+    """Return files and metadata of a data set that the run names; if it is known by name only, set in `row` why."""
     if named.role != _DATA or named.path is None:
         return {}, {}
     try:
@@ -220,7 +220,7 @@ class Curve:
 
 
 def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (metric, steps, values) of a history, arrays of [points], in the order of first recording."""
+    """Yield (metric, steps, values), arrays of shape [points], of a history in the order of first recording."""
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -237,7 +237,7 @@ def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
 
 
 def curves(data: bytes) -> Iterator[Curve]:
-    """Yield the metrics of a history in the order of first recording; least and most are of the finite values."""
+    """Yield the metrics of a history in the order of first recording; minimum and maximum are of finite values."""
     import numpy as np
 
     for name, at, own in recorded(data):

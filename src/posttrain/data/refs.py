@@ -6,13 +6,13 @@ A user names an asset as `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.j
 data set's path may be a folder or a pattern: `./shards/train-*.jsonl`. On a server, refs may name only the files that
 came with the request, and no other file of the machine.
 
-The parameters of a reward's function are read from its source without executing it. If it is imported, made by a call
-or wrapped by an unknown decorator, its parameters are unknown. Then the result is the reason, and the caller reports
-it.
+The parameters of a reward's function are read from its source without executing it. If the function is imported, made
+by a call or wrapped by an unknown decorator, its parameters are unknown, and the result is the reason, for the caller
+to report.
 
-A reward function of an installed package needs no file of the user. It is found and parsed, never imported here. It is
-represented by a generated source of a few lines, which imports it and refuses another version: so its digest pins
-distribution, version and the bytes of the module.
+A reward function of an installed package needs no file of the user. It is found and parsed, never imported here. A
+generated source of a few lines represents it: it imports the function and rejects a different version, so its digest
+pins distribution, version and the bytes of the module.
 """
 
 import ast
@@ -38,7 +38,7 @@ from posttrain.store.trees import file_digest
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = Function | ast.ClassDef | ast.expr | ast.alias
-_TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # keep parameters
+_TRANSPARENT = {"cache", "lru_cache", "reward", "metric", "staticmethod", "override", "final"}  # these keep parameters
 UNCONFINED = (
     "a server runs a custom dataflow only in an image, which confines it; name an image that the project allows: "
     "image: NAME@sha256:…"
@@ -46,10 +46,10 @@ UNCONFINED = (
 _FOLDER: ContextVar[Path | None] = ContextVar("posttrain_confined", default=None)
 KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # the name of a run, and its stage
+_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # a run's name, and its stage
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
-_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # of models; prefix → names
+_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # refs of models: prefix → form of the name
 
 
 _VERIFIERS = Signature(("state",), takes_all="columns")  # verifiers' rubrics and tasks get all columns
@@ -80,7 +80,7 @@ if importlib.metadata.version("{distribution}") != "{version}":
 
 
 def definitions(module: ast.Module) -> dict[str, _Definition | None]:
-    """Return names bound at a module's top level, also under `if` and `try` → definition; None where ambiguous."""
+    """Return name → definition for names bound at a module's top level, also under `if` and `try`; None: ambiguous."""
     found: dict[str, _Definition | None] = {}
     for name, value, certain in _bindings(module.body, True):
         found[name] = value if certain or name not in found else None
@@ -122,7 +122,7 @@ def _is_rubric(node: ast.Call) -> bool:
 
 
 def signature_of(module: ast.Module, entry: str) -> Signature | str:
-    """Return the parameters of `entry`, or why they are unknown before it is loaded."""
+    """Return the parameters of `entry`, or why they are unknown before the module is loaded."""
     return _signature(definitions(module), entry, _DEEPEST)
 
 
@@ -173,7 +173,7 @@ def _of_class(node: ast.ClassDef) -> Signature | str:
         return found
     if found.nameless:
         return replace(found, nameless=found.nameless[1:])
-    own = found.names[0] if found.names else ""  # self
+    own = found.names[0] if found.names else ""  # the name of self
     return replace(found, names=found.names[1:], required=tuple(name for name in found.required if name != own))
 
 
@@ -199,7 +199,7 @@ def _of_arguments(found: ast.arguments) -> Signature:
 
 
 def _last(node: ast.expr) -> str:
-    """Return `Rubric` of `vf.Rubric`."""
+    """Return the last part of a dotted name: `Rubric` for `vf.Rubric`."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -211,12 +211,12 @@ class ImportedReward:
     function: str
     distribution: str
     version: str
-    digest: str  # of the module's files
-    signature: Signature | str  # or why it is unknown
+    digest: str  # the digest of the module's files
+    signature: Signature | str  # or why the signature is unknown
 
     @property
     def source(self) -> bytes:
-        """The generated source that represents it."""
+        """The generated source that represents the function."""
         return _TEMPLATE.format(
             **{key: getattr(self, key) for key in ("module", "function", "distribution", "version", "digest")}
         ).encode()
@@ -226,8 +226,8 @@ def imported_reward(word: str) -> ImportedReward:
     """Find `module:function` among the installed packages.
 
     Raises:
-        InputError: not of this form, a built-in, or a file that cannot be read.
-        NotFoundError: no such module is installed, or the module lacks the function.
+        InputError: the text is not of this form, or names a built-in or a file that cannot be read.
+        NotFoundError: there is no such module is installed, or the module lacks the function.
     """
     if not WORD.fullmatch(word):
         raise InputError(f"reward {word!r} must be MODULE:FUNCTION, such as trl.rewards:accuracy_reward")
@@ -260,7 +260,7 @@ def imported_reward(word: str) -> ImportedReward:
 
 
 def _files(module: str) -> list[Path]:
-    """Return the Python files of a module: its own, or those at the top of its package."""
+    """Return the Python files of a module: its file, or the files at the top of its package."""
     path: list[str] | None = None
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):
@@ -282,7 +282,7 @@ def _parsed(path: Path, word: str) -> ast.Module:
 
 @contextmanager
 def confined(folder: Path) -> Iterator[None]:
-    """Within the block refs may name only files in this folder, by relative paths."""
+    """Within the block, refs may name only files in this folder, by relative paths."""
     token = _FOLDER.set(folder.resolve())
     try:
         yield
@@ -291,15 +291,16 @@ def confined(folder: Path) -> Iterator[None]:
 
 
 def is_confined() -> bool:
-    """Whether refs come from a remote client."""
+    """Return whether refs come from a remote client."""
     return _FOLDER.get() is not None
 
 
 def refuse_elsewhere(word: str, path: Path) -> None:
-    """Refuse a ref to a file outside, without revealing whether it exists.
+    """Reject a ref to a file outside the confined folder, without revealing whether the file exists.
 
     Args:
-        path: its resolved location.
+        word: the ref as written.
+        path: the file's location.
 
     Raises:
         InputError: the file is outside.
@@ -311,13 +312,13 @@ def refuse_elsewhere(word: str, path: Path) -> None:
     leaves = plain.is_absolute() or word.startswith("~") or ".." in plain.parts or "\0" in word
     if leaves or not path.resolve().is_relative_to(folder):
         raise InputError(
-            f"{word[:120]!a}: a server reads only files that are sent with the request; the command line sends the "
-            "files that a run file names, or name a registered asset"
+            f"{word[:120]!a}: a server reads only files that are sent with the request; name a registered asset, or "
+            "use the command line, which sends the files that a run file names"
         )
 
 
 def refuse_afar(what: str) -> None:
-    """Refuse a request that only a local user may make.
+    """Reject a request that only a local user may make.
 
     Args:
         what: the error message with the remedy.
@@ -354,12 +355,12 @@ class AssetRef:
 
     @property
     def made(self) -> bool:
-        """Whether it names a run's output: by a channel, by the run, or as a version that a stage trained."""
+        """Whether the ref names a run's output: by a channel, by the run, or as a version that a stage trained."""
         return self.source in (Source.CHANNEL, Source.RUN) or (self.source is Source.REGISTRY and "/" in self.name)
 
     @property
     def on_disk(self) -> bool:
-        """Whether its files are outside the workspace."""
+        """Whether the referenced files are outside the workspace."""
         return self.source in (Source.PATH, Source.HUB)
 
     def __str__(self) -> str:
@@ -379,8 +380,8 @@ def parse_ref(text: str, kind: str) -> AssetRef:
     A text with a slash, a leading dot or tilde, or a suffix of a known file type is a path.
 
     Raises:
-        InputError: an unknown or other kind (with the most similar one), an ill-formed name or version, a hub reference
-            without revision.
+        InputError: the text names an unknown or another kind (the message contains the most similar kind), its name or
+            version is ill-formed, or a hub reference has no revision.
     """
     if kind not in KINDS:
         raise InputError(f"asset kind must be one of {', '.join(KINDS)}, got {kind!r}{nearest(kind, KINDS)}")
@@ -448,15 +449,17 @@ def _is_path(text: str) -> bool:
 
 
 def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the local path of a path or hub reference.
+    """Return the absolute or relative path of the file or folder that a path or hub reference names.
 
     Args:
         base: the base of relative paths: the run file's folder.
-        environment: read for the hub's cache folder (HF_HUB_CACHE, HF_HOME).
+        environment: the variables that locate the hub's cache folder: HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME.
 
     Raises:
-        InputError: a registry reference, which has no path.
-        NotFoundError: no such file; for the hub, with the command that fetches it.
+        InputError: the reference names an asset of the workspace, the path is not readable or outside the files of a
+            request, or the hub revision is malformed.
+        NotFoundError: there is no such file, or the hub's cache does not contain it; then the message contains the
+            command that fetches it.
     """
     if not ref.on_disk:
         raise InputError(f"ref {ref} names an asset of the workspace, not a file")
@@ -466,7 +469,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         path = base / Path(ref.name).expanduser()
         refuse_elsewhere(ref.name, path)
         there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
-    except (OSError, RuntimeError, ValueError) as error:  # name too long, no permission, no such ~user
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, or no such ~user
         raise InputError(f"{ref.kind} {ref.name[:60]}: is not a readable path: {error}") from error
     if not there:
         hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)

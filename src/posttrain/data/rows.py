@@ -2,23 +2,24 @@
 
 Rows are read in several conventions; `data.files` describes the file formats. A canonical row has one of
 
-* `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages), or `chosen` and
-  `rejected` of the same forms: a preference pair;
+* `prompt` (text, or a list of chat messages), optionally with `completion` (text, or assistant messages), or with the
+  preference pair `chosen` and `rejected` (each in the forms of `completion`);
 * `messages` (a whole conversation);
-* `text`
+* `text`.
 
-and, where the row has one, a reference `answer`: text to compare a response with. A null or NaN is not an answer. A
-list, map or boolean is kept for rewards that read it, but no response is compared with it.
+A row may also have a reference `answer`: text to compare a response with. A null or NaN is not an answer. A list, map
+or boolean is retained for rewards that read it, but no response is compared with it.
 
-Every other column is kept. Read directly: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`, `prompt` +
-`chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet (`prompt` as a
-chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; `question` +
-`answer`. A row's number is its position, from 1: in its file where the file is named, else in the data set.
+Every other column is retained. These conventions are read: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`,
+`prompt` + `chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet
+(`prompt` as a chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; and
+`question` + `answer`. A row's number is its position, from 1, in its file if the file is named, else in the data set.
 
-Contamination: evaluation rows that were seen in training, on which a score does not measure the task. Three kinds are
-distinguished: the same prompt; the same except for case and whitespace, which is another task where case matters; and
-near-duplicates, with a large part of their word n-grams in one training prompt. N-grams shared by many prompts belong
-to the template of a task, so they do not count. Rows that consist of a common template, and short rows, are not found.
+Contamination means evaluation rows that are in the training data, on which a score does not measure the task. Three
+kinds are distinguished: the same prompt; the same prompt except for case and whitespace, which is a different task if
+case matters; and near-duplicates, with a large part of their word n-grams in one training prompt. N-grams that many
+prompts share are part of a task's template and do not count. Rows that consist of a common template, and short rows,
+are not found.
 """
 
 import json
@@ -36,9 +37,9 @@ from posttrain.domain.errors import InputError
 
 Row = dict[str, Any]
 NGRAM, OVERLAP = 5, 0.7
-MOST_NGRAMS = 2_000_000  # maximum in one comparison: five seconds of one core
+MOST_NGRAMS = 2_000_000  # maximum in one comparison, which takes one core five seconds
 _LEAST = 8  # minimum of counted n-grams for a comparison
-_SHARED, _SHARED_LEAST, _SHARED_MOST = 20, 3, 20  # template: in more than 1/20 of the prompts, at least 3, at most 20
+_SHARED, _SHARED_LEAST, _SHARED_MOST = 20, 3, 20  # a template's: in over 1/20 of the prompts, from 3 to 20
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -48,7 +49,7 @@ class Rows(list[Row]):
     files: Mapping[str, int]
 
     def located(self, message: str, name: str) -> str:
-        """Return an error with row numbers of the data set rewritten to file and row, where it has several files."""
+        """Return an error message with row numbers rewritten to file and row, if the data set has several files."""
         if len(self.files) < 2:
             return message
 
@@ -68,11 +69,12 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
 
     Args:
         data: a file, a stored folder of files (all, sorted by name), or files by name (`data.files`).
-        name: the data set's name in errors, e.g. `dataset:sort-train@1`; the file's name by default.
+        name: the data set's name in errors, for example `dataset:sort-train@1`; empty: the file's name.
 
     Raises:
-        NotFoundError: no such file.
-        InputError: no rows, a malformed line, or a row of no known convention; names file and line or row.
+        NotFoundError: there is no such file.
+        InputError: there are no rows, a line is malformed, or a row has no known convention; the message names file
+            and line or row.
     """
     files = data if isinstance(data, Mapping) else stored_files(data)
     rows, counts = Rows(), dict.fromkeys(files, 0)
@@ -84,7 +86,13 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
 
 
 def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str, Row]]:
-    """Yield file and canonical row, with one row in memory at a time. Raises as `read_rows`."""
+    """Yield file and canonical row, with one row in memory at a time.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: there are no rows, a line is malformed, or a row has no known convention; the message names file
+            and line or row.
+    """
     some = False
     for file, path in files.items():
         place = named(file, name, len(files))
@@ -92,11 +100,11 @@ def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str
             some = True
             yield file, canonical_row(row, place, number)
     if not some:
-        raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
+        raise InputError(f"{name or ' '.join(files)} must contain at least one row, got 0; write the data set again")
 
 
 def named(file: str, name: str, files: int) -> str:
-    """Return the name in errors of a data set's file: `dataset:train@1/shard-2.jsonl`if there are several."""
+    """Return the name of a data set's file in errors: `dataset:train@1/shard-2.jsonl` if there are several files."""
     return (name or file) if files == 1 else f"{name}/{file}" if name else file
 
 
@@ -109,7 +117,7 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     """Return a row in canonical form.
 
     Raises:
-        InputError: it has no prompt, messages or text, or an ill-formed one.
+        InputError: the row has no prompt, messages or text, or an ill-formed one.
     """
     place = f"{name} row {number}"
     result = dict(row)
@@ -137,7 +145,7 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
 
 
 def _responses(row: Row) -> list[str]:
-    """Return the columns that answer the prompt. `chosen` or `rejected` alone is an ordinary column."""
+    """Return the columns that contain responses to the prompt. `chosen` or `rejected` alone is an ordinary column."""
     if row.get("prompt") is None:
         return []
     found = ["completion"] if row.get("completion") is not None else []
@@ -166,13 +174,13 @@ def _without_nulls(message: Any) -> Any:
 
 
 def uniform(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the union of their columns, None where a row lacks one, as in `datasets`."""
+    """Return the rows with the union of their columns, as in `datasets`; None if a row lacks a column."""
     columns = dict.fromkeys(name for row in rows for name in row)
     return [{**columns, **row} for row in rows]
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether a response can be compared with this canonical row's `answer`."""
+    """Return whether a response can be compared with this canonical row's `answer`."""
     return isinstance(row.get("answer"), str)
 
 
@@ -187,7 +195,7 @@ def answer_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether it is Parquet's value of a missing entry: null or NaN."""
+    """Return whether a value is Parquet's mark of a missing entry: null or NaN."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
@@ -201,7 +209,7 @@ def _check_content(value: Any, key: str, place: str) -> None:
         raise InputError(f"{place}: {key} must be {wanted}, got {value!r:.60}")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise InputError(f"{place}: {key} must hold messages with role and content, got {message!r:.60}")
+            raise InputError(f"{place}: {key} must contain messages with role and content, got {message!r:.60}")
 
 
 def demonstrations(row: Mapping[str, Any]) -> int:
@@ -215,7 +223,7 @@ def demonstrations(row: Mapping[str, Any]) -> int:
 def prompt_text(row: Mapping[str, Any]) -> str:
     """Return the text that identifies a row's task: the prompt, every message as `role: content`.
 
-    `row` is canonical. Of a conversation it is the part before the first assistant message.
+    `row` is canonical. For a conversation, the text is the part before the first assistant message.
     """
     prompt: Any = row.get("prompt")
     if prompt is None and row.get("messages") is not None:
@@ -230,30 +238,30 @@ def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> li
     """Return the rows of an evaluation suite without those that repeat an earlier prompt and its answer.
 
     A repeated prompt gets the same greedy answer, so a gate must not count it twice: 20 rows repeated ten times are 20
-    items. For more samples of an item, a suite has `samples`.
+    items. The suite's setting `samples` gives more samples of an item.
 
     Args:
         name: the data set's name in errors.
-        whole: a reward reads the rows, so a repeated prompt must repeat every column.
+        whole: whether a reward reads the rows, so a repeated prompt must repeat every column.
 
     Raises:
-        InputError: one prompt with two answers, or with `whole` two values of a column; names data set and rows (from
-            1).
+        InputError: a prompt has two answers or, with `whole`, two values of a column; the message names data set and
+            rows (from 1).
     """
     first: dict[str, int] = {}
     for index, row in enumerate(rows):
         earlier = first.setdefault(prompt_text(row), index)
         if rows[earlier].get("answer") != row.get("answer"):
             raise InputError(
-                f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got"
-                f" another: no response can be correct for both; drop one row"
+                f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got "
+                f"a different one: no response can be correct for both; drop one row"
             )
         columns = sorted({*row, *rows[earlier]}) if whole else ()
         other = next((column for column in columns if rows[earlier].get(column) != row.get(column)), None)
         if other is not None:
             raise InputError(
-                f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got"
-                f" another: the reward reads it, and a prompt must be one item; drop one row"
+                f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got "
+                f"a different one: the reward reads it, and a prompt must be one item; drop one row"
             )
     return [rows[index] for index in first.values()]
 
@@ -280,7 +288,7 @@ class ContaminationReport:
     exact: tuple[int, ...]  # the same prompt is in the training data
     alike: tuple[int, ...]  # the same except for case and whitespace
     similar: tuple[int, ...]  # other near-duplicates
-    ngram: int | None  # words and signs per n-gram; None: no search for near-duplicates
+    ngram: int | None  # words and punctuation marks per n-gram; None: no search for near-duplicates
     overlap: float  # share of a row's counted n-grams in one training prompt
     left: int = 0  # prompts beyond the limit, not compared for near-duplicates
 
@@ -316,10 +324,10 @@ def contamination(
     Args:
         ngram: words per n-gram; None: no search for near-duplicates.
         overlap: share of a row's counted n-grams that must be in one training prompt to flag it, in (0, 1].
-        most: maximum of n-grams; rows beyond are compared for equality only.
+        most: maximum number of n-grams; rows beyond it are compared for equality only.
 
     Raises:
-        InputError: no evaluation rows, or a parameter out of range.
+        InputError: there are no evaluation rows, or a parameter is out of range.
     """
     if not evaluation:
         raise InputError("contamination needs evaluation rows, got 0")
@@ -351,9 +359,9 @@ def _folded(text: str) -> str:
 def _near(
     known: Collection[str], asked: Collection[str], ngram: int, overlap: float, most: int
 ) -> tuple[set[str], int]:
-    """Return the prompts of `asked` that are near-duplicates of one in `known`, and the number left out."""
+    """Return the prompts of `asked` that are near-duplicates of one in `known`, and the number of omitted prompts."""
     asked_grams = dict(_grams(asked, ngram, most // 2))
-    index: dict[int, list[str]] = defaultdict(list)  # n-gram → prompts asked
+    index: dict[int, list[str]] = defaultdict(list)  # n-gram → prompts of `asked`
     for text, grams in asked_grams.items():
         for gram in grams:
             index[gram].append(text)
@@ -371,12 +379,12 @@ def _near(
 
 
 def _shared(prompts: int) -> int:
-    """Return the maximum of prompts with an n-gram that is not a template's."""
+    """Return the maximum number of prompts that share an n-gram which is not part of a template."""
     return min(max(prompts // _SHARED, _SHARED_LEAST), _SHARED_MOST)
 
 
 def _grams(texts: Iterable[str], length: int, most: int) -> Iterator[tuple[str, set[int]]]:
-    """Yield texts with their n-grams, as long as their total is at most `most`."""
+    """Yield texts with their n-grams, until the total number of n-grams would exceed `most`."""
     for text in texts:
         grams = _ngrams(text, length)
         most -= len(grams)

@@ -1,1 +1,1 @@
-"""The decision plane: gate rules and release channels. It decides; control acts."""
+"""The decision plane: gate rules and release channels. It returns decisions, which `control` executes."""

@@ -16,7 +16,7 @@ the threshold passes with probability at most `1 - confidence`: docs/gates.md ha
 
 An interval for people shows the uncertainty of a measured number, or of the difference of two models on the same items.
 Its limits are those of gates (`decision.statistics`), on both sides: an interval of confidence 0.95 has a one-sided
-limit of 0.975 at each end. Intervals decide nothing.
+limit of confidence 0.975 at each end. No gate reads an interval.
 """
 
 import math
@@ -36,8 +36,8 @@ from posttrain.domain.policies import LookBudget
 
 RATE_LIMIT = "exact limit of a rate (Clopper-Pearson)"
 CONFIDENCE = 0.95  # two-sided
-_MANY = 500  # distinct values above which fewer resamples are drawn, so that tables are fast
-_FEW_RESAMPLES = 1_999  # plus one it is a multiple of 1 / level at each end; the limit holds at any number
+_MANY = 500  # distinct values above which fewer resamples are drawn, which keeps tables fast
+_FEW_RESAMPLES = 1_999  # one more is a multiple of 1 / level at each end; the limit is valid at any number
 
 
 PAIRED_LIMIT = "paired limit of two rates (Gaffke; against 0 exact McNemar)"
@@ -53,8 +53,8 @@ NOT_TESTED = "none"
 class Look:
     """The evaluation that a gate judges, by its number among those of its items."""
 
-    number: int  # 1: the first
-    budget: LookBudget  # as `ChannelPolicy.looks`
+    number: int  # from 1
+    budget: LookBudget  # from `ChannelPolicy.looks`
 
     @property
     def spent(self) -> bool:
@@ -63,7 +63,7 @@ class Look:
 
     @property
     def words(self) -> str:
-        """`look 3 at these items`."""
+        """Words for people: `look 3 at these items`."""
         return f"look {self.number} at these items"
 
     def rule(self, rule: GateRule) -> GateRule:
@@ -74,7 +74,7 @@ class Look:
         return rule.model_copy(update={"confidence": 1 - (1 - rule.confidence) / shares})
 
     def verdict(self, rule: GateRule, judged: Verdict) -> Verdict:
-        """The verdict of `self.rule(rule)`, with the look added. A look beyond the policy's budget is an ERROR."""
+        """Return the verdict of `self.rule(rule)` with this look; a look beyond the policy's budget is an ERROR."""
         update: dict[str, object] = {"look": self.number}
         if self.spent:
             reason = f"{self.words}, of {self.budget} that the channel's policy allows; judge on items that are new."
@@ -88,7 +88,7 @@ class Look:
         return judged.model_copy(update=update)
 
     def inflated(self, confidence: float) -> float:
-        """P(at least one of `number` models at the threshold passes), if each is judged at this confidence."""
+        """Return P(at least one of `number` models at the threshold passes), if each is judged at this confidence."""
         return 1 - confidence**self.number
 
 
@@ -96,12 +96,12 @@ class Look:
 class Evidence:
     """One metric of one model, item by item: `Evidence(("q1", "q2"), np.array([1.0, 0.0]), RATE)`.
 
-    An item that was sampled several times is one value, its mean: items are independent, samples of an item are not.
+    The value of an item with several samples is their mean: items are independent, samples of an item are not.
     """
 
     item_ids: tuple[str, ...]  # unique; the same items for candidate and baseline, in any order
     values: Array  # [items]
-    range: ItemRange | None  # of possible values, as the evaluation declared it; None: undeclared, not judged
+    range: ItemRange | None  # the range of possible values that the evaluation declared; None: undeclared, not judged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """The result of a test. `quantity` is the mean, or candidate - baseline; `limit` is its one-sided limit."""
+    """The result of a test: `quantity` is the mean, or candidate - baseline; `limit` is its one-sided limit."""
 
     test: str
     quantity: float
@@ -131,10 +131,10 @@ def judge(
 
     Args:
         rule: the gate.
-        candidate: the rule's metric, measured on the candidate; None when it was not measured.
-        baseline: the same on the model that the rule compares with; ignored by an absolute rule.
-        channel_empty: the channel has no model; ignored by a rule that compares with another model.
-        seed: the run's; the seed of a mean's limit is derived from it and the rule's name.
+        candidate: the rule's metric, measured on the candidate; None: not measured.
+        baseline: the metric, measured on the model that the rule compares with; ignored for an absolute rule.
+        channel_empty: whether the channel has no model; ignored for a rule that does not compare with the channel.
+        seed: the run's seed; the seed of a mean's limit is derived from it and the rule's name.
     """
     try:
         ours = _usable(rule, candidate, "the candidate")
@@ -162,14 +162,15 @@ def judge_all(
     """Judge all gates of a run.
 
     Args:
-        rules: with unique names; an empty sequence makes the report an ERROR.
+        rules: the rules, with unique names; an empty sequence makes the report an ERROR.
         candidate: metric name → evidence of the candidate.
         baselines: rival of rules (`channel`, `base`, a stage) → that model, measured by the same evaluator on the
-            same items. Without `channel` the channel is empty; a promotion requires that its model is still this one.
-        candidate_digest: the judged model.
-        evaluator_digest: of the evaluator that measured both.
-        seed: the run's.
-        looks: rule → the look at its items; a rule without one is judged at its own confidence.
+            same items. Without `channel`, the channel is empty. A promotion requires that the channel still serves the
+            model under `channel`.
+        candidate_digest: the digest of the judged model.
+        evaluator_digest: the digest of the evaluator that measured candidate and baselines.
+        seed: the run's seed.
+        looks: rule → the look at its items; a rule without a look is judged at its own confidence.
 
     Raises:
         InputError: two rules have the same name.
@@ -190,10 +191,10 @@ def judge_all(
 
 
 def _usable(rule: GateRule, evidence: Evidence | None, whose: str) -> Evidence:
-    """Return the evidence in the order of its item ids, so that no verdict depends on the order of rows.
+    """Return the evidence in the order of its item ids, so no verdict depends on the order of rows.
 
     Raises:
-        InputError: it cannot be judged; becomes the reason of an ERROR verdict.
+        InputError: the evidence cannot be judged; the message becomes the reason of an ERROR verdict.
     """
     if evidence is None:
         raise InputError(f"{rule.metric} was not measured on {whose}; check the metric's name and the evaluate stage")
@@ -204,10 +205,10 @@ def usable(what: str, evidence: Evidence) -> Evidence:
     """Return checked evidence in the order of its item ids.
 
     Args:
-        what: its name in errors.
+        what: the name of the evidence in errors.
 
     Raises:
-        InputError: it is unusable: no items, a duplicate item, no declared range, values not finite or out of range.
+        InputError: there are no items, a duplicate item, no declared range, or values not finite or out of range.
     """
     values = np.asarray(evidence.values, dtype=np.float64)
     ids = evidence.item_ids
@@ -225,7 +226,7 @@ def usable(what: str, evidence: Evidence) -> Evidence:
 
 def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], values: Array) -> None:
     if possible is None:
-        raise InputError(f"{what} has no declared range, so no limit holds; evaluate with a trainer that declares it")
+        raise InputError(f"{what} has no declared range, so it has no limit; evaluate with a trainer that declares it")
     bad = [ids[index] for index in np.flatnonzero(~np.isfinite(values)).tolist()]
     if bad:
         raise InputError(f"{what} is NaN or infinite on {len(bad)} items, e.g. {bad[0]!r}")
@@ -254,9 +255,9 @@ def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) 
 
 
 def _measure(rule: GateRule, ours: Evidence, theirs: Evidence | None, seed: int) -> _Measured:
-    """Run the test for the kind of metric and rule. A rule that requires small numbers uses the mirror image."""
+    """Return the result of the test for the kind of metric and rule; a rule that requires small values is mirrored."""
     possible = ours.range
-    assert possible is not None  # `_usable` refuses it
+    assert possible is not None  # `_usable` rejects such evidence
     if theirs is not None:
         if possible.binary:
             return _measure_paired_rates(rule, ours.values, theirs.values)
@@ -278,7 +279,7 @@ def _measure_rate(rule: GateRule, values: Array) -> _Measured:
 
 
 def _measure_gains(rule: GateRule, values: Array, other: Array, span: float, seed: int) -> _Measured:
-    """Measure candidate - baseline; differences of values in one range are between -span and span."""
+    """Return the measured candidate - baseline; differences of values in one range are between -span and span."""
     gains = values - other
     limit = _mean_limit(rule, gains, -span, span, seed)
     return _Measured(
@@ -339,7 +340,7 @@ def _meets(rule: GateRule, number: float) -> bool:
 
 
 def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int, missed_by: float) -> str:
-    """The reason of a verdict: the measurement, the requirement, and the limit."""
+    """Return the reason of a verdict: the measurement, the requirement, and the limit."""
     if rule.needs_baseline:
         change = _signed(measured.quantity)
         theirs = f"{_whose(str(rule.rival))} {_number(measured.baseline or 0)}"
@@ -455,7 +456,7 @@ class Paired:
     low: float
     high: float
     method: str
-    mcnemar_p: float | None = None  # exact, two-sided, of a metric that is 0 or 1 on every item
+    mcnemar_p: float | None = None  # exact and two-sided, for a metric that is 0 or 1 on every item
 
     @property
     def items(self) -> int:
@@ -463,7 +464,7 @@ class Paired:
         return self.higher + self.lower + self.same
 
     def wins(self, better: str | None) -> tuple[int, int]:
-        """(won, lost) by the candidate; `better` is "lower", or any other value for higher."""
+        """Return the numbers of items (won, lost) by the candidate; `better`: "lower", or any other text for higher."""
         return (self.lower, self.higher) if better == "lower" else (self.higher, self.lower)
 
     @property
@@ -479,7 +480,7 @@ def estimate(metric: str, evidence: Evidence, confidence: float = CONFIDENCE) ->
     """Return a metric's mean with its interval.
 
     Raises:
-        InputError: the evidence is unusable; see `gates.usable`.
+        InputError: the evidence is unusable; see `usable`.
     """
     possible = evidence.range
     if possible is None:
@@ -500,7 +501,7 @@ def paired(metric: str, candidate: Evidence, reference: Evidence, confidence: fl
     """Return the difference of two models, item by item.
 
     Raises:
-        InputError: they were measured on different items, or with another or no declared range.
+        InputError: the two were measured on different items, or with different or undeclared ranges.
     """
     ours, theirs = usable(metric, candidate), usable(metric, reference)
     if ours.range != theirs.range:
@@ -510,7 +511,7 @@ def paired(metric: str, candidate: Evidence, reference: Evidence, confidence: fl
         raise InputError(
             f"measured on other items ({both} of {len(ours.item_ids)} and {len(theirs.item_ids)} are shared)"
         )
-    assert ours.range is not None  # `usable` refuses it
+    assert ours.range is not None  # `usable` rejects such evidence
     gains, each = ours.values - theirs.values, _each(confidence)
     higher, lower = int(np.count_nonzero(gains > 0)), int(np.count_nonzero(gains < 0))
     same, mean = len(gains) - higher - lower, float(gains.mean())
@@ -522,7 +523,7 @@ def paired(metric: str, candidate: Evidence, reference: Evidence, confidence: fl
 
 
 def decimals(low: float, high: float) -> int:
-    """Return the number of significant decimals of a number with interval [low, high]: two digits of its width."""
+    """Return how many decimals of a number with interval [low, high] are significant: two digits of the width."""
     width = abs(high - low)
     if not (width > 0 and math.isfinite(width)):
         return 3
@@ -531,7 +532,7 @@ def decimals(low: float, high: float) -> int:
 
 def _mean_limits(values: Array, low: float, high: float, each: float) -> tuple[float, float]:
     resamples = RESAMPLES if len(np.unique(values)) <= _MANY else _FEW_RESAMPLES
-    seed = derive_seed(0, "interval")  # independent of the metric, so that equal values have equal intervals
+    seed = derive_seed(0, "interval")  # independent of the metric, so equal values have equal intervals
     return mean_lower(values, low, each, seed, resamples), -mean_lower(-values, -high, each, seed, resamples)
 
 

@@ -1,20 +1,21 @@
 """The power of gates before a run, and the ranking of a sweep's settings after it.
 
 Power: the probability that a gate passes a model that is as good as hoped, computed before training. It needs
-assumptions about results that do not exist yet; every note states them. For rates it is exact: the sum of the
+assumptions about results that do not exist yet, which every note states. For rates the power is exact: the sum of the
 probabilities of all results that the gate would pass. For means it is unknown until their spread is known.
 
 Ranking: settings are ranked as far as the measurements allow. A setting was trained with one or several seeds, and each
 of its models was measured on the same items. Two sources of uncertainty remain: the items of the suite, and the drawn
-seeds. The interval of a mean over seeds adds both, as if they were independent: the distances of its limits from the
-mean are the square roots of the sums of the squared distances of the two intervals' limits (MOVER; Zou and Donner
-2008). Over items the limits are those of the intervals in `decision.gates`; over seeds they are Student's, and paired
-by seed for a difference. Item noise is in both, so the sum is conservative (too wide). With one seed the second part is
-missing: then models are compared, not settings. Two seeds that happen to agree are no evidence about a third, so with
-several seeds, fewer than three in common decide nothing.
+seeds. The interval of a mean over seeds combines an interval over items and one over seeds as if they were independent:
+the distance of each limit from the mean is the square root of the sum of the two squared distances (MOVER; Zou and
+Donner 2008). The interval over items is that of `decision.gates`; the interval over seeds is Student's, paired by seed
+for a difference. Item noise is in both intervals, so the combination is conservative (too wide). With one seed, the
+interval over seeds is missing: models are compared, not settings. Two seeds that happen to agree are no evidence about
+a third, so of settings with several seeds, those with fewer than three seeds in common are not ordered.
 
 A setting is ahead of another if the interval of their difference excludes 0, with all pairs simultaneous (Bonferroni).
-Its rank is then a range: from 1 + the number of settings ahead of it to all minus the number of those behind it.
+The rank of a setting is a range: from 1 + the number of settings ahead of it to the number of all settings minus the
+number of settings behind it.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule, whose_words
 from posttrain.domain.kinds import ENOUGH_SEEDS, ItemRange, few_seeds
 
-ENOUGH = 0.8  # the customary power; below it a gate refuses a good model more than one time in five
-_EVEN = 0.5  # below it a gate refuses a good model more often than not
+ENOUGH = 0.8  # the customary power; with less, a gate rejects a good model more than one time in five
+_EVEN = 0.5  # with less power, a gate rejects a good model more often than not
 _NORMAL = NormalDist()
-_SEARCHED = 200_000  # items; beyond them the normal approximation gives the number that a gate needs
-_UNLIKELY = 1e-12  # tail probability of results that an enumeration leaves out
+_SEARCHED = 200_000  # items; above this number the normal approximation gives the number that a gate needs
+_UNLIKELY = 1e-12  # tail probability of results that an enumeration omits
 _MOST_ITEMS = 2**24  # the largest suite that is recommended
-_DRAWN = 0.02  # tolerance for a mean's limit, which is drawn, not computed
+_DRAWN = 0.02  # tolerance for a mean's limit, which is simulated, not computed
 Seeds = Mapping[int, Evidence]  # seed → the measurements of its model
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The assumptions about the candidate; None selects the default in the field's comment."""
+    """The assumptions about the candidate; None selects the default that the field's comment describes."""
 
-    rate: float | None = None  # true rate under an absolute rule: halfway between the threshold and perfect
+    rate: float | None = None  # true rate under an absolute rule; None: halfway between threshold and perfect
     discordance: float = 0.1  # share of items that exactly one of candidate and baseline gets right
     improvement: float | None = None  # true gain under `better_than`, metric's units: twice `by`, at least 0.05, and at
 
@@ -75,10 +76,10 @@ class PowerNote:
     test: str  # the method of the gate, as in `Verdict.test`
     power: float | None  # P(pass) under the assumption; None: unknown until the metric's spread is known
     needed: int | None  # items for a power of 80 %; None: no number of items is enough, or unknown
-    assumption: str  # of the two numbers
-    warning: str | None = None  # one sentence if the power is too low
-    change: str | None = None  # the first thing to change, if the gate would more likely refuse a good model
-    refusal: str | None = None  # one sentence if not even the best possible evidence would pass
+    assumption: str  # the assumption behind the two numbers
+    warning: str | None = None  # a message if the power is too low
+    change: str | None = None  # the first change to make, if the gate would more likely reject a good model
+    refusal: str | None = None  # a message if not even the best possible evidence would pass
 
 
 def gate_power(
@@ -93,10 +94,10 @@ def gate_power(
 
     Args:
         rule: the gate.
-        items: of the evaluation suite.
-        possible: the range of one item of the metric, as its evaluation declares it.
-        channel_empty: the channel has no model to compare with yet.
-        expectation: the assumptions; `Expectation()` when left out.
+        items: the number of items of the evaluation suite.
+        possible: the range of one item of the metric that the evaluation declares.
+        channel_empty: whether the channel has no model to compare with yet.
+        expectation: the assumptions; None: `Expectation()`.
     """
     note = _note(rule, items, possible, channel_empty, expectation or Expectation())
     if (rule.meets_channel and channel_empty and items >= rule.min_items) or can_pass(rule, items, possible):
@@ -105,7 +106,7 @@ def gate_power(
 
 
 def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
-    """Return the note of a gate whose power could not be computed, with the error `trouble`."""
+    """Return the note for a gate whose power could not be computed, with the error `trouble`."""
     return PowerNote(
         rule.name,
         items,
@@ -118,7 +119,7 @@ def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
 
 
 def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
-    """Return whether the best possible evidence would pass: every item at its best, the baseline's at its worst."""
+    """Return whether the best possible evidence would pass: the candidate's items at best, the baseline's at worst."""
     if items < rule.min_items:
         return False
     wanted = (1 if rule.higher_is_better else -1) * rule.threshold
@@ -146,7 +147,7 @@ def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
 
 
 def _enough(passes: Callable[[int], bool], low: int) -> int | None:
-    """The least number of items that passes, above `low`, which does not; None: more than about `_MOST_ITEMS`."""
+    """Return the least number of items that passes; `low` items do not; None: more than about `_MOST_ITEMS`."""
     high = 2 * low
     while not passes(high):
         low, high = high, 2 * high
@@ -159,7 +160,7 @@ def _enough(passes: Callable[[int], bool], low: int) -> int | None:
 
 
 def _ends(rule: GateRule, possible: ItemRange) -> tuple[float, float]:
-    """The worst and the best value of one item, with the sign for which larger is better."""
+    """Return the worst and the best value of one item, with the sign for which larger is better."""
     if rule.needs_baseline:
         return -possible.span, possible.span
     return (possible.low, possible.high) if rule.higher_is_better else (-possible.high, -possible.low)
@@ -183,7 +184,7 @@ def _note(rule: GateRule, items: int, possible: ItemRange, channel_empty: bool, 
 
 
 def _warning(rule: GateRule, items: int, power: float, needed: int | None, assumption: str) -> str | None:
-    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # the saw of `_needed`
+    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # the sawtooth of `_needed`
         return None
     if items < rule.min_items:
         return _too_few(rule, items)
@@ -199,10 +200,10 @@ _Power = Callable[[int], float]  # items → P(pass)
 
 
 def _needed(power_at: _Power, about: float, least: int) -> int:
-    """Items for a power of 80 %, to half a percent. Power as a function of items is a saw with rising teeth.
+    """Return the number of items for a power of 80 %, to half a percent; the power rises with items as a sawtooth.
 
     Args:
-        about: by the normal approximation, where the search starts.
+        about: the number from the normal approximation, at which the search starts.
         least: the rule's `min_items`.
     """
     if max(about, least) > _SEARCHED:
@@ -217,7 +218,7 @@ def _needed(power_at: _Power, about: float, least: int) -> int:
 
 
 def _absolute(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, str]:
-    """The power of an absolute rule. One that requires a small rate is judged by the rate of the other outcome."""
+    """Return the power of an absolute rule; a rule that requires a small rate uses the rate of the other outcome."""
     threshold = rule.threshold if rule.higher_is_better else 1 - rule.threshold
     rate = (threshold + 1) / 2
     if hoped.rate is not None:
@@ -232,7 +233,7 @@ def _absolute(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None,
 
 
 def _rate_power(items: int, threshold: float, rate: float, confidence: float) -> float:
-    """P(the exact limit meets the threshold): that of at least as many right items as the limit requires."""
+    """Return P(the exact limit meets the threshold): P(at least as many right items as the limit requires)."""
     from scipy.special import bdtrc
 
     # the least number of right items that passes; `items + 1`: no number passes
@@ -257,7 +258,7 @@ def _paired(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, s
     distance, variance = gain - threshold, discordance - gain * gain
     z = _NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)
     about = None
-    if distance > 0:  # the last term: even without a loss the limit is below 1
+    if distance > 0:  # the maximum: even without a loss the limit is below 1
         about = max(1.0, z * z * variance / distance**2, -math.log(1 - rule.confidence) / (1 - threshold))
     return lambda n: paired_power(n, better, worse, threshold, rule.confidence), about, assumption
 
@@ -268,9 +269,9 @@ def paired_power(items: int, better: float, worse: float, threshold: float, conf
     Args:
         items: paired items.
         better: true probability that only the candidate gets an item right.
-        worse: that only the baseline does; better + worse ≤ 1.
-        threshold: of candidate - baseline, which the lower limit must reach.
-        confidence: of the limit, one-sided.
+        worse: true probability that only the baseline gets an item right; better + worse ≤ 1.
+        threshold: value of candidate - baseline that the lower limit must reach.
+        confidence: the one-sided confidence of the limit.
     """
     from scipy.stats import binom
 
@@ -281,12 +282,12 @@ def paired_power(items: int, better: float, worse: float, threshold: float, conf
 
 
 def _wanted(items: int, losses: np.ndarray, threshold: float, level: float) -> np.ndarray:
-    """For each number of losses the least gains that pass; more than the remaining items if no gains do.
+    """Return for each number of losses the least number of gains that passes; if none does, more than fit the items.
 
-    The gains grow with the losses, so one pass finds them all.
+    The gains grow with the losses, so one pass over the losses finds all of them.
     """
     wanted = np.empty_like(losses)
-    gains = max(0, math.ceil(losses[0] + items * threshold))  # with fewer even the estimate misses the threshold
+    gains = max(0, math.ceil(losses[0] + items * threshold))  # with fewer gains, even the estimate misses the threshold
     for index, lost in enumerate(losses.tolist()):
         while gains + lost <= items and difference_chance(gains, lost, items, threshold) > level:
             gains += 1
@@ -318,7 +319,7 @@ def _too_few(rule: GateRule, items: int) -> str:
 
 
 def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:
-    """The note of a mean: its range alone gives the distance from the threshold that even a constant metric needs."""
+    """Return the note for a mean, whose range gives the distance from the threshold that even a constant needs."""
     worst, _ = _ends(rule, possible)
     threshold = rule.threshold if rule.higher_is_better else -rule.threshold
     least = (threshold - worst) * ((1 - rule.confidence) ** (-1 / max(items, 1)) - 1)
@@ -351,8 +352,8 @@ class Difference:
     value: float
     low: float
     high: float
-    seeds: int  # that both have
-    enough: bool = True  # whether these seeds are enough to decide
+    seeds: int  # number of seeds that both settings have
+    enough: bool = True  # whether there are enough seeds for a decision
 
     @property
     def decided(self) -> bool:
@@ -360,7 +361,7 @@ class Difference:
         return self.enough and (self.low > 0 or self.high < 0)
 
     def turned(self) -> Difference:
-        """The difference of `first` - `second`."""
+        """Return the difference `first` - `second`."""
         return Difference(self.second, self.first, -self.value, -self.high, -self.low, self.seeds, self.enough)
 
     def __str__(self) -> str:
@@ -374,18 +375,18 @@ class Ranking:
 
     settings: tuple[Ranked, ...]
     differences: tuple[Difference, ...]
-    confidence: float  # of each mean, and of all differences together
+    confidence: float  # confidence of each mean's interval, and of those of all differences together
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()  # if pairs have too few seeds
+    warnings: tuple[str, ...] = ()  # lines about pairs with too few common seeds
 
 
 def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float = CONFIDENCE) -> Ranking:
     """Rank settings by a metric.
 
     Args:
-        settings: the measurements, by seed; a setting may lack some seeds, or all.
+        settings: for each setting, seed → measurements; a setting may lack some seeds, or all.
         better: "higher" or "lower".
-        confidence: two-sided.
+        confidence: the two-sided confidence of the intervals.
     """
     measured = [place for place, seeds in enumerate(settings) if seeds]
     pairs = list(combinations(measured, 2))
@@ -448,10 +449,10 @@ def _difference(
 
 
 def _over_seeds(found: Sequence[Evidence]) -> Evidence:
-    """Each item's mean over models that were measured on the same items.
+    """Return each item's mean over models that were measured on the same items.
 
     Raises:
-        InputError: their items or ranges differ.
+        InputError: the items or ranges of the models differ.
     """
     if len(found) == 1:
         return found[0]
@@ -468,7 +469,7 @@ def _over_seeds(found: Sequence[Evidence]) -> Evidence:
 
 
 def _spread(values: Sequence[float], confidence: float) -> float:
-    """Half the width of Student's interval for the mean over seeds."""
+    """Return half the width of Student's interval for the mean over seeds."""
     from scipy.stats import t
 
     count = len(values)

@@ -1,8 +1,8 @@
-"""Rules of release channels: when a channel may move, the target of a rollback, and the gates of a run. All are pure.
+"""Pure rules of release channels: when a channel may move, the target of a rollback, and the gates of a run.
 
 `control` does the compare-and-set. The append-only history numbers releases; the channel's deployment names the live
-one. A rollback quarantines the model that it takes off the channel. A rollback without a target goes to the newest
-release that is not quarantined, so a second one goes further back and never returns to the model that the first left.
+release. A rollback quarantines the model that it takes off the channel. A rollback without a target goes to the newest
+release that is not quarantined, so a second rollback goes further back and never returns to the model of the first.
 
 The policy of its channel constrains a run's gates: a run may add gates and make them stricter, never weaker.
 """
@@ -15,7 +15,7 @@ from posttrain.domain.lifecycle import ReleaseState, check_transition
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ReleaseEntry
 
-MOVES = ("promote", "rollback")  # entries that made a model live; others, such as a canary's, do not change it
+MOVES = ("promote", "rollback")  # entries that made a model live; others (a canary's) did not
 _BOUNDS = ("at_least", "at_most", "not_worse_than", "better_than")
 _AMOUNT = {"not_worse_than": "margin", "better_than": "by"}  # the key with the bound of a relative form
 
@@ -33,14 +33,14 @@ def live_before(history: Sequence[ReleaseEntry], sequence: int) -> int:
 def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry]) -> int:
     """Return the sequence of the channel's release that a report was judged against; 0 for an empty channel.
 
-    A report of an older version, or about another channel, names no release of this one: it is current only if the
-    model that it compared with was live exactly once.
+    A report of an older version, or about another channel, names no release of this channel. It is current only if the
+    model with which it compared was live exactly once.
 
     Args:
         history: the channel's entries, oldest first.
 
     Raises:
-        ConflictError: that release cannot be determined; judge again.
+        ConflictError: the release cannot be determined; judge again.
     """
     if report.channel == channel and report.release is not None:
         return report.release
@@ -51,27 +51,27 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
         return found[0]
     times = f"{len(found)} times" if found else "never"
     raise ConflictError(
-        f"promotion: the gates compared with {report.baseline}, which channel {channel} held {times}, and the report "
+        f"promotion: the gates compared with {report.baseline}, which channel {channel} served {times}, and the report "
         "does not record at which release; judge again: posttrain run RUN.yaml --again"
     )
 
 
 def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: GateReport) -> bool:
-    """Return whether to move the channel to `candidate`. Only a PASS on exactly this candidate ships.
+    """Return whether to move the channel to `candidate`, which requires a PASS on exactly this candidate.
 
     Args:
-        live: the channel's live release; None when it is empty.
+        live: the channel's live release; None: the channel is empty.
         judged: sequence of the release that was live when the gates judged.
-        candidate: digest of the model to ship.
-        report: of the gates.
+        candidate: digest of the model to release.
+        report: the report of the gates.
 
     Returns:
-        True to move the channel; False when the candidate is live already (the promotion is being repeated).
+        True: move the channel. False: the candidate is already live (the call repeats a promotion).
 
     Raises:
         GateRejectedError: the outcome is FAIL or ERROR, or the report is about another model.
         GateInconclusiveError: the outcome is INCONCLUSIVE.
-        ConflictError: the channel moved since the gates judged, so the comparison is out of date, even if the same
+        ConflictError: the channel has moved since the gates judged, so the comparison is out of date, even if the same
             model is live again.
     """
     if report.candidate != candidate:
@@ -104,7 +104,7 @@ def rollback_target(
         history: the channel's entries, oldest first.
         live: the live entry.
         quarantined: digests of models that a rollback without a target skips.
-        to: digest of a model that was live before; None: that of the newest release that is not quarantined.
+        to: digest of a model that was live before; None: the model of the newest release that is not quarantined.
 
     Raises:
         NotFoundError: every other release is quarantined, or `to` was never live.
@@ -128,13 +128,13 @@ def rollback_target(
 
 
 def release_states(history: Sequence[ReleaseEntry]) -> dict[str, ReleaseState]:
-    """Return the state of every released model, by digest, by a replay through the release state machine.
+    """Return model digest → release state, from a replay of the history through the release state machine.
 
     Args:
         history: one channel's entries, oldest first.
 
     Raises:
-        ConflictError: a move that the state machine does not have, such as a model promoted over itself.
+        ConflictError: the history has a move that the state machine lacks, such as a model promoted over itself.
     """
     states: dict[str, ReleaseState] = {}
     live: str | None = None
@@ -166,7 +166,7 @@ def under_policy(gates: Sequence[GateRule], pinned: PinnedPolicy) -> tuple[GateR
     """Return the gates of a run, and those of the policy that the run does not have.
 
     Raises:
-        InputError: a gate has the name of a gate of the policy and is weaker; names the key.
+        InputError: a gate has the name of a gate of the policy and is weaker; the message names the key.
     """
     own = {gate.name: gate for gate in gates}
     for rule in pinned.policy.gates:
@@ -176,22 +176,22 @@ def under_policy(gates: Sequence[GateRule], pinned: PinnedPolicy) -> tuple[GateR
 
 
 def refuse_weaker(own: GateRule, rule: GateRule, pinned: PinnedPolicy) -> None:
-    """Refuse a gate of a run that is weaker than the policy's gate of that name.
+    """Reject a gate of a run that is weaker than the policy's gate of that name.
 
     Raises:
-        InputError: it is weaker; names the key, the policy's value and the gate's value.
+        InputError: the gate is weaker; the message contains the key, the policy's value and the gate's value.
     """
     found = _weaker(own, rule)
     if found is not None:
         key, wanted, got = found
         raise InputError(
             f"gates.{rule.name}.{key}: the policy of channel {pinned.channel} says {wanted}, got {got}; leave this "
-            "gate out, make it as strict, or give another gate its own name"
+            "gate out, make it as strict, or rename it"
         )
 
 
 def origin(gate: GateRule, pinned: PinnedPolicy | None) -> str:
-    """Return the origin of a gate of a plan, as text."""
+    """Return the origin of a gate in a plan, as text."""
     rule = next((rule for rule in pinned.policy.gates if rule.name == gate.name), None) if pinned else None
     if pinned is None or rule is None:
         return "run file"
@@ -200,7 +200,7 @@ def origin(gate: GateRule, pinned: PinnedPolicy | None) -> str:
 
 
 def _weaker(own: GateRule, rule: GateRule) -> tuple[str, object, object] | None:
-    """The first weaker key, the required and the actual value; None: every model that passes `own` passes `rule`."""
+    """Return the first weaker key, the required and the actual value; None: all models that pass `own` pass `rule`."""
     form = next(key for key in _BOUNDS if getattr(rule, key) is not None)
     for key in ("metric", form, "direction"):
         wanted, got = getattr(rule, key), getattr(own, key)

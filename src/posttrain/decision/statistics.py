@@ -2,7 +2,7 @@
 
 Each of the three limits passes a model exactly at the threshold with probability at most `1 - confidence`; `python -m
 benchmarks.gates` enumerates or simulates the levels. The functions compute lower limits; an upper limit is the mirror
-image (`upper(x) = -lower(-x)`, and for rates `upper(k, n) = 1 - lower(n - k, n)`), so that a rule and its mirror image
+image (`upper(x) = -lower(-x)`, and for rates `upper(k, n) = 1 - lower(n - k, n)`), so a rule and its mirror image
 always agree.
 
 scipy is imported inside functions: the import takes a third of a second, which every command would pay.
@@ -31,10 +31,10 @@ class _Json:
 
 Array = Annotated[NDArray[np.float64], _Json()]
 
-RESAMPLES = 9_999  # plus one, times every usual level, is whole: the quantile is one draw, not between two
+RESAMPLES = 9_999  # RESAMPLES + 1 times every usual level is whole, so the quantile is one draw, not between two
 _DRAWS_AT_ONCE = 2_000_000  # bounds the memory of the weights to about 32 MB, whatever the number of items
-_NODES = 128  # of the quadrature; its error is below 1e-10 (tested)
-_TAIL = 1e-15  # probability of discordant shares that the quadrature leaves out on each side
+_NODES = 128  # nodes of the quadrature, whose error is below 1e-10 (tested)
+_TAIL = 1e-15  # probability of discordant shares that the quadrature omits on each side
 
 
 def rate_lower(successes: int, items: int, confidence: float) -> float:
@@ -55,9 +55,9 @@ def rate_lower(successes: int, items: int, confidence: float) -> float:
 def paired_lower(better: int, worse: int, items: int, confidence: float) -> float:
     """Return the lower one-sided limit of candidate - baseline for two rates measured on the same items.
 
-    It is the limit of Gaffke for the mean of differences that are -1, 0 or 1 (see `mean_lower`), computed, not drawn:
-    the point where `difference_chance` is `1 - confidence`. Against zero it is the exact test of McNemar; against any
-    other difference no pair of rates is known that it passes too often.
+    It is Gaffke's limit for the mean of differences that are -1, 0 or 1 (see `mean_lower`), computed instead of drawn:
+    the point at which `difference_chance` is `1 - confidence`. Against zero it is the exact test of McNemar. Against
+    other differences, no pair of rates is known that passes too often.
 
     Args:
         better: items that only the candidate gets right.
@@ -80,9 +80,10 @@ def paired_lower(better: int, worse: int, items: int, confidence: float) -> floa
 def difference_chance(better: int, worse: int, items: int, difference: float) -> float:
     """Return P(B - W < `difference`) for shares (B, W, rest) ~ Dirichlet(better, worse + 1, items - better - worse).
 
-    It is the probability that flat Dirichlet weights of the items, and of one more on which only the baseline is right,
-    put their mean below `difference`; a p-value of "the true difference is at most `difference`". B + W is a beta
-    variate and independent of B's part of it, which leaves one integral (Gauss-Legendre).
+    With flat Dirichlet weights on the items and on one more item that only the baseline gets right, it is the
+    probability that the weighted mean is below `difference`: a p-value of "the true difference is at most
+    `difference`". B + W is a beta variate and independent of B's share of it, which leaves one integral
+    (Gauss-Legendre).
 
     Args:
         better: items that only the candidate gets right.
@@ -97,7 +98,7 @@ def difference_chance(better: int, worse: int, items: int, difference: float) ->
         return 1.0 if difference >= 0 or same == 0 else float(1 - betainc(worse + 1, same, -difference))
     if same == 0:  # B + W is 1
         return float(betainc(better, worse + 1, (1 + difference) / 2))
-    certain = float(betainc(discordant, same, difference)) if difference > 0 else 0.0  # B + W is smaller than that
+    certain = float(betainc(discordant, same, difference)) if difference > 0 else 0.0  # P(B + W < difference)
     low = max(float(betaincinv(discordant, same, _TAIL)), abs(difference))
     high = 1 - float(betaincinv(same, discordant, _TAIL))
     if low >= high:
@@ -120,16 +121,16 @@ def mean_lower(values: Array, worst: float, confidence: float, seed: int, resamp
     """Return the lower one-sided limit of a mean of values >= `worst` (Gaffke 2005, Math. Methods Stat. 14).
 
     One more item of value `worst` is added, and the limit is a quantile of the mean under flat Dirichlet weights of the
-    n + 1 items. For zeros and ones this is the limit of Clopper and Pearson, so it does not collapse when all values
-    are equal, and allows for a rare bad item that the sample lacks: 20 ones give 0.86, not 1. No distribution is known
-    for which it covers too rarely. The quantile is the draw of rank ⌊(resamples + 1)(1 - confidence)⌋, so drawing
-    instead of integrating does not raise the level either (Besag & Clifford 1989).
+    n + 1 items. For zeros and ones this is the limit of Clopper and Pearson. So the limit does not collapse when all
+    values are equal, and allows for a rare bad item that the sample lacks: 20 ones give 0.86, not 1. No distribution is
+    known for which its coverage is too low. The quantile is the draw of rank ⌊(resamples + 1)(1 - confidence)⌋, so
+    drawing instead of integrating does not raise the level either (Besag & Clifford 1989).
 
     Args:
         values: one finite number per item, each >= worst, [items].
         worst: the smallest possible value, as the metric declares it.
         confidence: one-sided.
-        seed: of the weights; the same seed and values give the same limit.
+        seed: the seed of the weights; the same seed and values give the same limit.
         resamples: number of weightings.
     """
     rank = math.floor((resamples + 1) * (1 - confidence) + 1e-9)

@@ -1,1 +1,1 @@
-"""Facts and state machines, ports, errors, digests. No I/O."""
+"""Values, state machines, ports, errors and digests. No I/O."""

@@ -1,8 +1,8 @@
 """Approvals: a request names one action on a channel by its digest, and people approve or reject it.
 
-The digest covers everything that the action would change: a release is of this model of this run, with this gate
-report, under this policy, while this release is live. If one of these differs, it is another request, and the verdicts
-on the first do not count.
+The digest covers everything on which the action depends. For a release these are the model, its run, the gate report,
+the policy and the live release. If any of them differs, the request is a different one, and verdicts on the first do
+not count.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +14,9 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.ids import NOBODY, canonical
 
 APPROVED, REJECTED = "approved", "rejected"
-WITHDRAWN = "withdrawn"  # a rejection, by a person who may not approve
+WITHDRAWN = "withdrawn"  # the verdict of a person who withdraws a rejection and may not approve
 _SHOWN = 19  # characters of a digest
-_CHANGES = {  # bound value → message where it has changed
+_CHANGES = {  # bound value → message if it has changed
     "policy": "the policy has changed",
     "live": "another release is live now",
     "revision": "the policy or the protection of the channel was changed since",
@@ -39,7 +39,7 @@ class Terms:
     """Who must approve an action on a channel: the approvers of its policy, or those of the project."""
 
     approvers: tuple[str, ...]
-    needed: int  # how many of them
+    needed: int  # how many of the approvers must approve
     self_approval: bool = False  # whether the run's submitter or owner may approve; never on a protected channel
     roleless: tuple[str, ...] = ()  # approvers without a project role that allows approving
 
@@ -53,11 +53,11 @@ class Terms:
 class ApprovalRequest:
     """One action that needs approvals."""
 
-    digest: str  # of `asked`
+    digest: str  # the digest of `asked`
     channel: str
     run_id: str | None
     asked: Mapping[str, Any]  # everything that the action would change
-    actor: str  # its owner: who submitted the run, or requested the change
+    actor: str  # its owner: the submitter of the run, or the requester of the change
     at: float
 
     @property
@@ -73,21 +73,21 @@ class ApprovalRequest:
 
     @property
     def words(self) -> str:
-        """`release of run sort-1`; the caller adds the channel."""
+        """Words for people: `release of run sort-1`; the caller adds the channel."""
         of = f" of run {self.run_id}" if self.run_id else ""
         policy = self.asked.get("set")
         return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of}"
 
     @property
     def anew(self) -> str:
-        """The next action where the request can no longer be approved."""
+        """The next action if the request can no longer be approved."""
         return "submit the run again: posttrain run RUN.yaml --again" if self.run_id else "set another policy first"
 
     def outdated(self, channel: Mapping[str, Any]) -> str:
-        """Return why the verdicts on it no longer count; empty: they count.
+        """Return why the verdicts on the request no longer count; empty: they count.
 
         Args:
-            channel: the present `policy`, `live` and `revision` of its channel.
+            channel: the current `policy`, `live` and `revision` of the request's channel.
         """
         return next(
             (said for name, said in _CHANGES.items() if self.asked.get(name, channel[name]) != channel[name]), ""
@@ -106,7 +106,7 @@ class Approval:
 
     @property
     def words(self) -> str:
-        """`approved by user:ann: the numbers hold`."""
+        """Words for people: `approved by user:ann: the numbers hold`."""
         said = f"rejection {WITHDRAWN}" if self.verdict == WITHDRAWN else self.verdict
         return f"{said} by {self.actor}{f': {self.reason}' if self.reason else ''}"
 
@@ -118,14 +118,14 @@ class ApprovalStatus:
     request: ApprovalRequest
     needed: int
     given: tuple[Approval, ...] = ()  # the approvals that count
-    refusal: Approval | None = None  # a single rejection refuses it
-    may: tuple[str, ...] = ()  # the people who may still approve
+    refusal: Approval | None = None  # a rejection, if any: one is enough
+    may: tuple[str, ...] = ()  # the principals who may still approve
     void: tuple[tuple[Approval, str], ...] = ()  # approvals that do not count, and why
-    outdated: str = ""  # why its verdicts no longer count
-    done: bool = False  # the channel serves it now
-    ownerless: bool = False  # its owner's name was erased, so who may approve is undetermined
+    outdated: str = ""  # why the verdicts no longer count
+    done: bool = False  # whether the action was carried out
+    ownerless: bool = False  # the owner's name was erased, so it is undetermined who may approve
     roleless: tuple[str, ...] = ()  # approvers of the policy who are not approvers of the project
-    said: str = ""  # the verdict just given: approved | rejected | withdrawn
+    said: str = ""  # the verdict that this call recorded: approved | rejected | withdrawn
 
     @property
     def missing(self) -> int:
@@ -154,7 +154,7 @@ class ApprovalStatus:
 
     @property
     def words(self) -> str:
-        """`needs 2 approvals, has 1 (user:bob); user:carol may approve`."""
+        """Words for people: `needs 2 approvals, has 1 (user:bob); user:carol may approve`."""
         if self.refusal is not None:
             return self.refusal.words
         has = f"{len(self.given)} ({', '.join(one.actor for one in self.given)})" if self.given else "none"
@@ -180,7 +180,7 @@ def request_of(
     """Return the request for an action.
 
     Args:
-        actor: its owner; not bound, so equal requests of two people are one request.
+        actor: the owner; not part of the digest, so equal requests of two people are one request.
         bound: the values that the action depends on, as plain JSON.
     """
     asked = {"action": str(action), "channel": channel, **({"run": run_id} if run_id else {}), **bound}
@@ -199,8 +199,8 @@ def weigh(
 
     Args:
         terms: who must approve it.
-        own: canonical names of the request's owners, who may not approve. Once one name is erased, no one may: a later
-            person of that name has another identity in the ledger.
+        own: canonical names of the request's owners, who may not approve. Once an owner's name is erased, no one may
+            approve: a later person of that name has another identity in the ledger.
         said: verdicts on this request, one per person.
         outdated: why the verdicts no longer count.
         done: whether the requested action was carried out.
@@ -209,7 +209,7 @@ def weigh(
     ownerless = any(name.startswith(NOBODY) for name in own)
     able = [name for name in approvers if not (ownerless or canonical(name) in own or name in roleless)]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
-    refusal = next(  # an approver's, or that of a person erased since
+    refusal = next(  # a rejection by an approver, or by a person who was erased since
         (one for one in said if one.verdict == REJECTED and (one.actor in approvers or one.actor.startswith(NOBODY))),
         None,
     )

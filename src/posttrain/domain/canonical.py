@@ -1,6 +1,6 @@
 """Canonical JSON (RFC 8785), digests of it, and derived seeds.
 
-Seeds are derived, never global: a seed is a hash of the run's seed and of the names of its purpose.
+Seeds are derived, never global: a seed is a hash of the run's seed and of the names of the seed's purpose.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from posttrain.domain.errors import InputError
 
 DIGEST_PREFIX = "sha256:"
 DIGEST_LENGTH = len(DIGEST_PREFIX) + 64
-_EXACT = 2**53  # from here on JSON readers differ in whole numbers
+_EXACT = 2**53  # from this value on, JSON readers represent whole numbers differently
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -29,7 +29,7 @@ def canonical_json(value: Any) -> bytes:
     as fast as rfc8785; a property test checks that both give the same bytes.
 
     Raises:
-        InputError: NaN, infinity, an integer beyond 2^53, or a type that JSON lacks.
+        InputError: `value` contains NaN, infinity, an integer beyond 2^53, or a type that JSON lacks.
     """
     try:
         return _encode(_usual(value)).encode()
@@ -47,14 +47,14 @@ def _usual(value: Any) -> Any:
     """Return `value` with whole floats as integers.
 
     Raises:
-        _UnusualError: it contains a value that the two encoders write differently, or that JSON lacks.
+        _UnusualError: `value` contains a value that the two encoders write differently, or that JSON lacks.
     """
     kind = type(value)
     if kind is str or kind is bool or value is None or (kind is int and -_EXACT < value < _EXACT):
         return value
     if kind is float and (value == 0 or 1e-4 <= abs(value) < _EXACT):  # else Python writes an exponent, or NaN
         return int(value) if value.is_integer() else value
-    if kind is dict and all(type(key) is str and key.isascii() for key in value):  # ASCII sorts as UTF-16 does
+    if kind is dict and all(type(key) is str and key.isascii() for key in value):  # ASCII keys sort like UTF-16
         return {key: _usual(item) for key, item in value.items()}
     if kind is list or kind is tuple:
         return [_usual(item) for item in value]
@@ -75,7 +75,7 @@ def digest_chunks(chunks: Iterable[bytes]) -> str:
 
 
 def verified(chunks: Iterable[bytes], digest: str, wrong: Callable[[str], Exception]) -> Iterator[bytes]:
-    """Yield a stream unchanged; raise at its end where the digest differs.
+    """Yield a stream unchanged; raise at its end if the digest differs.
 
     Args:
         wrong: returns the error for the actual digest.
@@ -95,7 +95,7 @@ def digest_json(value: Any) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` is a well-formed `sha256:…` digest."""
+    """Return whether `text` is a well-formed `sha256:…` digest."""
     body = text[len(DIGEST_PREFIX) :]
     return len(text) == DIGEST_LENGTH and text.startswith(DIGEST_PREFIX) and all(c in "0123456789abcdef" for c in body)
 
@@ -105,7 +105,7 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 
     Args:
         seed: the manifest's seed.
-        purpose: names and counters, e.g. `("grpo", "prompts", 3)`. Different purposes give independent seeds.
+        purpose: names and counters, for example `("grpo", "prompts", 3)`. Different purposes give independent seeds.
     """
     text = "\x1f".join([str(seed), *(f"{type(p).__name__}:{p}" for p in purpose)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -222,7 +222,7 @@ class AuthenticationError(AccessError):
 class FailureClass(StrEnum):
     """Why an attempt failed; determines the next step of the control side (see `control`)."""
 
-    INFRASTRUCTURE = "infrastructure"  # lost process or node: retried, resumes from the checkpoint
+    INFRASTRUCTURE = "infrastructure"  # a process or node was lost: retried, resumes from the checkpoint
     PREEMPTED = "preempted"  # requeued, consumes no attempt
     OUT_OF_MEMORY = "out_of_memory"  # never blindly retried: the next attempt needs the same memory
     DISK_FULL = "disk_full"  # never blindly retried: the disk stays full
@@ -262,15 +262,17 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed because the disk is full: the error or its cause is an `OSError` with such a number, or is
-    from a library of `_WRITERS` with such a message. The same text in any other error proves nothing."""
+    """Return whether a write failed because the disk is full.
+
+    The error or its cause is an `OSError` with such a number, or is from a library of `_WRITERS` with such a message.
+    The same text in any other error proves nothing."""
     told = type(error).__module__.partition(".")[0] in _WRITERS and any(words in str(error) for words in _SAID)
     full = told or (isinstance(error, OSError) and error.errno in _FULL)
     return full or (error.__cause__ is not None and is_full(error.__cause__))
 
 
 def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
-    """Return the one-line error for a write that the operating system refused."""
+    """Return the one-line error for a write that the operating system rejected."""
     if error.errno in _FULL:
         return WorkspaceError(f"cannot write {path}: the disk is full; free some space and run the command again")
     if error.errno in _READ_ONLY:
@@ -285,30 +287,30 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)`; empty where no known name is similar."""
+    """Return ` (did you mean 'x'?)`; empty if no known name is similar."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def meant_name(principal: str, known: Iterable[str]) -> str:
-    """As `meant`, for `user:NAME` and `service:NAME`: compares the names without the common prefix."""
+    """Return `meant` for `user:NAME` or `service:NAME`, comparing the names without the prefix."""
     names = {one.partition(":")[2]: one for one in sorted(known)}
     close = difflib.get_close_matches(principal.partition(":")[2], names, n=1, cutoff=0.5)
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
 
 
 def blame(error: BaseException, role: str, rank: int, method: str, pid: int) -> None:
-    """Add a note that names the worker to an exception, once: the innermost worker remains."""
+    """Add a note that names the worker to an exception, unless an inner worker has added its note."""
     if not raised_by(error):
         error.add_note(f"{_PREFIX}{role} rank {rank}, in {method}, process {pid}")
 
 
 def raised_by(error: BaseException) -> str:
-    """Return `policy rank 1, in update, process 4711`; empty when no worker raised it."""
+    """Return `policy rank 1, in update, process 4711`; empty if no worker raised the error."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix(_PREFIX) for note in notes if note.startswith(_PREFIX)), "")
 
 
 def worker_of(error: BaseException) -> str:
-    """Return `policy rank 1`; empty when no worker raised it."""
+    """Return `policy rank 1`; empty if no worker raised the error."""
     return raised_by(error).partition(",")[0]

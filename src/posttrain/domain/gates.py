@@ -1,4 +1,4 @@
-"""Gate rules as written by people, and the verdicts on them. Values only: `decision` contains the judging.
+"""Gate rules in the form that people write, and the verdicts on them. Values only; `decision` judges.
 
 A rule takes exactly one of three forms::
 
@@ -7,8 +7,8 @@ A rule takes exactly one of three forms::
     {name: shorter,       metric: heldout/response_tokens, direction: lower, better_than: channel, by: 0.5}
     {name: rl-helped,     metric: heldout/accuracy, better_than: sft, by: 0.02}
 
-`channel` is the model that the run's release channel points at when the gate judges; any other name is a model as in
-stages: a stage of the run, or `base`.
+`channel` is the model that the run's release channel points at when the gate judges. Any other name is a stage of the
+run, or `base`, as in the `model` of stages.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _RELATIVE_KEYS = ("margin", "by", "direction", "if_channel_empty")
 
 
 class Outcome(StrEnum):
-    """What a gate says. Only PASS ships."""
+    """The outcome of a gate. Only PASS allows a release."""
 
     PASS = "pass"  # the confidence limit meets the threshold
-    INCONCLUSIVE = "inconclusive"  # the estimate meets the threshold, its confidence limit does not; or too few items
+    INCONCLUSIVE = "inconclusive"  # the estimate meets the threshold but its limit does not; or too few items
     FAIL = "fail"  # the estimate itself misses the threshold
     ERROR = "error"  # the evidence cannot be used
 
@@ -47,12 +47,12 @@ class Outcome(StrEnum):
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome of several gates: ERROR > FAIL > INCONCLUSIVE > PASS. Without gates an ERROR (fail closed)."""
+    """Return the worst outcome of several gates: ERROR > FAIL > INCONCLUSIVE > PASS. No gates: ERROR (fail closed)."""
     return max(outcomes, key=lambda outcome: outcome.severity, default=Outcome.ERROR)
 
 
 class Direction(StrEnum):
-    """Which way a metric improves."""
+    """The direction in which a metric improves."""
 
     HIGHER = "higher"
     LOWER = "lower"
@@ -66,19 +66,19 @@ class GateRule(Frozen):
     """One gate of a run.
 
     Raises:
-        pydantic.ValidationError: two forms or none, a key the form does not use, a number out of range. The message
-            names gate, field, constraint and value.
+        pydantic.ValidationError: the rule has two forms or none, a key that its form does not use, or a number out of
+            range. The message names gate, field, constraint and value.
     """
 
     name: str  # unique in the run; lower case
-    metric: str  # as the evaluation reports it, e.g. heldout/accuracy
+    metric: str  # the evaluation's name for the metric: heldout/accuracy
     at_least: FiniteFloat | None = None  # in units of the metric
     at_most: FiniteFloat | None = None
-    not_worse_than: Rival | None = None  # non-inferiority: the loss stays within `margin`
+    not_worse_than: Rival | None = None  # non-inferiority: the loss is at most `margin`
     better_than: Rival | None = None  # superiority: the gain is more than `by`
     margin: FiniteFloat | None = None  # in units of the metric; required by `not_worse_than`
     by: FiniteFloat | None = None  # in units of the metric; default of `better_than`: 0
-    direction: Direction | None = None  # in which the metric improves; default of relative forms: `higher`
+    direction: Direction | None = None  # of improvement; default of relative forms: `higher`
     if_channel_empty: Literal["pass", "fail"] | None = None  # with `channel` only; default: `fail`
     confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
     min_items: Annotated[int, Field(le=MOST_ITEMS)] = (
@@ -88,7 +88,7 @@ class GateRule(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, data: Any) -> Any:
-        """Fill in the defaults of the relative forms, so that a locked rule is complete."""
+        """Fill in the defaults of the relative forms, so a locked rule is complete."""
         if not isinstance(data, Mapping) or all(data.get(key) is None for key in ("not_worse_than", "better_than")):
             return data
         filled = {key: value for key, value in data.items() if value is not None}
@@ -142,13 +142,13 @@ class GateRule(Frozen):
             )
 
     def check_range(self, possible: ItemRange) -> None:
-        """Refuse a threshold that no model could miss, or that no model could meet.
+        """Reject a threshold that no model could miss, or that no model could meet.
 
         Args:
             possible: the range of one item's value.
 
         Raises:
-            InputError: one line with key, constraint, value and next action.
+            InputError: the threshold is such; the message has key, constraint, value and next action.
         """
         low, high = (-possible.span, possible.span) if self.needs_baseline else (possible.low, possible.high)
         up, threshold = self.higher_is_better, self.threshold
@@ -183,12 +183,12 @@ class GateRule(Frozen):
 
     @property
     def strict(self) -> bool:
-        """Whether a limit exactly on the threshold is a miss: an identical model is not a better one."""
+        """Whether a limit exactly on the threshold is a miss, since an identical model is not better."""
         return self.better_than is not None
 
     @property
     def threshold(self) -> float:
-        """The bound for the confidence limit: of the metric (absolute forms), of candidate - baseline (relative)."""
+        """The bound for the confidence limit of the metric (absolute forms) or of candidate - baseline (relative)."""
         for bound in (self.at_least, self.at_most):
             if bound is not None:
                 return bound
@@ -202,9 +202,9 @@ def whose_words(rival: str) -> str:
 
 
 class Verdict(Frozen):
-    """The verdict of one gate, with the numbers that decided it. All numbers are finite, so it is canonical JSON.
+    """The verdict of one gate, with the numbers behind it. All numbers are finite, as canonical JSON requires.
 
-    `limit` and `threshold` are in the metric's units; for a relative rule both are about `difference`, which is
+    `limit` and `threshold` are in the metric's units; for a relative rule they apply to `difference`, which is
     candidate - baseline.
     """
 
@@ -212,46 +212,46 @@ class Verdict(Frozen):
     metric: str
     outcome: Outcome
     reason: str  # one sentence for a person, with the numbers
-    test: str  # the method, e.g. "bounded-mean limit (Gaffke)"
+    test: str  # the method, such as "bounded-mean limit (Gaffke)"
     confidence: FiniteFloat  # one-sided
     items: int = Field(ge=0)
     estimate: FiniteFloat | None = None  # mean of the candidate over items
     baseline_estimate: FiniteFloat | None = None  # mean of the baseline over the same items
     difference: FiniteFloat | None = None  # candidate - baseline
-    limit: FiniteFloat | None = None  # the one-sided confidence limit that is compared
+    limit: FiniteFloat | None = None  # the one-sided confidence limit that is compared with `threshold`
     threshold: FiniteFloat | None = None
     missed_by: FiniteFloat | None = None  # distance of `limit` to the threshold: > 0 missed, < 0 met with a margin
-    details: dict[str, FiniteFloat] = Field(default_factory=dict)  # e.g. discordance, mcnemar_p
+    details: dict[str, FiniteFloat] = Field(default_factory=dict)  # such as discordance, mcnemar_p
     against: str | None = None  # channel | base | a stage: the compared model; None: no model, or a verdict of
     # an older release, which compared with the channel only
     baseline: str | None = None  # digest of that model; None: no model
     look: int | None = None  # 1 for the first evaluation of its items; None: the items are unknown
-    asked: FiniteFloat | None = None  # the rule's own confidence, where the number of looks raised it
+    asked: FiniteFloat | None = None  # the rule's own confidence, if the number of looks raised it
 
     @property
     def against_words(self) -> str:
-        """The description of the compared model; empty without one."""
+        """The description of the compared model; empty without a compared model."""
         rival = self.against or (CHANNEL if self.difference is not None else None)
         return whose_words(rival) if rival else ""
 
 
 class GateReport(Frozen):
-    """All verdicts of one gate stage: what a promotion is decided on. Its digest names it in the release history.
+    """All verdicts of one gate stage, on which promotions are based. The release history contains the report's digest.
 
     Raises:
-        pydantic.ValidationError: an `outcome` that is not the worst of the verdicts.
+        pydantic.ValidationError: the `outcome` is not the worst outcome of the verdicts.
     """
 
     outcome: Outcome
     verdicts: tuple[Verdict, ...]
     candidate: str  # digest of the judged model
     baseline: str | None = None  # digest of the channel's model, which a promotion replaces; None: the channel was
-    # empty. Each verdict contains the model that its rule compared with
-    evaluator: str | None = None  # digest of the evaluator of both: suite, code, parameters
+    # empty. Each verdict contains the model with which its rule compared
+    evaluator: str | None = None  # digest of the evaluator of candidate and baselines: suite, code, parameters
     manifest: str | None = None  # digest of the run's manifest. None, as the next fields, in reports of older releases
     policy: str | None = None  # digest of the channel's policy with its gates; None: no policy
     channel: str | None = None
-    release: int | None = None  # sequence of the live release when the gate judged; 0: none
+    release: int | None = None  # sequence of the live release when the gate judged; 0: no release
 
     @model_validator(mode="after")
     def _check(self) -> Self:

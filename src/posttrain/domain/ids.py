@@ -1,9 +1,9 @@
 """Checked types of external ids and names, principals, roles, and names of lock files.
 
-Code that makes a path, a folder or a query from an external name checks it first. A parameter of a verb is annotated
-with one of the types below; `api.guard` checks it for every caller, in process and over HTTP. A value of each type
-is one printable word that is safe as part of a path: no `..`, slash, NUL or other control character, and a bounded
-length.
+Code that makes a path, a folder or a query from an external name checks the name first. A parameter of a verb is
+annotated with a type of this module; `api.guard` checks the parameter for every caller, in process and over HTTP. A
+value of each type is one printable word of bounded length that is safe as part of a path: it has no `..`, slash, NUL
+or other control character.
 
 Principals act: `user:ann`, `service:ci`. This module defines the rules for their names, and which principals a written
 name may mean. Each role in a project includes the permissions of those before it. Names of lock files are recognised
@@ -38,11 +38,11 @@ class Id:
     """The constraint of a type's values."""
 
     noun: str
-    pattern: str  # of the whole value
+    pattern: str  # matches the whole value
     form: str  # the description of the pattern in errors
 
     def check(self, value: Any, where: str) -> None:
-        """Check a value, or each of several; None passes.
+        """Check a value, or each value of a list; None passes.
 
         Args:
             where: the parameter's name in errors.
@@ -108,29 +108,29 @@ TYPES: Mapping[str, Id] = {  # name of a type → its constraint
 
 
 def refuse_control_characters(text: str, where: str) -> None:
-    """Refuse text with a control character, which is invalid in names, paths and queries.
+    """Reject text with a control character, which is invalid in names, paths and queries.
 
     Raises:
-        InputError: the text has one.
+        InputError: the text contains a control character.
     """
     found = _CONTROL.search(text)
     if found:
-        raise InputError(f"{where}: must hold no control characters, got {found[0]!a}; remove it")
+        raise InputError(f"{where}: must contain no control characters, got {found[0]!a}; remove it")
 
 
 def is_principal(name: str) -> bool:
-    """Whether this is a valid name of a principal in a policy, a token or a role."""
+    """Return whether this is a valid name of a principal in a policy, a token or a role."""
     kind, _, rest = name.partition(":")
     return kind in _KINDS and 0 < len(rest) <= _LONGEST and rest[0] != ":" and is_plain(rest)
 
 
 def is_project(name: str) -> bool:
-    """Whether this is a valid name of a project: 1-63 of a-z 0-9 -, beginning with a letter or digit."""
+    """Return whether this is a valid name of a project: 1-63 of a-z 0-9 -, beginning with a letter or digit."""
     return re.fullmatch(TYPES["ProjectId"].pattern, name) is not None
 
 
 def is_plain(word: str) -> bool:
-    """Whether a name is unambiguous to read: no spaces around it, and no invisible characters.
+    """Return whether a name is unambiguous to read: it has no spaces around it and no invisible characters.
 
     Joiners (U+200C, U+200D) are allowed, since some languages need them.
     """
@@ -146,7 +146,10 @@ def canonical(name: str) -> str:
 
 
 def meant(word: str) -> set[str]:
-    """Return the principals that an owner in a run file may mean, as canonical names: `ada`: user:ada, service:ada."""
+    """Return the canonical names of the principals that an owner in a run file may mean.
+
+    For `ada` these are user:ada and service:ada.
+    """
     name = canonical(word)
     return (
         {name} if name.startswith((*(f"{kind}:" for kind in _KINDS), NOBODY)) else {f"{kind}:{name}" for kind in _KINDS}
@@ -162,7 +165,7 @@ class Role(StrEnum):
     ADMIN = "admin"  # manage roles and policies
 
     def covers(self, other: Role) -> bool:
-        """Whether this role includes the permissions of the other."""
+        """Return whether this role includes the permissions of the other."""
         return _RANK[self] >= _RANK[other]
 
 
@@ -180,5 +183,5 @@ def lock_path(path: Path) -> Path:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a locked manifest, by its name."""
+    """Return whether a file is a locked manifest, by its name."""
     return path.name.endswith(LOCK_SUFFIX)

@@ -19,23 +19,24 @@ from typing import Any, TypeVar
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 
 MOST_NUMBER = 1 << 53  # maximum of any count; sums of such counts still fit a database
-_LARGE = 1 << 63  # a database holds only smaller whole numbers
+_LARGE = 1 << 63  # a database can store only smaller whole numbers
 MOST_TEXT = 1 << 14  # characters of a text stored in rows
 T = TypeVar("T")
 ORDER_SCHEMA = 1
 CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
-PHASE_SECONDS = 30.0  # a job reports the end of a phase after this silence: a step of a large model takes hours
+PHASE_SECONDS = 30.0  # a job reports the end of a phase after this silence, since a step of a large model takes hours
 _STATUSES = ("succeeded", "failed", "stopped")
 _PATH = 1024  # characters
-NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job that could therefore not write a result (EX_OSERR, EX_IOERR)
-ANOTHER_RUNS = 73  # exit code where another process began the attempt, or no process may (EX_CANTCREAT)
+NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job without memory or disk space for its result (EX_OSERR, EX_IOERR)
+ANOTHER_RUNS = 73  # exit code if another process began the attempt, or no process may (EX_CANTCREAT)
 
 
 def shaped(form: Callable[..., T], raw: Mapping[str, Any]) -> T:
-    """Return a dataclass of these fields. Elements of lists are not checked: there may be millions.
+    """Return a dataclass with these fields. Elements of lists are not checked, since there may be millions.
 
     Raises:
-        TypeError, ValueError: a field is missing, unknown, or of another type.
+        TypeError: a field is missing, unknown, or of another type.
+        ValueError: a field's value is invalid.
     """
     known = _checks(form)
     for name, value in raw.items():
@@ -78,7 +79,7 @@ def real(value: Any) -> float:
 
 
 def text(value: Any, most: int = MOST_TEXT) -> str:
-    """Return text that every database accepts: no NUL, no lone surrogate, cut to `most` characters.
+    """Return text that every database accepts: without NUL and lone surrogates, and at most `most` characters.
 
     Raises:
         TypeError: the value is not text.
@@ -120,7 +121,7 @@ def _checks(form: Any) -> dict[str, Callable[[Any], bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Numbers of one step, e.g. `Metric(step=12, values={"reward/mean": 0.41}, at=1.7e9)`."""
+    """Numbers of one step: `Metric(step=12, values={"reward/mean": 0.41}, at=1.7e9)`."""
 
     step: int
     values: Mapping[str, float]
@@ -129,23 +130,23 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a job. `step` is the liveness counter: it grows while the job lives, independent of clocks.
+    """The progress of a job. `step` is the liveness counter, which grows independently of clocks while the job lives.
 
     `tokens` is the quantity that a budget meters, counted by one rule for every kind of job:
 
-    * a prompt's tokens, once per prefill: samples of one prompt share it;
+    * a prompt's tokens, once per prefill, which the samples of one prompt share;
     * every generated token;
     * every token of a document trained on, prompt and response, once per optimiser step that it is part of.
 
-    So supervised fine-tuning counts the tokens it trains on, an evaluation those it reads and writes, and GRPO both:
-    responses of groups with signal are generated and then trained on. Passes that neither generate nor train (the
-    frozen reference of a KL penalty) are not counted.
+    So supervised fine-tuning counts the tokens that it trains on, an evaluation those of prompts and responses, and
+    GRPO the sum, since responses of groups with signal are generated and then trained on. Passes that neither generate
+    nor train (such as those of the frozen reference of a KL penalty) are not counted.
     """
 
     step: int
     total: int
     phase: str  # "sft", "grpo", "evaluate" …
-    tokens: int  # spent so far by this attempt's lineage
+    tokens: int  # spent so far by the attempt's lineage
     at: float
 
 
@@ -171,13 +172,13 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response's whole way through a step, from the prompt to the update that consumed it.
+    """The history of one response in a step, from the prompt to the update that consumed it.
 
-    Sequences are per response token, 0 at observed tokens, or empty where the role is absent or the response was not
-    trained on.
+    Sequences have one value per response token, 0 at observed tokens. They are empty if the role is absent or the
+    response was not trained on.
     """
 
-    id: str  # "<step>.<prompt's position in the data stream>.<sample>", e.g. "12.388.3"; steps count from 0
+    id: str  # "<step>.<prompt's position in the data stream>.<sample>", such as "12.388.3"; steps count from 0
     step: int
     prompt: str
     response: str
@@ -191,7 +192,7 @@ class Sample:
     components: Mapping[str, float] = field(default_factory=dict)
     status: str = "ok"  # the reward's: ok | timeout | error | none
     advantages: Sequence[float] = ()
-    logprobs: Sequence[float] = ()  # of the policy before the update
+    logprobs: Sequence[float] = ()  # log-probabilities under the policy before the update
     ratios: Sequence[float] = ()  # exp(logprobs - old), with the old log-probabilities of the loss
     clipped: Sequence[bool] = ()
     reference_logprobs: Sequence[float] = ()
@@ -199,7 +200,7 @@ class Sample:
     returns: Sequence[float] = ()
     earned: Sequence[float] = ()  # the reward earned at each token; empty: all of it at the end
     observed: Sequence[bool] = ()  # whether the token was not sampled by the policy; empty: all were sampled
-    temperature: float | None = None  # of sampling, and of the log-probabilities; None: unknown
+    temperature: float | None = None  # temperature of sampling and of the log-probabilities; None: unknown
 
 
 Fact = Metric | Progress | Span | Note | Sample
@@ -223,7 +224,7 @@ _CODES = {f.name: _ARRAYS[str(f.type)] for f in fields(Sample) if str(f.type) in
 def fact_to_json(fact: Fact) -> dict[str, Any]:
     """Return a JSON object whose `type` names the fact. A sample's numbers are base64 bytes under their type code.
 
-    This takes a fifth of the time and half of the bytes of decimal numbers.
+    The encoding takes a fifth of the time and half of the bytes of decimal numbers.
     """
     said = {f.name: getattr(fact, f.name) for f in fields(fact)}  # not asdict, which copies every list
     if isinstance(fact, Sample):
@@ -236,7 +237,7 @@ def _packed(code: str, numbers: Sequence[float]) -> dict[str, str]:
 
 
 def _unpacked(given: Any) -> Any:
-    """Return the numbers of `_packed`; an older release wrote a list, which is returned as it is."""
+    """Return the numbers of `_packed`; a list, which an older release wrote, is returned unchanged."""
     if not isinstance(given, Mapping):
         return given
     [(code, text)] = given.items()
@@ -248,10 +249,10 @@ def _unpacked(given: Any) -> Any:
 
 
 def fact_from_json(value: Mapping[str, Any]) -> Fact:
-    """The inverse of `fact_to_json`.
+    """Return the fact of a JSON object; the inverse of `fact_to_json`.
 
     Raises:
-        IntegrityError: an unknown `type` or a missing field.
+        IntegrityError: the `type` is unknown, or a field is missing.
     """
     try:
         given = {key: item for key, item in value.items() if key != "type"}
@@ -260,7 +261,7 @@ def fact_from_json(value: Mapping[str, Any]) -> Fact:
         fact: Fact = shaped(_KINDS[value["type"]], given)
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
-            f"event segment holds a fact that cannot be read: {error}; the job's version differs"
+            f"event segment contains a fact that cannot be read: {error}; run job and driver with the same Posttrain"
         ) from error
     return fact
 
@@ -280,34 +281,34 @@ class InputBlob:
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """`job.json`: everything a job needs. A job reaches only its attempt folder and the artifact store.
+    """`job.json`: everything that a job needs. A job can reach only its attempt folder and the artifact store.
 
     The order of a server's job names no store: the job reads its inputs from the server that `access.json` names.
     """
 
     name: str  # deterministic external name: <run>-<stage>-<attempt>
-    kind: str  # of the stage
+    kind: str  # the kind of the stage
     seed: int
     params: Mapping[str, Any]
     inputs: Mapping[str, InputBlob]
     store_url: str
     cache_dir: str  # where trees are materialised by digest; shared, safe to delete
     resume: str | None = None  # digest of the checkpoint tree to resume from
-    resumed_from: str = ""  # run/stage that wrote it
-    resumed_step: int = 0  # steps done in it
-    tokens_inherited: int = 0  # already counted in that checkpoint
+    resumed_from: str = ""  # the run/stage that wrote the checkpoint
+    resumed_step: int = 0  # steps completed in the checkpoint
+    tokens_inherited: int = 0  # tokens already counted in the checkpoint
     token_allowance: int | None = None  # total tokens that this attempt's lineage may spend
     seconds_allowance: float | None = None  # its maximum running time, without time in a queue
     tokens_declared: int | None = None  # budget.tokens; the allowance is its unspent part
     seconds_declared: float | None = None  # budget.wall_clock
     environment: str = ""  # digest of the run's first environment; empty: not compared
     trust_rewards: bool = False  # the workspace allows rewards to run unconfined
-    epoch: int = 0  # of the attempt; grows with each attempt of a stage
+    epoch: int = 0  # number that grows with each attempt of a stage
     channel: str = ""  # URL of the mailbox, without credentials; empty: the attempt folder
     phase_seconds: float = PHASE_SECONDS  # silence after which the job reports the end of a phase
-    served: bool = False  # its inputs come from the server that access.json names; `store_url` is empty
+    served: bool = False  # the inputs come from the server that access.json names; `store_url` is empty
     image: str = ""  # the container image, by digest; empty: no container
-    log_head: str = ""  # of the ledger's event log at launch: shows a later truncation
+    log_head: str = ""  # head of the ledger's event log at launch, which reveals a later truncation
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -326,26 +327,26 @@ class JobOrder:
                 "Posttrain that wrote it"
             )
         inputs = {slot: InputBlob(**blob) for slot, blob in value["inputs"].items()}
-        known = {key: item for key, item in value.items() if key != "deadline"}  # of orders before 0.2
+        known = {key: item for key, item in value.items() if key != "deadline"}  # in orders before 0.2
         return cls(**{**known, "inputs": inputs})
 
 
 def tokens_short(coming: str, worst: int, spent: int, allowed: int, declared: int | None) -> str:
-    """Return one sentence: the next piece of work may exceed the token budget.
+    """Return the message that the next piece of work may exceed the token budget.
 
     Args:
-        coming: "the next step".
-        worst: the most tokens that it may take.
+        coming: the next piece of work: "the next step".
+        worst: the maximum number of tokens that the work may take.
         spent: tokens of the lineage so far.
-        allowed: total tokens of the lineage; less than `declared` where other stages spent some.
+        allowed: total tokens of the lineage; less than `declared` if other stages spent some.
         declared: `budget.tokens`; None: unknown.
     """
     of = "" if declared is None else f" (budget.tokens: {declared})"
-    return f"token budget must cover {coming} (at most {worst} tokens): spent {spent} of {allowed} left for it{of}"
+    return f"token budget must cover {coming} (at most {worst} tokens): {spent} of the stage's {allowed} are spent{of}"
 
 
 def seconds_short(allowed: float | None, declared: float | None) -> str:
-    """Return the beginning of an error message: the time allowance of the job is spent."""
+    """Return the beginning of the message that the time allowance of the job is spent."""
     of = "" if declared is None else f" of budget.wall_clock: {declared:g} s"
     return "deadline passed" + ("" if allowed is None else f" ({max(allowed, 0.0):.0f} s were left{of})")
 
@@ -358,8 +359,8 @@ class JobCommand:
     module: str  # run as `python -m MODULE ATTEMPT_DIR`
     attempt_dir: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    devices: int = 0  # accelerators allocated to it alone, where the executor allocates them
-    secrets: tuple[str, ...] = ()  # names of variables that it needs; their values are never written
+    devices: int = 0  # accelerators that the executor allocates exclusively to the job, if it allocates any
+    secrets: tuple[str, ...] = ()  # names of variables that the job needs; their values are never written
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +374,7 @@ class Capacity:
     held: Mapping[str, str] = field(default_factory=dict)  # device → its holder
 
     def lack(self, wanted: int) -> str:
-        """Return in one line why `wanted` devices are not available now; empty where they are.
+        """Return in one line why `wanted` devices are not available now; empty if they are.
 
         Raises:
             InputError: the machine has fewer devices.
@@ -397,7 +398,7 @@ class JobState(StrEnum):
     STARTING = "starting"  # accepted: queued, pulling an image, starting
     RUNNING = "running"
     EXITED = "exited"  # with an exit code
-    LOST = "lost"  # ended without one
+    LOST = "lost"  # ended without an exit code
 
 
 class Absence(StrEnum):
@@ -408,7 +409,7 @@ class Absence(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a job ended, where the executor reports more than the exit code."""
+    """Why a job ended, if the executor reports more than the exit code."""
 
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
@@ -422,7 +423,7 @@ class Cause(StrEnum):
 class PodSeen:
     """One observation of one pod of a job."""
 
-    name: str  # its group and its number in the group: main-0
+    name: str  # group, and number in the group: main-0
     state: JobState
     exit_code: int | None = None
     cause: Cause | None = None
@@ -447,20 +448,20 @@ class Observation:
     state: JobState
     exit_code: int | None = None
     detail: str = ""
-    absent: Absence = Absence.AUTHORITATIVE  # of UNKNOWN
+    absent: Absence = Absence.AUTHORITATIVE  # the meaning of UNKNOWN
     cause: Cause | None = None
     incarnation: int = 0  # restarts by the executor itself, within the same attempt
-    handle: str = field(default="", compare=False)  # the executor's name for it
+    handle: str = field(default="", compare=False)  # the executor's name of the job
     node: str = field(default="", compare=False)
-    # running time by the executor's record, from its start until now or its end, over all incarnations. Time in a queue
-    # and time after an unnoticed end do not count. None: it never ran
+    # running time in seconds by the executor's record, from the start until now or the end, over all incarnations. Time
+    # in a queue and time after an unnoticed end do not count. None: the job never ran
     seconds: float | None = field(default=None, compare=False)
-    # of a gang of several pods, with the pod that failed first at the front; empty for a single pod
+    # the pods of a gang, beginning with the pod that failed first; empty for a single pod
     pods: tuple[PodSeen, ...] = field(default=(), compare=False)
 
     @property
     def why(self) -> str:
-        """Why the job ended, as text; of a gang, by the pod that failed."""
+        """Why the job ended, as text; for a gang, why the failed pod ended."""
         if self.state is JobState.UNKNOWN:
             return "the executor no longer has a job of that name"
         culprit = next((str(pod) for pod in self.pods if pod.failed), "")
@@ -469,7 +470,7 @@ class Observation:
 
     @property
     def live(self) -> bool:
-        """Whether it runs or may start to."""
+        """Whether the job runs or may still start."""
         return self.state in (JobState.STARTING, JobState.RUNNING)
 
     @property
@@ -479,7 +480,7 @@ class Observation:
 
     @property
     def gone(self) -> bool:
-        """Whether it is proven that no process of the job runs or will run."""
+        """Whether it is certain that no process of the job runs or will run."""
         return not self.live and not self.hidden
 
 
@@ -492,14 +493,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """The executor already has a job of that name, running or ended; nothing was started."""
+    """The executor already has a job of that name, running or ended; no job was started."""
 
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Whether the executor has the job is unknown: a time-out proves nothing. Observe; do not submit again."""
+    """It is unknown whether the executor has the job (after a time-out). Observe the job; do not submit it again."""
 
     detail: str
 
@@ -516,7 +517,7 @@ class Signal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogPage:
-    """A piece of a job's output, and the cursor of the next."""
+    """A piece of a job's output, and the cursor of the next piece."""
 
     text: str
     cursor: int
@@ -543,8 +544,8 @@ class Output:
 class CheckpointCommit:
     """A checkpoint's `COMMIT`, its last file: `CheckpointCommit(120, {"model.safetensors": "sha256:…", …})`.
 
-    A checkpoint folder is complete when every shard named here exists with its digest; without this file no process
-    reads it.
+    A checkpoint folder is complete if every shard named here exists with its digest. No process reads a folder without
+    this file.
     """
 
     step: int  # steps completed
@@ -558,7 +559,7 @@ class CheckpointCommit:
         """The inverse of `to_json`.
 
         Raises:
-            IntegrityError: another shape or format, or no shards.
+            IntegrityError: the value has another shape or format, or names no shards.
         """
         try:
             if value["format"] != CHECKPOINT_FORMAT:
@@ -575,15 +576,15 @@ class CheckpointCommit:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """`result.json`: written last, once and atomically; its presence means that the job ended by itself."""
+    """`result.json`, which is written last, once and atomically; its presence means that the job ended by itself."""
 
     status: str  # succeeded | failed | stopped
     outputs: Mapping[str, Output] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    tokens: int = 0  # spent by this attempt's lineage
+    tokens: int = 0  # spent by the attempt's lineage
     seconds: float = 0.0
     failure: Failure | None = None
-    message: str = ""  # for a person, of a job that did not fail
+    message: str = ""  # for people, if the job did not fail
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

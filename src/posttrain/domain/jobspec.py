@@ -19,8 +19,8 @@ from posttrain.domain.errors import InputError
 
 SPEC_SCHEMA = 1
 WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every spec has
-SHORTEST_SECRET = 8  # characters, whitespace collapsed
-SECRET_NAME = re.compile(  # of a variable whose value is never written; TOKENIZERS_PARALLELISM does not match
+SHORTEST_SECRET = 8  # minimum of characters, with whitespace collapsed
+SECRET_NAME = re.compile(  # names of variables whose values are never written; TOKENIZERS_PARALLELISM does not match
     r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
     re.IGNORECASE,
 )
@@ -51,13 +51,13 @@ class JobRef(Protocol):
 
 
 def secret_fault(name: str) -> str:
-    """Return why a variable of this process's environment holds no usable secret of a reward; empty: it holds one.
+    """Return why a variable of this process's environment is not usable as a reward's secret; empty: it is usable.
 
-    A shorter value could not be distinguished from ordinary text in a reward's output.
+    A short value could not be distinguished from ordinary text in a reward's output.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
     found = f"{SHORTEST_SECRET} characters or more, {f'got {got}' if got else 'it is not set'}; export it"
-    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: the driver's environment must hold {found}"
+    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: the driver's environment must contain {found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class PodGroup:
-    """Equal pods: `PodGroup("main", gpus=2)`. An executor refuses a group that it cannot provide."""
+    """Equal pods: `PodGroup("main", gpus=2)`. An executor rejects a group that it cannot provide."""
 
     name: str = "main"
     min: int = 1  # pods that must start together
@@ -79,9 +79,9 @@ class PodGroup:
     cpus: int = 0  # of each pod; 0: unspecified
     memory: int = 0  # bytes of each pod; 0: unspecified
     gpus: int = 0  # exclusive to each pod
-    kind: str = ""  # of GPU, in the cluster's terms; empty: any
+    kind: str = ""  # the kind of GPU, in the cluster's terms; empty: any
     topology: str = ""  # the topology level that its pods must share, in the cluster's terms (a rack); empty: none
-    reclaimable: bool = False  # pods beyond `min` may be taken away while the job runs
+    reclaimable: bool = False  # whether pods beyond `min` may be removed while the job runs
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.max or self.max < 1:
@@ -94,11 +94,11 @@ class PodGroup:
 class JobSpec:
     """A job as submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
 
-    It is stored with its attempt before the submission, and every process submits the stored spec: it contains no
-    value of a secret, and of the submitter's environment only the variables in `environment`.
+    The spec is stored with its attempt before the submission, and every process submits the stored spec. It contains no
+    values of secrets, and only those variables of the submitter's environment that are in `environment`.
 
     Raises:
-        InputError: two groups of one name, or a variable with the name of a secret.
+        InputError: two groups have the same name, or a variable has the name of a secret.
     """
 
     name: str
@@ -108,10 +108,10 @@ class JobSpec:
     gang: tuple[PodGroup, ...] = (PodGroup(),)
     image: str = ""  # NAME@sha256:…; empty: an environment like this one, which the order names by digest
     secrets: tuple[str, ...] = ()  # names of variables whose values the executor provides
-    max_seconds: float | None = None  # from its start; then the executor ends it
+    max_seconds: float | None = None  # from the job's start; then the executor ends it
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL
     labels: Mapping[str, str] = field(default_factory=dict)  # its owner: workspace, run, stage
-    epoch: int = 0  # of the attempt; grows with each attempt of a stage
+    epoch: int = 0  # number that grows with each attempt of a stage
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.gang]
@@ -123,17 +123,17 @@ class JobSpec:
 
     @property
     def mailbox(self) -> str | None:
-        """None: a submitter sends no orders, so the job's order decides."""
+        """None: the mailbox of the job's order counts, since a spec contains none."""
         return None
 
     @property
     def pods(self) -> list[str]:
-        """The names of all its possible pods: `main-0`, `rollout-0`, `rollout-1`."""
+        """The names of all possible pods of the job: `main-0`, `rollout-0`, `rollout-1`."""
         return [f"{group.name}-{number}" for group in self.gang for number in range(group.max)]
 
     @property
     def devices(self) -> int:
-        """The accelerators allocated to it alone."""
+        """The number of accelerators that are allocated exclusively to the job."""
         return sum(group.gpus * group.max for group in self.gang)
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +146,8 @@ class JobSpec:
 
         Raises:
             InputError: another version of Posttrain wrote it.
-            KeyError, TypeError: it is damaged.
+            KeyError: the value lacks a field.
+            TypeError: a field of the value has another type.
         """
         if value["schema"] != SPEC_SCHEMA:
             raise InputError(
@@ -171,7 +172,7 @@ def image_reference(text: str) -> str:
     """Return a reference to one image, pinned by digest.
 
     Raises:
-        ValueError: another text; the message is one line.
+        ValueError: the text is not such a reference; the message is one line.
     """
     name, _, digest = text.partition("@")
     if _DIGEST.fullmatch(digest) and _named(name):
@@ -181,7 +182,7 @@ def image_reference(text: str) -> str:
             f"must be pinned by digest, {_WHERE}, since the image of a tag may change, got {text[:_SHOWN]!a}; "
             "podman image inspect --format '{{.Digest}}' shows it"
         )
-    raise ValueError(f"must be a whole reference, {_WHERE} with its registry's host, got {text[:_SHOWN]!a}")
+    raise ValueError(f"must be a full reference, {_WHERE} with its registry's host, got {text[:_SHOWN]!a}")
 
 
 def image_digest(reference: str) -> str:
@@ -205,7 +206,7 @@ def image_rule(text: str) -> str:
 
 
 def allows(rules: Collection[str], reference: str) -> bool:
-    """Whether a project's rules allow this image."""
+    """Return whether a project's rules allow this image."""
     return reference in rules or f"{reference.partition('@')[0]}@{ANY}" in rules
 
 

@@ -22,9 +22,9 @@ from posttrain.domain.placement import LEAST_STALL, Placement
 from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
 
 MODEL: Final = "model"  # an output: the last model
-BEST: Final = "best"  # the best one by the stage's probe
-METRICS: Final = "metrics"  # the measurements of an evaluation, item by item
-REPORT: Final = "report"  # the report of a gate
+BEST: Final = "best"  # an output: the best model by the stage's probe
+METRICS: Final = "metrics"  # an output: the measurements of an evaluation, item by item
+REPORT: Final = "report"  # an output: the report of a gate
 UNCHANGED: Final = "unchanged"  # a metric of a stage: no step updated weights
 FORMS = ("file", "tree")
 _FORM_OF = {MODEL: "tree", BEST: "tree", METRICS: "file"}
@@ -41,10 +41,10 @@ _BATCHES = "lower runtime.micro_batch_tokens"
 
 @dataclass(frozen=True, slots=True)
 class ItemRange:
-    """The least and the greatest value of one item: `ItemRange(1, 64)` for tokens of a response of at most 64.
+    """The least and the greatest value of one item: `ItemRange(1, 64)` for the tokens of a response of at most 64.
 
     Raises:
-        ValueError: not finite, upside down, or binary with ends other than 0 and 1.
+        ValueError: an end is not finite, `low` exceeds `high`, or a binary range has ends other than 0 and 1.
     """
 
     low: float  # in units of the metric
@@ -69,7 +69,7 @@ RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
 SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
 
 
-ENOUGH_SEEDS = 3  # of each setting: a third may contradict two
+ENOUGH_SEEDS = 3  # seeds of each setting: a third may contradict two
 
 
 _COMPARED = ("accuracy", "sampled_accuracy")
@@ -79,19 +79,19 @@ QUANTITIES = (*_COMPARED, "response_tokens", "truncated", "reward", "sampled_rew
 
 
 def compares(metric: str) -> bool:
-    """Whether a metric of an evaluation compares responses with the rows' answers."""
+    """Return whether a metric of an evaluation compares responses with the rows' answers."""
     quantity = metric.rpartition("/")[2]
     return quantity in _COMPARED or quantity.startswith("pass@")
 
 
 def measurable(metric: str) -> bool:
-    """Whether an evaluation can produce a metric of this name: `heldout/accuracy`, `heldout/pass@8`."""
+    """Return whether an evaluation can produce a metric of this name: `heldout/accuracy`, `heldout/pass@8`."""
     quantity = metric.rpartition("/")[2]
     return quantity in QUANTITIES or (quantity.startswith("pass@") and quantity[5:].isdecimal())
 
 
 def better(metric: str) -> Literal["higher", "lower"] | None:
-    """Return the direction in which a metric of an evaluation improves; None where it is undefined, as for lengths."""
+    """Return the direction in which a metric of an evaluation improves; None: undefined, for example for lengths."""
     quantity = metric.partition("/")[2] or metric
     if quantity == "truncated":
         return "lower"
@@ -102,14 +102,14 @@ def item_id(text: str, answer: str | None) -> str:
     """Return the id of an item of a suite: equal rows of any data sets are one item.
 
     Args:
-        text: its prompt as one text.
-        answer: None: a reward scores it.
+        text: the item's prompt as one text.
+        answer: the reference answer; None: a reward scores the item.
     """
     return digest_json({"prompt": text, "answer": answer})
 
 
 def few_seeds(seeds: int) -> tuple[str, ...]:
-    """Return a warning for too few seeds of each setting; empty where they are enough to distinguish settings."""
+    """Return a warning if each setting has too few seeds to distinguish settings; empty if there are enough."""
     if seeds >= ENOUGH_SEEDS:
         return ()
     return (
@@ -120,7 +120,7 @@ def few_seeds(seeds: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a stage's configuration makes of memory."""
+    """The values of a stage's configuration that determine its memory use."""
 
     kind: str
     roles: tuple[str, ...]
@@ -131,7 +131,7 @@ class Load:
     activation_checkpointing: bool | None = None  # None: chosen
     sequence_parallel: int = 1
     documents: int = 0  # of one optimiser step; 0: unknown, so micro-batches count as full
-    rows: int = 0  # maximum of responses that one rank decodes together
+    rows: int = 0  # maximum number of responses that one rank decodes together
     response_tokens: int = 0
     ray_address: str | None = None
     samples: int = 0  # responses of one step, or of one batch of an evaluation
@@ -140,34 +140,34 @@ class Load:
     reward_timeout: float | None = None  # seconds; None: chosen
     start_timeout: float | None = None  # seconds; None: chosen
     call_timeout: float | None = None  # seconds; None: chosen
-    scored: bool = False  # by a reward function
-    lag: int = 0  # steps that it samples ahead of training
-    correction: str = ""  # for samples of another policy or engine; the policy reads every response again
+    scored: bool = False  # whether a reward function scores the responses
+    lag: int = 0  # steps by which sampling may be ahead of training
+    correction: str = ""  # for samples of a different policy or engine; the policy rereads every response
     streams: bool = False  # gradients are summed while other groups of the step are sampled
     wide: int = 0  # bytes per response token of columns that stay on their ranks
 
     def decoded(self, ranks: int) -> int:
-        """Return the responses that each of `ranks` ranks decodes together: its part of a step's, up to `rows`."""
+        """Return how many responses each of `ranks` ranks decodes together: its share of a step's, at most `rows`."""
         return min(self.rows, -(-(self.samples or self.rows) // ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
-    """What a stage asks of a data set's rows: what its job would refuse, a plan refuses before anything runs."""
+    """What a stage requires of a data set's rows; a plan rejects the same rows that its job would reject."""
 
     pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
-    learn: bool = False  # rows are demonstrations; else prompts
+    learn: bool = False  # rows are demonstrations; false: prompts
     max_length: int | None = None  # tokens of a demonstration; None: the model's context
-    reserve: int = 0  # tokens of the context kept free for a response
+    reserve: int = 0  # tokens of the context reserved for a response
     answer: bool = False  # every row needs a reference answer
     distinct: bool = False  # rows are items that a gate counts: one prompt has one answer
-    whole: bool = False  # with distinct: one prompt has one row, since a reward reads all of it
+    whole: bool = False  # with distinct: one prompt has one row, since a reward reads all columns
     first: int | None = None  # the number of rows used; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How a training stage goes through its data."""
+    """How many documents a training stage takes from its data."""
 
     slot: str  # the data set
     field: str  # batch_size | prompts_per_step
@@ -178,26 +178,26 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class StageContract:
-    """What a stage takes and leaves."""
+    """The parameters, inputs and outputs of a stage, and its requirements."""
 
     params: Mapping[str, Any]  # normalised: defaults filled in
-    inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, word of run.yaml), e.g. "data" → ("dataset", "train")
+    inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, name in run.yaml): "data" → ("dataset", "train")
     outputs: Mapping[str, str]  # name → form: file | tree
-    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # that it produces; None: not for gates
+    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # its metrics; None: not for gates
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
     rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → requirements of its rows
     load: Load | None = None  # its memory and devices; None: one process without training
-    length: Length | None = None  # of a training stage
+    length: Length | None = None  # for a training stage
 
 
 def refuse_malformed(contract: StageContract, told: str) -> None:
     """Check the invariants of a contract made by third-party code.
 
     Args:
-        told: its owner, for errors.
+        told: the owner of the contract, for errors.
 
     Raises:
-        InputError: not a contract, parameters that are not JSON, an invalid input or output.
+        InputError: the value is not a contract, its parameters are not JSON, or an input or output is invalid.
     """
     if not isinstance(contract, StageContract):
         raise InputError(f"{told}: must give a StageContract, got {type(contract).__name__}")
@@ -215,7 +215,7 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
             f"{told}: runtime.stall_after must be at least {LEAST_STALL:g} seconds, as a number, got {limit!r:.80}"
         )
     if "placement" in contract.params and contract.load is None:
-        raise InputError(f"{told}: placement decides no result and needs a load; rename the parameter")
+        raise InputError(f"{told}: a parameter placement requires a load, got none; add a load or rename the parameter")
     for slot, (kind, _) in contract.inputs.items():
         if kind not in _TAKEN:
             raise InputError(f"{told}: input {slot!r} must be one of {', '.join(_TAKEN)}, got {kind!r}")
@@ -235,14 +235,15 @@ class Driver(StrEnum):
 
     JOB = "job"  # a process that an executor launches
     CONTROL = "control"  # the reconciler itself
-    WAIT = "wait"  # none: a time, or a signal from a person
+    WAIT = "wait"  # no process: a time, or a signal from a person
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
     """An algorithm of the engine: `AlgorithmSpec("words.config:WordsConfig", "words.algorithm:Words")`.
 
-    Both are `module:Name`. The first is imported where runs are planned, so it needs no torch; the second in the job.
+    Both have the form `module:Name`. The module of `config` is imported where runs are planned, so it must not need
+    torch; that of `algorithm` is imported in the job.
     """
 
     config: str  # the class of its parameters: a `TrainingConfig` of `posttrain.engine.config`
@@ -261,15 +262,15 @@ class StageKind:
     contract: Callable[[Mapping[str, Any]], StageContract] | None = None
     driver: Driver = Driver.JOB
     phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # phase of a step → its roles, if known
-    outputs: Mapping[str, str] = field(default_factory=dict)  # of every stage of the kind: name → file | tree
-    module: str = ""  # of a job: run as `python -m MODULE ATTEMPT_DIR`
+    outputs: Mapping[str, str] = field(default_factory=dict)  # outputs of every stage of the kind: name → file | tree
+    module: str = ""  # of the job, which runs as `python -m MODULE ATTEMPT_DIR`
     from_nothing: bool = False  # makes a model from its parameters alone, without reporting progress
-    scores: bool = False  # its model scores responses and generates none
-    ships: bool = False  # moves a channel
-    sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read besides the prompt
+    scores: bool = False  # its model scores responses and does not generate any
+    ships: bool = False  # its stages move a channel
+    sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read with the prompt
     cheaper: str = "make {} smaller"  # advice for a lower cost
     fitting: str = "make it smaller"  # advice for less memory
-    algorithm: AlgorithmSpec | None = None  # of the engine's own job
+    algorithm: AlgorithmSpec | None = None  # the algorithm of the engine's own job
 
     @property
     def measures(self) -> bool:
@@ -320,7 +321,7 @@ def algorithm_kind(
 
     Args:
         config, algorithm: see `AlgorithmSpec`.
-        phases: of a step; by default those of an algorithm that samples and has no critic.
+        phases: the phases of a step; default: those of an algorithm that samples and has no critic.
         more: other fields of `StageKind`.
     """
     spec = AlgorithmSpec(config, algorithm)
@@ -395,7 +396,7 @@ OWN: Final[Mapping[str, StageKind]] = {kind.name: kind for kind in _OWN}
 WRITTEN: Final = tuple(kind.name for kind in _OWN if kind.driver is not Driver.CONTROL)  # that a run file may name
 
 
-ADDED: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.CONTROL)  # that a release adds
+ADDED: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.CONTROL)  # kinds that a release adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +410,8 @@ class InstalledKind:
         """Return the package's contract of a stage.
 
         Raises:
-            InputError: it refuses the parameters.
-            Exception: any other error of its code.
+            InputError: the package rejects the parameters.
+            Exception: any other error of the package's code.
         """
         assert self.kind.contract is not None
         return self.kind.contract(params)
@@ -423,8 +424,9 @@ class InstalledKind:
 
 
 def kind_of(name: str) -> StageKind:
-    """Return the kind of an existing stage. For a missing or broken package it is a kind with defaults only, so that
-    every old run can be shown.
+    """Return the kind of an existing stage.
+
+    For a missing or broken package it is a kind with defaults only, so every old run can be shown.
     """
     try:
         found = OWN.get(name) or installed_kind(name)
@@ -437,7 +439,7 @@ def installed_kind(name: str) -> InstalledKind | None:
     """Return the kind of that name of an installed package; None: Posttrain's own, or unknown.
 
     Raises:
-        InputError: its package is broken, or two packages have it.
+        InputError: the package of the kind is broken, or two packages have the kind.
     """
     if name in OWN:
         return None

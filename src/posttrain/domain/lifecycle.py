@@ -1,10 +1,10 @@
 """State machines of run, stage, attempt and release as data, and the reason codes of their states.
 
-Every transition is a compare-and-set on (id, generation) with its event; a transition outside these tables is a bug and
-is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
+Every transition is a compare-and-set on (id, generation) with its event. A transition outside these tables is a bug and
+raises an error. The diagrams in docs/architecture.md are generated from the tables (`handbook/states.py`).
 
 A reason code states why a run, a stage or an attempt is in its state; each is listed with its meaning and the next
-action. A run that ends badly has the reason of the stage that ended it. The strings are stored, and scripts read them.
+action. A run that fails has the reason of the stage that failed it. The strings are stored, and scripts read them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ALL = (_RUN, _STAGE, _ATTEMPT)
 class RunState(StrEnum):
     PENDING = "pending"  # submitted; no process drives it yet
     RUNNING = "running"  # its stages are under way
-    STOPPING = "stopping"  # a user asked it to stop; its jobs write a checkpoint
+    STOPPING = "stopping"  # a user requested a stop; its jobs write a checkpoint
     STOPPED = "stopped"  # `posttrain retry` continues it
     SUCCEEDED = "succeeded"  # every stage ended, and the model is released if the file has a release
-    REJECTED = "rejected"  # a gate did not pass: the run worked, the model was not released
+    REJECTED = "rejected"  # a gate did not pass: the run completed, but the model was not released
     FAILED = "failed"  # a stage failed; `posttrain retry` continues it
 
 
@@ -38,7 +38,7 @@ class StageState(StrEnum):
     SUCCEEDED = "succeeded"  # its outputs exist, computed here or reused
     SKIPPED = "skipped"  # nothing to do (for example: the channel is empty, so there is no baseline to judge)
     REJECTED = "rejected"  # a gate did not pass
-    STOPPED = "stopped"  # with its run
+    STOPPED = "stopped"  # stopped with its run
     FAILED = "failed"  # its last attempt failed, or its wait reached its deadline
 
 
@@ -46,9 +46,9 @@ class AttemptState(StrEnum):
     PLANNED = "planned"  # the intent is committed, the job may not be submitted yet
     LAUNCHED = "launched"  # the executor has the job
     SUCCEEDED = "succeeded"  # the job wrote its result
-    STOPPED = "stopped"  # the job ended because it was asked to
+    STOPPED = "stopped"  # the job ended on request
     FAILED = "failed"  # the job reported a failure, or could not be launched
-    LOST = "lost"  # ended without a result: another attempt follows
+    LOST = "lost"  # the job ended without a result: another attempt follows
 
 
 class ReleaseState(StrEnum):
@@ -133,7 +133,7 @@ INITIAL: Mapping[str, str] = {
 
 
 def check_transition(machine: str, source: str, target: str) -> None:
-    """Refuse a transition that is not in the table.
+    """Check that a transition is in the table.
 
     Raises:
         ConflictError: `source → target` is not in the table.
@@ -144,7 +144,7 @@ def check_transition(machine: str, source: str, target: str) -> None:
 
 
 def is_final(machine: str, state: str) -> bool:
-    """Whether `state` is left only by a person's action (`retry`)."""
+    """Return whether `state` is left only by a person's action (`retry`)."""
     if machine in ("run", "stage"):
         return state in ("succeeded", "rejected", "failed", "stopped", "skipped")
     return not TABLES[machine][state]
@@ -153,7 +153,7 @@ def is_final(machine: str, state: str) -> bool:
 class Reason(StrEnum):
     """A reason code."""
 
-    of: tuple[str, ...]  # of run, stage or attempt
+    of: tuple[str, ...]  # the objects that may have it: run, stage, attempt
     meaning: str  # one sentence
     action: str  # the next action of a person
 
@@ -165,7 +165,7 @@ class Reason(StrEnum):
 
     # --- waiting ------------------------------------------------------------------------------------------------------
     SUBMITTED = "Submitted", (_RUN,), "No driver has read the run yet.", "`attach` drives it"
-    WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
+    WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage on which it depends has not ended yet.", _NOTHING
     READY = "Ready", (_STAGE,), "Its inputs are available; it starts at the next pass.", _NOTHING
     WAITING_FOR_SLOT = (
         "WaitingForSlot",
@@ -183,7 +183,7 @@ class Reason(StrEnum):
         "WaitingForDevices",
         (_STAGE,),
         "The devices that it requests are not free.",
-        "nothing; or end the jobs that hold them",
+        "nothing, or end the jobs that hold them",
     )
     WAITING_FOR_IDENTICAL_STAGE = (
         "WaitingForIdenticalStage",
@@ -232,7 +232,7 @@ class Reason(StrEnum):
     ANOTHER_RUNS = (
         "AnotherRuns",
         (_STAGE, _ATTEMPT),
-        "Another process began the attempt before the launched job did, and its result counts.",
+        "Another process began the attempt before the launched job did; the result of that process counts.",
         "nothing; if its host is lost, `dead` with `--assume-dead`",
     )
     ASSUMED_DEAD = (
@@ -251,7 +251,7 @@ class Reason(StrEnum):
     SET_ASIDE = (
         "SetAside",
         _ENDED,
-        "Reconciler passes over it failed repeatedly; none is tried until a user requests it.",
+        "Reconciler passes over it failed repeatedly; no further pass is made until a user requests one.",
         "fix the cause that the message names, then `dead` with `--retry`",
     )
 
@@ -279,7 +279,7 @@ class Reason(StrEnum):
         "ChannelMoved",
         _ENDED,
         "The channel got another release after the gates were judged.",
-        "`run` with `--again` judges against that",
+        "`run` with `--again` judges against that release",
     )
     CHANNEL_FROZEN = (
         "ChannelFrozen",
@@ -291,7 +291,7 @@ class Reason(StrEnum):
         "PolicyNotMet",
         _ENDED,
         "The gates were judged under a policy other than the channel's current one.",
-        "`run` plans it under the policy",
+        "`run` plans the run under the current policy",
     )
     APPROVAL_REJECTED = (
         "ApprovalRejected",
@@ -303,7 +303,7 @@ class Reason(StrEnum):
         "Recalled",
         _ENDED,
         "The model depends on a recalled asset.",
-        "`lineage`; train again from another version",
+        "`lineage` shows the asset; train again from another version",
     )
     QUARANTINED = (
         "Quarantined",
@@ -343,13 +343,14 @@ class Reason(StrEnum):
         "CodeChanged",
         _ENDED,
         "The code differs from the code in the manifest.",
-        "submit the run file again",
+        "restore it, then `retry`; or submit the run again, which locks the current code",
     )
     ENVIRONMENT_CHANGED = (
         "EnvironmentChanged",
         _ENDED,
         "The installed packages differ from those that the run began with.",
-        "restore them, or `retry` with these",
+        "restore them, or accept the current ones with `retry`; if Posttrain's own code changed, submit the run again, "
+        "which locks the current code",
     )
     CORRUPT = (
         "Corrupt",
@@ -368,7 +369,7 @@ class Reason(StrEnum):
         "JobFailed:out_of_memory",
         _ALL,
         "The job requested more memory than the machine has.",
-        "lower its batch or micro-batch size, submit again",
+        "lower its batch or micro-batch size, and submit again",
     )
     JOB_FAILED_DISK_FULL = (
         "JobFailed:disk_full",
@@ -380,12 +381,12 @@ class Reason(StrEnum):
         "JobFailed:diverged",
         _ALL,
         "Training diverged, for example to a loss that is not finite.",
-        "change the parameters, submit again",
+        "change the parameters, and submit again",
     )
     JOB_FAILED_BAD_INPUT = (
         "JobFailed:bad_input",
         _ALL,
-        "Data, a model, a reward or a parameter cannot be used as it is.",
+        "Data, a model, a reward or a parameter cannot be used.",
         "fix the cause that the message names, then `retry`",
     )
     JOB_FAILED_BUG = (
@@ -416,9 +417,9 @@ class StopCause(StrEnum):
     BUDGET = "budget", "the attempt has spent its share of the budget"
     STALLED = "stalled", "it reported no progress for `runtime.stall_after`"
     PREEMPTED = "preempted", "a scheduler or a signal from outside preempted it"
-    DRAINED = "drained", "its node is being emptied"
-    SUPERSEDED = "superseded", "another job of the same attempt computes"
-    OUT_OF_MEMORY = "out_of_memory", "it exceeded its memory"
+    DRAINED = "drained", "its node is being drained"
+    SUPERSEDED = "superseded", "another job of the same attempt computes the stage"
+    OUT_OF_MEMORY = "out_of_memory", "it exceeded its memory limit"
     INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node was lost"
 
 
@@ -434,5 +435,5 @@ _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
 
 def meaning(code: str) -> str:
-    """Return the meaning of a stored reason; the code itself where another version of Posttrain wrote it."""
+    """Return the meaning of a stored reason; the code itself if another version of Posttrain wrote an unknown code."""
     return _BY_CODE[code].meaning if code in _BY_CODE else code

@@ -1,14 +1,14 @@
 """The immutable manifest, and the identities of jobs and of evaluators that are derived from it.
 
-A manifest is a run.yaml with every name resolved to a digest. Its own digest is the run's identity.
+A manifest is a run.yaml with every name resolved to a digest. The manifest's digest is the run's identity.
 
 The identity of a stage's cached outputs and checkpoints is a digest of exactly the values that determine its result.
-Placement, checkpoint frequency and budget do not affect the result, so work done under other values of these is the
+Placement, checkpoint frequency and budget do not affect the result, so work under other values of these settings is the
 same work and can be continued.
 
 An evaluator, which measures a suite, is one digest of code, settings and rewards, but not of the data, the model or the
-seed. A channel's policy names the allowed evaluators. The code's digest is part of it, so another version of Posttrain
-is another evaluator.
+seed. A channel's policy names the allowed evaluators. A different version of Posttrain is a different evaluator, since
+the digest of its code differs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
 from posttrain.domain.validation import Frozen
 
 MANIFEST_SCHEMA: Final = 1
-NAMED: Final = "named"  # in an input's meta: its name in the run file, which may mean another model now
+NAMED: Final = "named"  # in an input's meta: its name in the run file, which may denote another model now
 _UNDECIDING = frozenset({"placement"})
 _UNDECIDING_RUNTIME = frozenset(
     {"call_timeout", "checkpoint_every", "object_store", "ray_address", "stall_after", "start_timeout"}
@@ -38,8 +38,9 @@ _OF_THE_RUN_FILE = ("data", "reward")  # settings that are names in the run file
 
 
 class InputRef(Frozen):
-    """The source of a stage's input: an asset (pinned by digest), another stage, or a channel (bound when the stage
-    starts).
+    """The source of a stage's input.
+
+    It is an asset (pinned by digest), another stage, or a channel (bound when the stage starts).
     """
 
     source: Literal["asset", "stage", "channel"]
@@ -53,12 +54,12 @@ class InputRef(Frozen):
 
     @property
     def word(self) -> str:
-        """Its name as a model in a run file: `sft`, `grpo/best`."""
+        """The name of the model in a run file: `sft`, `grpo/best`."""
         return f"{self.name}/{BEST}" if self.source == "stage" and self.output == BEST else self.name
 
 
 def model_output(word: str) -> tuple[str, str]:
-    """Return stage and output of a model's name: `grpo` is its last model, `grpo/best` its best one by the probe.
+    """Return stage and output of a model's name: `grpo` is the stage's last model, `grpo/best` the best by the probe.
 
     Raises:
         InputError: the name is neither a stage nor STAGE/best.
@@ -82,7 +83,7 @@ class StageManifest(Ordered):
 
     @property
     def measures(self) -> bool:
-        """Whether it outputs measurements of a model, item by item."""
+        """Whether the stage outputs measurements of a model, item by item."""
         return METRICS in self.outputs and MODEL in self.inputs
 
     def upstream(self) -> set[str]:
@@ -91,7 +92,7 @@ class StageManifest(Ordered):
 
 
 class Manifest(Frozen):
-    """Everything that decides a run's result, frozen before anything launches."""
+    """Everything that decides a run's result, fixed before the first job is launched."""
 
     manifest: Literal[1] = MANIFEST_SCHEMA
     name: str
@@ -107,7 +108,7 @@ class Manifest(Frozen):
     image: Annotated[str, AfterValidator(image_reference)] | None = None  # of jobs (`image_of`); None: no container
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON; `Manifest.model_validate` is its inverse. Newer fields are left out where unset."""
+        """Return plain JSON; `Manifest.model_validate` is the inverse. Newer fields are omitted if unset."""
         unsaid = {name for name in ("policy", "runtime", "image") if getattr(self, name) is None}
         return self.model_dump(mode="json", exclude=unsaid)
 
@@ -130,7 +131,7 @@ class Manifest(Frozen):
         """Return a stage by name.
 
         Raises:
-            InputError: it does not exist.
+            InputError: there is no such stage.
         """
         for stage in self.stages:
             if stage.name == name:
@@ -138,8 +139,9 @@ class Manifest(Frozen):
         raise InputError(f"manifest has no stage {name!r}; it has {', '.join(s.name for s in self.stages)}")
 
     def image_of(self, stage: StageManifest) -> str | None:
-        """Return the image of a stage's jobs. Stages that measure a model use no image, or the image's author could
-        write the evidence of gates.
+        """Return the image of a stage's jobs.
+
+        Stages that measure a model use no image, since the image's author could otherwise write the evidence of gates.
         """
         return None if METRICS in stage.outputs else self.image
 
@@ -152,7 +154,7 @@ class Manifest(Frozen):
 
 
 def _circle(waiting: Mapping[str, set[str]]) -> list[str]:
-    """Return a cycle among stages that all wait for another one: each waits for the next, the last for the first."""
+    """Return a cycle of waiting stages: each waits for the next one, and the last for the first."""
     path = [next(iter(waiting))]
     while (upstream := min(waiting[path[-1]] & waiting.keys())) not in path:
         path.append(upstream)
@@ -160,10 +162,10 @@ def _circle(waiting: Mapping[str, set[str]]) -> list[str]:
 
 
 def topological(edges: Mapping[str, set[str]]) -> list[str]:
-    """Return stage names so that each comes after its upstream stages; ties keep the written order.
+    """Return stage names, each after its upstream stages; ties retain the written order.
 
     Raises:
-        InputError: a cycle.
+        InputError: the stages form a cycle.
     """
     order: list[str] = []
     waiting = dict(edges)
@@ -180,7 +182,7 @@ def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
     """Return the manifest of a lock.
 
     Raises:
-        InputError: an unknown external parameter, or another schema.
+        InputError: an unknown external parameter, or a different schema.
     """
     if (schema := value.get("manifest")) != 1:
         raise InputError(f"manifest: schema must be 1, got {schema!r}; lock the run again with this version")
@@ -228,7 +230,7 @@ def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -
     """Return the digest of the evaluator of one suite of a stage.
 
     Args:
-        code: of the manifest.
+        code: the `code` of the manifest.
     """
     params = deciding(stage.params)
     suites = params.pop("suites", {})

@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 
-MOST_VALUES = 1000  # of one path
+MOST_VALUES = 1000  # maximum number of values of one path
 _LONGEST = 40
 _WIDE = 10**9
 _FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -21,7 +21,7 @@ _FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One path and what it is set to: `Override("grpo.steps", (100, 200))`."""
+    """One path and its values: `Override("grpo.steps", (100, 200))`."""
 
     path: str
     values: tuple[Any, ...]
@@ -34,7 +34,7 @@ def parse_override(text: str) -> Override:
     """Parse `PATH=VALUE[,VALUE…]`.
 
     Raises:
-        InputError: no path, no value, or values that are not YAML.
+        InputError: there is no path or no value, or the values are not YAML.
     """
     path, equals, written = text.partition("=")
     path = path.strip()
@@ -64,7 +64,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
     """Parse several overrides; paths must be unique.
 
     Raises:
-        InputError: see `parse_override`.
+        InputError: an override has no path or no value, its values are not YAML, or two overrides have the same path.
     """
     found = tuple(parse_override(text) for text in texts)
     paths = [one.path.removeprefix("stages.") for one in found]
@@ -75,7 +75,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
 
 
 def settings(overrides: Sequence[Override]) -> Iterator[Setting]:
-    """Yield every combination, the last path's values changing fastest; one empty setting without overrides."""
+    """Yield every combination of values, the last path's changing fastest; without overrides, one empty setting."""
     for values in itertools.product(*(one.values for one in overrides)):
         yield tuple((one.path, value) for one, value in zip(overrides, values, strict=True))
 
@@ -84,7 +84,7 @@ def single(texts: Sequence[str]) -> Setting:
     """Return the single setting of overrides with one value each.
 
     Raises:
-        InputError: see `parse_overrides`; or an override has several values.
+        InputError: an override is malformed or has several values, or two overrides have the same path.
     """
     found = parse_overrides(texts)
     many = next((one for one in found if len(one.values) > 1), None)
@@ -109,7 +109,7 @@ def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
             keys = ["stages", *keys]
         place: Any = changed
         for depth, key in enumerate(keys[:-1]):
-            if place.get(key) is None:  # a whole map may be left to defaults
+            if place.get(key) is None:  # the whole map may be omitted from the file
                 if keys[0] == "stages" and depth == 1:
                     names = ", ".join(stages) if isinstance(stages, dict) else "none"
                     raise InputError(f"--set {path}: the run file has no stage {key!r}; it has {names}")

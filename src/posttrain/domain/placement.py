@@ -8,9 +8,9 @@ A placement states where the roles of the stage run:
     placement: {collocated: {gpus: 4, kind: h100}}            # every role in one pool of 4 ranks
     placement: {policy: {gpus: 4, kind: h100}, rollout: {gpus: 12, kind: l40s}, reference: {with: rollout}}
 
-A **resource pool** is a set of processes, one per rank. A role with its own resources heads a pool of that name; a role
-`with` another runs in the other's pool; an unmentioned role runs with the policy. Roles that share a pool stay separate
-workers: their classes are not fused.
+A **resource pool** is a set of processes, one per rank. A role with its own resources has a pool of its name; a role
+`with` another role runs in the pool of that role; a role that is not mentioned runs in the policy's pool. Roles that
+share a pool are separate workers.
 
 Memory is written as `40GiB`, `512MiB`, `16GB`, or a number of bytes; time as `90s`, `10m`, `2h`, `1d`.
 """
@@ -28,18 +28,18 @@ from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.validation import Frozen
 
 ROLES = ("policy", "critic", "reference", "reward_model", "teacher", "rollout", "reward")
-NAMED_MODELS = ("reward_model", "teacher")  # frozen roles with their model in an input of that name
+NAMED_MODELS = ("reward_model", "teacher")  # frozen roles whose model is the input of the same name
 COLLOCATED = "collocated"
 MAIN = "main"  # the pool of collocated roles
 Positive = Annotated[int, Field(ge=1, le=10**6)]
 _AMOUNT = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]i?B)$")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
-LEAST_AMOUNT = 2**20  # bytes; a smaller one is a mistake: a number of GiB without its unit
+LEAST_AMOUNT = 2**20  # bytes; a smaller amount is a mistake, such as a number of GiB without the unit
 MOST_AMOUNT = 2**50
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
-LONGEST = 3650 * 86400.0  # maximum of declared seconds; more is a mistake
+LONGEST = 3650 * 86400.0  # maximum of declared seconds; a longer time is a mistake
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-LEAST_STALL = 10.0  # seconds; a healthy job reports the end of a step or a phase within a quarter of it
+LEAST_STALL = 10.0  # seconds; a healthy job reports the end of a step or a phase within a quarter of this time
 
 
 def _known_role(role: str) -> str:
@@ -58,7 +58,7 @@ class Resources(Frozen):
     """
 
     gpus: Annotated[int, Field(ge=0, le=10**6)] = 0
-    cpus: Positive | None = None  # None: none are reserved, ranks share the machine's
+    cpus: Positive | None = None  # None: no cores are reserved, and ranks share the machine's
     kind: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")] | None = None  # accelerator, lower case: h100, l40s
     ranks: Positive | None = None  # None: one per GPU, else one per CPU, else one
     with_: RoleName | None = Field(default=None, alias="with")
@@ -87,7 +87,7 @@ class Resources(Frozen):
 
     @property
     def cpus_per_rank(self) -> int:
-        """The number of cores reserved for one process; 0: it shares the machine's."""
+        """The number of cores reserved for one process; 0: the process shares the machine's cores."""
         return (self.cpus or 0) // self.rank_count
 
     @model_serializer
@@ -117,8 +117,8 @@ class Placement(Frozen):
     """The shared pools of roles, and the resources of each pool.
 
     Raises:
-        pydantic.ValidationError: an unknown role (with the most similar one), amounts that ranks do not divide, roles
-            that are `with` each other in a cycle.
+        pydantic.ValidationError: a role is unknown (the message has the most similar one), amounts are not divisible by
+            ranks, or roles are `with` each other in a cycle.
     """
 
     collocated: Resources | None = None  # the pool of every role; excludes placing single roles
@@ -129,7 +129,7 @@ class Placement(Frozen):
     teacher: Resources | None = None
     rollout: Resources | None = None
     reward: Resources | None = None  # its ranks are parallel scoring processes
-    sleep: Literal["auto"] | bool = "auto"  # idle frozen roles of a shared pool leave its memory; auto: on a GPU
+    sleep: Literal["auto"] | bool = "auto"  # idle frozen roles of a shared pool release its memory; auto: on a GPU
 
     @model_validator(mode="before")
     @classmethod
@@ -148,7 +148,7 @@ class Placement(Frozen):
         if self.collocated is not None and self.placed:
             raise ValueError(
                 f"{COLLOCATED} puts every role into one pool, got it next to {', '.join(self.placed)}; "
-                f"write policy instead of {COLLOCATED}: roles that are not mentioned live with it"
+                f"write policy instead of {COLLOCATED}: roles that are not mentioned share its pool"
             )
         if self.collocated is not None and self.collocated.with_ is not None:
             raise ValueError(f"{COLLOCATED} must have its own resources, got with: {self.collocated.with_}")
@@ -164,8 +164,9 @@ class Placement(Frozen):
 
     @property
     def is_inline(self) -> bool:
-        """Whether one process is enough for all models: a single pool of one rank. A named cluster is used anyway; a
-        reward function always has separate processes.
+        """Whether one process is enough for all models: a single pool of one rank.
+
+        A named cluster is used nevertheless. A reward function always has separate processes.
         """
         pools = self.pools([role for role in ROLES if role != "reward"])
         return len(pools) == 1 and all(pool.ranks == 1 for pool in pools.values())
@@ -174,7 +175,7 @@ class Placement(Frozen):
         """Return pools by name, in the order of their first roles in `ROLES`.
 
         Args:
-            roles: of the stage; a pool without any of them is left out.
+            roles: the roles of the stage; a pool without any of them is omitted.
         """
         homes: dict[str, list[str]] = {}
         for role in ROLES:
@@ -194,7 +195,7 @@ class Placement(Frozen):
             stage: the stage's name in the error.
 
         Raises:
-            InputError: it names a role that the stage does not have.
+            InputError: the placement names a role that the stage does not have.
         """
         has = ", ".join(role for role in ROLES if role in roles)
         for role, given in self.placed.items():
@@ -219,7 +220,7 @@ class Placement(Frozen):
 
     @model_serializer
     def _written(self) -> str | dict[str, Any]:
-        """Serialise as in run.yaml, in one form: reading it back returns an equal placement."""
+        """Serialise in one form of run.yaml, which is read back as an equal placement."""
         nap = {} if self.sleep == "auto" else {"sleep": self.sleep}
         shared = self.collocated.model_dump() if self.collocated is not None else {}
         both = {role: given.model_dump() for role, given in self.placed.items()}

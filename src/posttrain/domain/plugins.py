@@ -1,8 +1,8 @@
 """Extensions of installed packages by entry points: `posttrain.kinds`, `posttrain.trainers`, `posttrain.executors`.
 
-Entry points are read only when a name is requested that Posttrain does not have itself, and nothing is imported before
-it is used. Errors of a package are reported where its name is requested, and by `posttrain doctor`; they end no other
-command.
+Entry points are read only if a name is requested that Posttrain itself lacks, and their objects are imported only when
+they are used. Errors of a package are reported where its name is requested, and by `posttrain doctor`; they do not
+affect other commands.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Plugin:
         return f"{self.group.removeprefix(_PREFIX).removesuffix('s')} {self.name!r} of {self.distribution}"
 
     def load(self) -> Any:
-        """Import the object that it names.
+        """Return the object that the entry point names, imported now.
 
         Raises:
-            InputError: the import fails with any error.
+            InputError: the import raises any error.
         """
         with self.calling(f"loading {self.point.value}"):
             return self.point.load()
@@ -68,14 +68,15 @@ class Plugin:
             raise InputError(f"{self}: {what} raised {type(error).__name__}: {said}; fix or uninstall it") from error
 
     def code_digest(self, *modules: str) -> str:
-        """Return the digest of its code: name and version, every file of its package on the disk, and the versions of
-        its declared requirements.
+        """Return the digest of the plugin's code.
+
+        It covers name and version, every file of the package on the disk, and the versions of its requirements.
 
         Args:
-            modules: other modules that it runs, by dotted names.
+            modules: dotted names of other modules that the plugin runs.
 
         Raises:
-            InputError: its sources cannot be read.
+            InputError: the sources of the plugin cannot be read.
         """
         files: dict[str, str] = {}
         for module in dict.fromkeys((self.point.module, *modules)):
@@ -91,13 +92,13 @@ def find_plugin(group: str, name: str) -> Plugin | None:
     """Return the entry point of that name; None: no installed package has it.
 
     Raises:
-        InputError: two packages have it, or it is not found and a package cannot be read.
+        InputError: two packages have the name, or none was found and a package cannot be read.
     """
     found, troubles = _scan()
     plugins = [plugin for plugin in found if (plugin.group, plugin.name) == (group, name)]
     if len(plugins) > 1:
         owners = " and ".join(sorted(plugin.distribution for plugin in plugins))
-        raise InputError(f"{plugins[0]}: must be of one installed package, got {owners}; uninstall one of them")
+        raise InputError(f"{plugins[0]}: must be in one installed package, got {owners}; uninstall one of them")
     if not plugins and troubles:
         raise InputError(f"{name!r} may be in an installed package that cannot be read: {troubles[0]}")
     return plugins[0] if plugins else None
@@ -123,7 +124,7 @@ def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[
             troubles.append(f"{mine[0]}: Posttrain itself has this name; rename it")
         elif len(mine) > 1:
             owners = " and ".join(sorted(plugin.distribution for plugin in mine))
-            troubles.append(f"{mine[0]}: must be of one installed package, got {owners}; uninstall one of them")
+            troubles.append(f"{mine[0]}: must be in one installed package, got {owners}; uninstall one of them")
         elif not _NAME.match(name):
             troubles.append(f"{mine[0]}: names have small letters, digits, - and _ only; rename it")
     return found, troubles
@@ -131,7 +132,7 @@ def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[
 
 @functools.cache
 def _scan() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
-    """Return every entry point of our groups, and the errors. Of other packages only one file is read."""
+    """Return every entry point of our groups, and the errors. For other packages only one file is read."""
     from importlib import metadata  # late: a slow import, and most commands need no plugin
 
     found: dict[tuple[str, str, str], Plugin] = {}
@@ -165,7 +166,7 @@ def _digests(module: str) -> dict[str, str]:
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in _COMPILED
     }
     if not files:
-        raise FileNotFoundError(f"{folders[0]} holds no file")
+        raise FileNotFoundError(f"{folders[0]} contains no file")
     return files
 
 

@@ -1,4 +1,4 @@
-"""A channel's policy: the requirements of every release of it, from any run. A person writes it as YAML::
+"""A channel's policy: the requirements for every release to the channel, from any run. A person writes it as YAML::
 
     gates:
       - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
@@ -43,7 +43,7 @@ LookBudget = Annotated[int, Field(ge=1, le=10_000)] | Literal["corrected", "warn
 
 
 class SuitePolicy(Frozen):
-    """A suite that every release must be measured on."""
+    """A suite on which every release must be measured."""
 
     data: str  # a registered data set, dataset:NAME@VERSION; without a version, the newest
     digest: Digest | None = None  # of the data; filled in when the policy is set
@@ -51,9 +51,9 @@ class SuitePolicy(Frozen):
 
 
 class QuarantinePolicy(Frozen):
-    """Who brings back a model that was rolled back."""
+    """The requirement for lifting the quarantine of a model that was rolled back."""
 
-    lift: Literal["reason", "approval", "never"] = "reason"  # with a reason; by approval; not at all
+    lift: Literal["reason", "approval", "never"] = "reason"  # a reason; an approval; the quarantine is permanent
 
 
 class ChannelPolicy(Frozen):
@@ -61,12 +61,12 @@ class ChannelPolicy(Frozen):
 
     policy: Literal[1] = 1  # the schema version of this document
     gates: tuple[GateRule, ...]  # at least one; every release must pass all
-    suites: dict[SuiteName, SuitePolicy]  # that every release must be measured on
+    suites: dict[SuiteName, SuitePolicy]  # suites on which every release must be measured
     approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # user:NAME or service:NAME
-    approvals: int | None = Field(default=None, ge=1)  # needed for every release; by default 1 with approvers
+    approvals: int | None = Field(default=None, ge=1)  # number needed for every release; default with approvers: 1
     self_approval: bool | None = None  # whether the run's submitter or the requester may approve; default false
-    quarantine: QuarantinePolicy = QuarantinePolicy()  # of rolled back models
-    looks: LookBudget | None = None  # allowed evaluations of a suite's items; by default the project's
+    quarantine: QuarantinePolicy = QuarantinePolicy()  # the rule for models that were rolled back
+    looks: LookBudget | None = None  # allowed evaluations of a suite's items; default: the project's rule
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -122,7 +122,7 @@ class ChannelPolicy(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class PinnedPolicy:
-    """A policy as a channel has it."""
+    """A channel's policy with its digest."""
 
     channel: str
     digest: str  # in the channel's row
@@ -138,7 +138,8 @@ def load_policy(path: Path) -> ChannelPolicy:
     """Read and validate a policy file.
 
     Raises:
-        InputError: no such file, not YAML, an unknown key (with the most similar one), a value out of range.
+        InputError: there is no such file, it is not YAML, a key is unknown (the message has the most similar one), or a
+            value is out of range.
     """
     return parse_policy(read_yaml(path), str(path))
 

@@ -1,7 +1,6 @@
 """The ports of artifact store and clock, and crashpoints.
 
-Several packages need these ports. A crashpoint is a marked place where a process may die. A recovery test names one;
-the process then kills itself there with SIGKILL.
+Several packages need these ports. A crashpoint is a marked place at which a recovery test can end the process.
 
 `POSTTRAIN_CRASHPOINT=name` or `name@3` (the third time it is reached in this process) sends SIGKILL to the process
 itself. With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just
@@ -46,17 +45,17 @@ CRASHPOINTS = frozenset(
 class BlobStore(Protocol):
     """Content-addressed artifacts. Digests are `sha256:<hex>` of the bytes.
 
-    Every implementation: writes are atomic and write-if-absent (putting the same bytes twice is one blob); reads
-    verify the digest and raise `IntegrityError` on corrupt bytes, `NotFoundError` on a missing blob; a full disk or
-    a read-only place is a `WorkspaceError` and leaves no partial blob.
+    In every implementation, writes are atomic and write-if-absent (storing the same bytes twice makes one blob); reads
+    verify the digest and raise `IntegrityError` on corrupt bytes, `NotFoundError` on a missing blob; a full disk or a
+    read-only place raises `WorkspaceError` and leaves no partial blob.
     """
 
     @property
     def url(self) -> str:
-        """The location of the store, with which another process can open it."""
+        """The URL with which another process can open the store."""
 
     def holding(self) -> AbstractContextManager[None]:
-        """Prevent deletions during the block, which covers putting or finding blobs and writing the rows with them."""
+        """Prevent deletions during the block, which stores or finds blobs and writes the rows that refer to them."""
 
     def put(self, data: bytes) -> str:
         """Store bytes and return their digest."""
@@ -68,19 +67,19 @@ class BlobStore(Protocol):
         """Return the verified bytes."""
 
     def stream(self, digest: str) -> Iterator[bytes]:
-        """Yield the bytes piece by piece. Corruption raises after the last piece, so the caller must read them all."""
+        """Yield the bytes piece by piece. Corruption is raised after the last piece, so the caller must read all."""
 
     def fetch(self, digest: str, path: Path) -> None:
         """Write the verified bytes to `path` (atomically: temporary name, then rename)."""
 
     def check(self, digest: str) -> int:
-        """Hash a blob again in constant memory and return its size in bytes. Raises like `get`."""
+        """Hash a blob again in constant memory; return its size in bytes. Raises IntegrityError or NotFoundError."""
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is present (not verified)."""
+        """Return whether the blob exists; its bytes are not verified."""
 
     def size(self, digest: str) -> int:
-        """Return the bytes of a blob (not verified). Raises `NotFoundError`."""
+        """Return the size of a blob in bytes, without verifying them. Raises `NotFoundError`."""
 
 
 class Clock(Protocol):
@@ -97,7 +96,7 @@ def crashpoint(name: str) -> None:
     """Kill this process (SIGKILL) if the environment names this crashpoint.
 
     Raises:
-        KeyError: an unregistered name, so that tests can enumerate all.
+        KeyError: the name is not registered; tests enumerate the registered names.
     """
     if name not in CRASHPOINTS:
         raise KeyError(f"crashpoint {name!r} is not registered in domain/ports.py")

@@ -31,9 +31,9 @@ from posttrain.domain.lifecycle import Reason, RunState, StageState
 DEFAULT_PROJECT = "default"
 MANIFEST: Final = "manifest"  # a slot outside stages: a run's manifest
 PARENT: Final = "parent"  # the source of an asset
-IMPORT: Final = "import"  # the record of the outside run that an asset came from
+IMPORT: Final = "import"  # the record of the external run from which an asset was imported
 ORIGIN: Final = "origin"  # the run or stage that made an asset
-REUSED: Final = "reused"  # the stage whose results another took from the stage cache
+REUSED: Final = "reused"  # the stage whose results another stage reused from the stage cache
 IMPORTED: Final = "imported"  # in an asset's meta: the digest of the import record
 _LONGEST = 512  # characters of a name: index entries are bounded
 _REJECTED: Mapping[str, type[PosttrainError]] = {
@@ -54,7 +54,7 @@ _FAILED: Mapping[str, type[PosttrainError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A versioned thing: `Asset(kind="dataset", name="sort-train", version=1, digest="sha256:…", form="file")`."""
+    """A version of an asset: `Asset("dataset", "sort-train", 1, "sha256:…", "file", …)`."""
 
     kind: str  # dataset | model | reward | history
     name: str
@@ -116,19 +116,19 @@ class StageRecord:
     outputs: Mapping[str, Any] = field(default_factory=dict)  # name → {"digest", "form"}
     metrics: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0  # spent, over all attempts
-    started_at: float | None = None  # its first launch; of a waiting stage, the beginning of its wait
+    started_at: float | None = None  # the first launch; for a waiting stage, the beginning of the wait
     finished_at: float | None = None
-    not_before: float | None = None  # back-off: not launched earlier; of a waiting stage, the end of its wait
+    not_before: float | None = None  # back-off: the earliest launch; for a waiting stage, the end of the wait
     retried_after: int = 0  # attempts before the last `retry`, which no longer count against the limit
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A signal that a run received, so that a stage waiting for it continues."""
+    """A signal that a run received; a stage that waits for the signal continues."""
 
     run_id: str
     name: str
-    actor: str  # who sent it
+    actor: str  # the sender
     at: float
     reason: str = ""
 
@@ -147,19 +147,19 @@ class RunNote:
 
 @dataclass(frozen=True, slots=True)
 class AssetStatus:
-    """What people think of an asset version: it may be changed, the version never."""
+    """People's assessment of an asset version, which may change although the version cannot."""
 
     kind: str
     name: str
     version: int
     status: str  # approved | recalled; empty: neither
-    actor: str  # who set it
+    actor: str  # the principal that set the status
     at: float
     reason: str = ""
 
     @property
     def words(self) -> str:
-        """`recalled by user:ann: a licence ran out`."""
+        """Words for people: `recalled by user:ann: a licence ran out`."""
         return f"{self.status} by {self.actor}{f': {self.reason}' if self.reason else ''}"
 
 
@@ -180,23 +180,23 @@ class AttemptRecord:
     reason: str = ""
     message: str = ""
     failure_signature: str | None = None
-    stop_requested_at: float | None = None  # the job was asked to checkpoint and end; terminated after a grace
+    stop_requested_at: float | None = None  # when the job was asked to checkpoint and end; it has a grace period
     tokens: int = 0
     created_at: float = 0.0
     launched_at: float | None = None
     finished_at: float | None = None  # when its end was observed
-    seconds: float = 0.0  # running time reported by its job: the wall-clock budget is billed for it
-    host: str | None = None  # only its drivers can reach the job; None: the ledger has one host
-    # its job may rewrite its order, so values that the control side needs later are stored here before the job starts
-    # and not changed after. None: planned by a release that wrote them into the order only
+    seconds: float = 0.0  # running time of its job, which is billed to the wall-clock budget
+    host: str | None = None  # the only host whose drivers can reach the job; None: the ledger has one host
+    # the job may rewrite its order, so values that the control side needs later are stored here before the job starts
+    # and not changed afterwards. None: an older release, which planned the attempt, wrote them only into the order
     channel: str | None = None  # URL of its mailbox; empty: its folder
     resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`; its step and tokens follow
     resumed_step: int | None = None
-    resumed_tokens: int | None = None  # spent by its lineage until then: not billed again
-    # its reservation of the run's budget, exclusive while it lives. None: the budget has no such limit
+    resumed_tokens: int | None = None  # spent by the checkpoint's lineage, and not billed again
+    # its reservation of the run's budget, exclusive while the attempt lives. None: the budget has no such limit
     reserved_tokens: int | None = None
     reserved_seconds: float | None = None
-    stop_cause: str | None = None  # `domain.lifecycle.StopCause`: why its job was stopped; None: it was not
+    stop_cause: str | None = None  # `domain.lifecycle.StopCause`: why its job was stopped; None: it was not stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +205,14 @@ class Watch:
 
     attempt: str  # its name
     run_id: str
-    progress: str  # its last report: equal while nothing changes
+    progress: str  # its last report, which is equal while the job makes no progress
     quiet: float  # seconds of observed silence
     at: float  # the last observation
 
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """The rows of one run, at one moment."""
+    """The rows of one run in one snapshot."""
 
     run: RunRecord
     stages: tuple[StageRecord, ...]  # by position
@@ -230,21 +230,21 @@ class ReleaseEntry:
     model_digest: str
     run_id: str | None
     action: str  # promote | rollback
-    actor: str  # who requested it: for a run's release stage, the run's submitter
+    actor: str  # the principal that requested the move: for a run's release stage, the run's submitter
     at: float
     report_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelRecord:
-    """What holds for every move of a release channel."""
+    """The settings of a release channel, which apply to all its moves."""
 
     name: str
     policy: str | None = None  # digest of the policy that every release must pass; None: the run's own gates
-    protected: bool = False  # policy and quarantine change by approval only
-    frozen: str = ""  # forbidden moves: nothing | releases | all (rollbacks too)
+    protected: bool = False  # releases and changes of policy and quarantine need approval
+    frozen: str = ""  # forbidden moves: empty: none | releases | all (rollbacks too)
     revision: int = 0  # number of changes of its policy or protection
-    generation: int = 0  # 0: not used yet
+    generation: int = 0  # 0: the channel has not been used yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +264,16 @@ class Quarantine:
 
     channel: str
     model_digest: str
-    release: int  # the rollback's
+    release: int  # the number of the rollback
     since: float
-    actor: str  # who rolled back, or lifted the quarantine
+    actor: str  # the principal that rolled back, or lifted the quarantine
     lifted_at: float | None = None
-    reason: str = ""  # for the lifting
+    reason: str = ""  # the reason for lifting
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The recorded facts about a token that a caller presents."""
+    """The ledger's record of a token."""
 
     id: str
     actor: str  # its owner
@@ -286,7 +286,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One evaluation of a set of items: the more often the same items are looked at, the less a pass proves."""
+    """One evaluation of a set of items. The more often the same items are evaluated, the less a pass proves."""
 
     run_id: str
     stage: str
@@ -310,8 +310,8 @@ class Artifact:
 
     digest: str
     form: str  # file | tree
-    bytes: int | None  # of a tree its listing and files; None: recorded by an older release
-    kind: str  # its first role: asset | input | output | manifest | policy | record (of an import)
+    bytes: int | None  # for a tree: of its listing and files; None: recorded by an older release
+    kind: str  # the kind of its first record: asset | input | output | manifest | policy | record (of an import)
     created_at: float
 
 
@@ -323,7 +323,7 @@ class Edge:
     """
 
     producer: str  # empty: unknown
-    output: str  # the name of its output; empty: its only one
+    output: str  # the name of the producer's output; empty: its only output
     consumer: str  # empty: the production itself, without a consumer
     slot: str  # the consumer's input slot
     digest: str
@@ -369,7 +369,7 @@ def stage_end(run_id: str, stage: str) -> str:
 
 
 def stage_of(end: str) -> tuple[str, str] | None:
-    """Return run and stage of `run:RUN/STAGE`; None of any other end."""
+    """Return run and stage of `run:RUN/STAGE`; None for any other end."""
     head, _, rest = end.partition(":")
     run_id, mark, stage = rest.partition("/")
     return (run_id, stage) if head == "run" and mark else None
@@ -381,7 +381,7 @@ def release_end(channel: str, sequence: int) -> str:
 
 
 def release_of(end: str) -> tuple[str, int] | None:
-    """Return channel and number of `channel:NAME@RELEASE`; None of any other end."""
+    """Return channel and number of `channel:NAME@RELEASE`; None for any other end."""
     head, _, rest = end.partition(":")
     channel, mark, sequence = rest.rpartition("@")
     return (channel, int(sequence)) if head == "channel" and mark and sequence.isdecimal() else None
@@ -390,7 +390,7 @@ def release_of(end: str) -> tuple[str, int] | None:
 def source_of(name: str) -> tuple[str, str]:
     """Return producer and output of a stage input's name: `RUN/sft`, `run:RUN/grpo/best`, `dataset:train@1`.
 
-    The output is empty where the name does not contain it.
+    The output is empty if the name does not contain it.
     """
     head, colon, rest = name.partition(":")
     run_id, mark, word = (rest if colon and head == "run" else name if not colon else "").partition("/")
@@ -401,12 +401,12 @@ def source_of(name: str) -> tuple[str, str]:
 
 
 def named(name: str) -> str:
-    """Return `name`, or its beginning and digest where it is too long."""
+    """Return `name`, or its beginning and digest if it is too long."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{digest_bytes(name.encode())}"
 
 
 def outcome_error(run: RunRecord, stages: Iterable[StageRecord]) -> PosttrainError | None:
-    """Return the error (and exit code) of a final run; None when it succeeded."""
+    """Return the error (and so the exit code) of a final run; None: the run succeeded."""
     message = f"run {run.id}: {run.message}" + (
         f"; next: {run.next_action}" if run.next_action and run.next_action not in run.message else ""
     )

@@ -3,16 +3,16 @@
 Rows become token ids of prompts, demonstrations and preference pairs, many rows at a time. Rows are canonical
 (`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` is a tokenizer
 with its chat template: the engine passes that of transformers, the plan its own reader of the same files. Rows are
-rendered one after another and their texts encoded together, one batch per call; the result, and the first refused row
-with its error, are the same as if each row were encoded before the next is rendered. Each rendering is checked to be a
-prefix of the rendering one turn later, because a template that rewrites earlier turns would train on tokens that
-inference never produces.
+rendered in turn and their texts are encoded together, one batch per call; the result, and the first rejected row with
+its error, are the same as if each row were encoded before the next is rendered. Each rendering must be a prefix of the
+rendering one turn later, since a template that rewrites earlier turns would train on tokens that inference never
+produces.
 
 Stop strings end a response; `stop_fault` checks them.
 
-`time_limit` limits the running time of untrusted text that runs as a program, such as a chat template. It raises an
-exception in the thread that runs the text, so it interrupts Python code between bytecodes. It does not interrupt a
-single operation in C; the caller must forbid long ones.
+`time_limit` limits the running time of untrusted programs such as chat templates. It raises an exception in the thread
+that runs the program, which interrupts Python code between bytecodes. It does not interrupt a single operation in C;
+the caller must prevent long ones.
 
 `is_classifier` reads a model's kind from its `config.json`.
 """
@@ -31,14 +31,14 @@ from posttrain.domain.errors import InputError
 Ids = tuple[int, ...]
 Row = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-_BATCH = 1000  # rows with their texts in memory at a time
+_BATCH = 1000  # rows whose texts are in memory at the same time
 _BROKEN = (
     "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be separated "
     "from completions; use a template whose output only grows"
 )
 # errors of a template or a tokenizer; SyntaxError: jinja's compiled code nests too many blocks for Python
 _RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
-MOST_STOPS, MOST_STOP = 16, 256  # strings, and characters of one
+MOST_STOPS, MOST_STOP = 16, 256  # maximum number of strings, and of characters of one
 _LOOK = 0.05  # seconds between checks of deadlines
 CONFIG = "config.json"
 
@@ -67,7 +67,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A prompt, and its `answer` if any; in a chat both are renderings, and `answer` includes the prompt."""
+    """A prompt, and its `answer` if any; in a chat, prompt and answer are renderings; `answer` includes the prompt."""
 
     prompt: str
     answer: str | None
@@ -85,8 +85,8 @@ def prompts(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[Ids]:
         name: the data set's name in errors.
 
     Raises:
-        InputError: a row has neither or cannot be rendered, or the tokenizer of a chat has no chat template; names data
-            set and row (from 1).
+        InputError: a row has neither or cannot be rendered, or the tokenizer of a chat has no chat template; the
+            message names data set and row (from 1).
     """
     for _, [(prompt, _)] in _encoded(tokens, rows, name, _prompt):
         yield prompt
@@ -99,7 +99,8 @@ def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list
     predicted.
 
     Raises:
-        InputError: a row has no demonstration, cannot be rendered, or its template breaks the prefix; names it.
+        InputError: a row has no demonstration or cannot be rendered, or a rendering is not a prefix of the next; the
+            message names data set and row (from 1).
     """
     for _, found in _encoded(tokens, rows, name, _examples):
         yield [turn if turn[1] else _begun(_closed(tokens, turn[0])) for turn in found]
@@ -109,7 +110,8 @@ def pairs(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[tuple[I
     """Yield (prompt, chosen, rejected) of every row, both responses with the end of sequence.
 
     Raises:
-        InputError: a row lacks one of the three, cannot be rendered, or its template breaks the prefix; names it.
+        InputError: a row lacks one of the three or cannot be rendered, or a rendering is not a prefix of the next; the
+            message names data set and row (from 1).
     """
     for _, [(prompt, chosen), (_, rejected)] in _encoded(tokens, rows, name, _pair):
         yield prompt, chosen, rejected
@@ -151,7 +153,7 @@ def _examples(tokens: Tokens, row: Row) -> list[_Turn]:
         messages = list(row["messages"])
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise InputError("messages must hold an assistant message to learn from, got none")
+            raise InputError("messages must contain an assistant message to learn from, got none")
         return [turn for i in turns for turn in _answers(tokens, messages[:i], [messages[i : i + 1]])]
     if row.get("text") is not None:
         return [_Turn(row["text"], None, chat=False)]
@@ -193,7 +195,7 @@ def _encoded(
         try:
             together = _known(tokens, drafts)
         except _RAISED:
-            together = None  # encoded row by row then, to find the row of the error
+            together = None  # encoded row by row below, to find the row of the error
         for number, turns in enumerate(drafts, start=start + 1):
             with row_errors(name, number):
                 known = _known(tokens, [turns]) if together is None else together
@@ -231,7 +233,7 @@ def _known(tokens: Tokens, drafts: Sequence[Sequence[_Turn]]) -> _Known:
 
 
 def _ids(tokens: Tokens, turn: _Turn, known: _Known) -> tuple[Ids, Ids]:
-    """Return a turn's prompt and completion, which is empty only without an answer."""
+    """Return the ids of a turn's prompt and completion; the completion is empty only without an answer."""
     prompt = known[turn.prompt, not turn.chat]
     if not turn.chat and prompt and prompt[-1] == tokens.end:  # keep the beginning of sequence, drop the end
         prompt = prompt[:-1]
@@ -258,20 +260,21 @@ def _begun(ids: Ids) -> tuple[Ids, Ids]:
 
 def stop_fault(stop: Sequence[str]) -> str | None:
     """Return the fault of stop strings; None: they are valid."""
-    if isinstance(stop, str):  # its letters would count as strings
+    if isinstance(stop, str):  # otherwise its letters would count as strings
         return f"must be a list of strings, got the string {stop[:20]!r}; write [{stop[:20]!r}]"
     if len(stop) > MOST_STOPS:
         return f"must be at most {MOST_STOPS} strings, got {len(stop)}; leave some out"
     for one in stop:
         if not 1 <= len(one) <= MOST_STOP:
-            return f"must hold strings of 1 to {MOST_STOP} characters, got {len(one)}: {one[:20]!r}; cut or remove it"
+            found = f"got {len(one)}: {one[:20]!r}"
+            return f"must contain strings of 1 to {MOST_STOP} characters, {found}; cut or remove it"
         if any(sign == "\ufffd" or "\ud800" <= sign <= "\udfff" for sign in one):
-            return f"must hold text, got {one!r}, of which a part stands for no character; remove it"
+            return f"must contain text, got {one!r}, of which a part stands for no character; remove it"
     return None
 
 
 class TimeLimitError(BaseException):
-    """The time limit was exceeded. Not an `Exception`, so that code that catches `Exception` does not swallow it."""
+    """The time limit was exceeded. Not an `Exception`, so code that catches `Exception` does not swallow it."""
 
 
 class _Watcher:
@@ -303,7 +306,7 @@ class _Watcher:
             try:
                 with self._lock:
                     self._due.pop(thread, None)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # cancels a pending one
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # cancels a pending exception
                 return
             except TimeLimitError:
                 continue
@@ -336,6 +339,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether the model scores responses instead of generating them: `architectures` names a sequence classifier."""
+    """Return whether `architectures` names a sequence classifier: the model scores responses, and generates none."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)

@@ -1,8 +1,8 @@
 """The file, function and dialect of a reward: determined identically at registration and at run time.
 
 This module handles names only; the caller has the files and the functions. `DIALECTS` is the single table of calling
-conventions: `plan` checks a parsed signature against it without executing code, the worker (`sandbox.dialects`) calls
-by it.
+conventions: `plan` checks a parsed signature against the table without executing code, and the worker
+(`sandbox.dialects`) calls functions by it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,14 +20,14 @@ _OWN = ("prompt", "completion", "response", "row", TURNS, *_IDS)
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The named arguments of a function of one convention."""
+    """The arguments that a function of one convention gets by name."""
 
     offers: tuple[str, ...]
-    columns: bool  # also the row's columns
-    batched: bool  # all completions in one call, as lists by name
+    columns: bool  # whether the function also gets the row's columns
+    batched: bool  # whether one call has all completions, as lists
 
 
-AUTO = "auto"  # by the parameter names
+AUTO = "auto"  # determine the dialect by the parameter names
 DIALECTS: Mapping[str, Dialect] = {
     "trl": Dialect(("prompts", "completions", TURNS, *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
     "openrlhf": Dialect(("queries", "prompts", "labels"), False, True),
@@ -38,7 +38,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "verl": Dialect(("data_source", "solution_str", "ground_truth", "extra_info"), False, False),
     "slime": Dialect(("args", "sample"), False, False),
 }
-_TELLING = (  # names, and the dialect of a function that has them all; the first match counts
+_TELLING = (  # names, and the dialect of a function with all of them; the first match counts
     ({"solution_str"}, "verl"),
     ({"solution_strs"}, "verl_batch"),
     ({"queries"}, "openrlhf"),
@@ -55,8 +55,8 @@ _TELLING = (  # names, and the dialect of a function that has them all; the firs
 class Called:
     """A run file's choice of a reward's function and dialect."""
 
-    entry: str | None = None  # `function` or `file.py:function`; None: the registered or the conventional one
-    dialect: str | None = None  # None: the registered one, or by the parameters
+    entry: str | None = None  # `function` or `file.py:function`; None: the registered or conventional function
+    dialect: str | None = None  # None: the registered dialect, or determined by the parameters
 
     def __bool__(self) -> bool:
         return self.entry is not None or self.dialect is not None
@@ -77,7 +77,7 @@ def scored_slot(slot: str) -> str:
 def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[str, tuple[str, str]]:
     """Return the inputs of a stage's reward: slot → ("reward", its name under `rewards`).
 
-    A single reward has the slot itself; each of several with weights has a separate slot, `reward:right`.
+    A single reward has the slot itself; with weights, each reward has a separate slot such as `reward:right`.
     """
     if not reward:
         return {}
@@ -108,7 +108,7 @@ def detect(signature: Signature) -> str:
     """Return the dialect of a function with these parameters.
 
     Raises:
-        SignatureError: the names are of no known dialect, or a parameter is positional-only.
+        SignatureError: no known dialect has these names, or a parameter is positional-only.
     """
     refuse_nameless(signature)
     names = set(signature.names)
@@ -131,7 +131,7 @@ def refuse_missing(signature: Signature, dialect: str, columns: Collection[str])
     """Check a function's required parameters against its dialect and the rows' columns.
 
     Raises:
-        SignatureError: a parameter without default that neither provides.
+        SignatureError: neither provides a parameter that has no default.
     """
     given = DIALECTS[dialect]
     known = {*given.offers, *(c for c in columns if c not in NO_COLUMNS)} if given.columns else set(given.offers)
@@ -152,10 +152,10 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
     Args:
         files: Python files at the top of the folder.
         wanted: the requested file; empty: unspecified.
-        folder: its name, for the error.
+        folder: the folder's name, for the error.
 
     Raises:
-        InputError: it does not exist, or there are several and none is called `reward.py`.
+        InputError: the file does not exist, or there are several files and none is called `reward.py`.
     """
     only = next(iter(files)) if len(files) == 1 else ""
     chosen = wanted or (CONVENTIONAL_FILE if CONVENTIONAL_FILE in files else only)
@@ -163,7 +163,7 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
         missing = repr(wanted) if wanted else f"`{CONVENTIONAL_FILE}` or a single Python file"
         remedy = f"; name one with --entry {min(files)}:FUNCTION, in run.yaml with entry:" if files else ""
         raise InputError(
-            f"reward folder {folder} must hold {missing}, got {', '.join(sorted(files)) or 'none'}{remedy}"
+            f"reward folder {folder} must contain {missing}, got {', '.join(sorted(files)) or 'none'}{remedy}"
         )
     return chosen
 
@@ -174,11 +174,11 @@ def entry_name(functions: Iterable[str], source: str, rubrics: Iterable[str] = (
     Args:
         functions: functions that the file defines.
         source: the file's name, for the error.
-        rubrics: names of verifiers' rubrics that it creates.
-        bound: names that it imports or assigns.
+        rubrics: names of verifiers' rubrics that the file creates.
+        bound: names that the file imports or assigns.
 
     Raises:
-        InputError: it has none of these.
+        InputError: the file has none of these, or several public functions.
     """
     public = [name for name in functions if not name.startswith("_")]
     conventional = [name for name in CONVENTIONAL_ENTRIES if name in public or name in bound]

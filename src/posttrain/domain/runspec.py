@@ -1,6 +1,6 @@
 """The schema of `run.yaml`, and the conversion of passes over a data set to steps.
 
-A run file contains names, not digests; `control.plan` turns it into a `Manifest`.
+A run file contains names, not digests; `control.plan` resolves it to a `Manifest`.
 
 ::
 
@@ -53,7 +53,7 @@ from posttrain.domain.validation import Frozen, validated
 _DEEPEST, _MOST_VALUES = 64, 100_000  # maximum depth and values of a run file
 RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-MOST_TOKENS = 2**53 - 1  # maximum that a run may declare
+MOST_TOKENS = 2**53 - 1  # the largest token budget that a run may declare
 
 
 def parse_count(value: Any) -> Any:
@@ -87,7 +87,7 @@ def _word_or_list(value: Any) -> Any:
 
 
 class Ordered(Frozen):
-    """A base of specs with an order after other stages. An empty `after` is not serialised."""
+    """The base class of specs that run after other stages. An empty `after` is not serialised."""
 
     # stages that must have ended before, without being inputs; `gate` is allowed
     after: Annotated[tuple[Name, ...], BeforeValidator(_word_or_list)] = ()
@@ -101,7 +101,7 @@ class Ordered(Frozen):
 
 
 class ReleaseSpec(Ordered):
-    """The stage's model to release, and the channel, when every gate passes."""
+    """The model to release if every gate passes, and the channel."""
 
     channel: Name
     model: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]  # a stage, or STAGE/best
@@ -119,7 +119,7 @@ _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
 _SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
 
 
-_NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, its libraries or the store read
+_NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, its libraries or the store reads
     r"(POSTTRAIN_|WANDB_|MLFLOW_|PG|AWS_|AZURE_|GOOGLE_|S3_|HF_|HUGGING|TRANSFORMERS_|TOKENIZERS_|PYTHON|LD_|LC_|XDG_|SSL_"
     r"|MALLOC_|CUDA_|NVIDIA_|NCCL_|ROCR_|HIP_|HSA_|GPU_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH_|TRITON_"
     r"|RAY_)|((HTTPS?|ALL|NO)_PROXY|PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|IFS|ENV)$"
@@ -127,13 +127,13 @@ _NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, 
 
 
 def may_be_secret(name: str) -> bool:
-    """Whether a reward's secret may have this name: one that jobs, programs, libraries and stores do not read."""
+    """Return whether a reward's secret may have this name, which jobs, programs, libraries and stores must not read."""
     return _NO_SECRETS.match(name) is None and re.fullmatch(_SECRET, name) is not None
 
 
 def _plain(value: str) -> str:
     if not is_plain(value):
-        raise ValueError(f"must be a name without spaces around it and without line breaks, got {value!a}; write it so")
+        raise ValueError(f"must be a name without spaces around it and without line breaks, got {value!a}; remove them")
     return value
 
 
@@ -145,17 +145,18 @@ def _known_dialect(value: str) -> str:
 
 
 class RewardUse(Frozen):
-    """A reward: its function, its dialect, and the files, hosts and secrets for its code. A ref alone uses the
-    registered function and dialect.
+    """A reward: its function, its dialect, and the files, hosts and secrets for its code.
+
+    A ref alone uses the registered function and dialect.
     """
 
     ref: str  # reward:NAME@VERSION or a path
-    # function, or file.py:function of a folder; None: as registered, or the conventional one
+    # function, or file.py:function of a folder; None: the registered or conventional function
     entry: Annotated[str, Field(pattern=r"^([^/:]+\.py:)?[A-Za-z_]\w*$", max_length=200)] | None = None
-    dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: as registered, or auto
-    files: tuple[str, ...] = ()  # next to run.yaml; each appears next to the source under its own name, read-only
+    dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: the registered dialect, or auto
+    files: tuple[str, ...] = ()  # next to run.yaml; the reward finds them, read-only, next to its source
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
-    # variables of the run's driver (on a server: of the server) that only the reward's cell gets
+    # environment variables of the run's driver (or of the server) that only the reward's cell gets
     secrets: tuple[Annotated[str, Field(pattern=_SECRET)], ...] = ()
 
     @model_validator(mode="after")
@@ -186,7 +187,7 @@ class RewardUse(Frozen):
 
     @property
     def called(self) -> Called:
-        """Its settings of the function."""
+        """The settings of the reward's function."""
         return Called(self.entry, self.dialect)
 
 
@@ -226,8 +227,8 @@ class RunSpec(Frozen):
     budget: Budget = Budget()
     runtime: RunRuntime | None = None
     release: ReleaseSpec | None = None
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of all jobs but those that measure
-    trackers: Trackers | None = None  # None: the workspace's
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of all jobs except those that measure
+    trackers: Trackers | None = None  # None: the workspace's trackers
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
@@ -250,7 +251,8 @@ def load_run_spec(path: Path, setting: Setting = ()) -> RunSpec:
         setting: values that replace the file's.
 
     Raises:
-        InputError: no such file, not YAML, an unknown key (with the most similar one), a value out of range.
+        InputError: there is no such file, it is not YAML, a key is unknown (the message has the most similar one), or a
+            value is out of range.
     """
     source = str(path) + (f" with {setting_words(setting)}" if setting else "")
     return parse_run_spec(overridden(read_yaml(path), setting), source)
@@ -262,10 +264,10 @@ def parse_run_spec(raw: Any, source: str) -> RunSpec:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML map; duplicate keys are refused.
+    """Return a YAML map; duplicate keys are rejected.
 
     Raises:
-        InputError: no such file, not YAML, or not a map.
+        InputError: there is no such file, or it is not YAML or not a map.
     """
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
@@ -283,7 +285,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 class _RunFileLoader(yaml.SafeLoader):
     """A strict loader: no duplicate keys, scalar keys only, valid text, and a bounded number of values.
 
-    YAML silently keeps the last of two equal keys, and a few nested aliases can expand beyond the memory.
+    A usual loader silently retains the last of two equal keys, and a few nested aliases can exhaust the memory.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -302,7 +304,7 @@ class _RunFileLoader(yaml.SafeLoader):
             children = inner if isinstance(node, yaml.CollectionNode) else []
             known[id(node)] = 1 + sum(self._measure(child, depth + 1, known) for child in children)
         if known[id(node)] > _MOST_VALUES:
-            raise _refusal(node, f"must hold at most {_MOST_VALUES} values, aliases written out")
+            raise _refusal(node, f"must contain at most {_MOST_VALUES} values, aliases written out")
         return known[id(node)]
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
@@ -329,7 +331,7 @@ def _refusal(node: yaml.Node, what: str) -> yaml.YAMLError:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """`epochs` of a stage as a plan resolved them: `Passes(2, 250, documents=8000, per_step=64)`."""
+    """The `epochs` of a stage, resolved to steps by a plan: `Passes(2, 250, documents=8000, per_step=64)`."""
 
     epochs: float
     steps: int
@@ -347,11 +349,11 @@ def passes_of(epochs: float, documents: int, per_step: int) -> Passes:
     """Return the least number of steps that take every document `epochs` times.
 
     The stream of documents continues beyond the end of a pass (`loop.recipe`), so all steps have equal size, and the
-    last one may take documents of the next pass. Exact: `epochs` counts as the written decimal number.
+    last step may take documents of the next pass. The result is exact for the written decimal number `epochs`.
 
     Args:
-        epochs: > 0.
-        documents: of the data set, >= 1.
-        per_step: documents of a step, >= 1.
+        epochs: the number of passes, > 0.
+        documents: the number of documents in the data set, >= 1.
+        per_step: the number of documents of a step, >= 1.
     """
     return Passes(epochs, math.ceil(Fraction(repr(epochs)) * documents / per_step), documents, per_step)

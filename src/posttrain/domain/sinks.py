@@ -12,7 +12,7 @@ RUN_ENDINGS = ("succeeded", "failed", "rejected", "stopped")
 ALL, RUN_ENDED = "all", "run-ended"
 FOR_PEOPLE = (
     *(RUN_ENDED, "gate-failed", "budget-80", "approval-needed", "channel-moved", "dead-letter", "sink-paused"),
-)  # the occasions of a sink by default
+)  # the default occasions of a sink
 OCCASIONS = (ALL, *FOR_PEOPLE, *(f"run-{state}" for state in RUN_ENDINGS))
 BUDGET_WARNED, RUN_SET_ASIDE = "run.budget_warned", "run.set_aside"  # events of the control plane
 RUN_ENVIRONMENT = "environment.pinned"  # a run's first pin: {"digest", "packages": reward → names with versions}
@@ -25,16 +25,16 @@ class Rule:
 
     on: tuple[str, ...] = FOR_PEOPLE
     run: str = ""  # pattern of a run's name: * ? [abc]
-    owner: str = ""  # of the run
+    owner: str = ""  # the owner of the run
     channel: str = ""  # the moved channel, or the run's release channel
-    words: bool = False  # send free text too, which an erasure cannot remove there
+    words: bool = False  # whether to send free text too, which an erasure cannot remove from the receiver
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rule:
-        """Return the rule of plain JSON.
+        """Return the rule that plain JSON describes.
 
         Raises:
-            InputError: an unknown occasion or field.
+            InputError: an occasion or field is unknown.
         """
         for name in given:
             if name not in cls.__dataclass_fields__:
@@ -55,15 +55,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class SinkRecord:
-    """A sink as added: `SinkRecord("chat", "webhook", {"url": …, "secret_env": …})`. It holds no secret."""
+    """The settings of a sink, without secrets: `SinkRecord("chat", "webhook", {"url": …, "secret_env": …})`."""
 
     name: str
     kind: str  # webhook | jsonl | email
     settings: Mapping[str, Any]  # its address, and the NAMES of the variables with its secrets
     rules: tuple[Rule, ...]  # it receives the events that any rule selects
     created_at: float
-    actor: str  # who added it
-    paused: str = ""  # empty: it delivers | person | failing
+    actor: str  # the principal that added the sink
+    paused: str = ""  # empty: not paused | person | failing
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class Cursor:
     """The delivery position of a sink, and its last failure."""
 
     sink: str
-    sequence: int  # of the last event delivered or skipped by its rules
-    failures: int = 0  # in a row
-    error: str = ""  # of the last failure, one line
+    sequence: int  # number of the last event that was delivered or that its rules skipped
+    failures: int = 0  # consecutive failures
+    error: str = ""  # the last failure, in one line
     failed_since: float | None = None
-    not_before: float | None = None  # back-off
-    at: float | None = None  # of the last delivery
+    not_before: float | None = None  # back-off: the earliest time of the next delivery
+    at: float | None = None  # time of the last delivery
     lease_owner: str | None = None
     lease_until: float | None = None
 
@@ -87,7 +87,7 @@ class SinkView:
 
     name: str
     kind: str
-    where: str  # without possible secrets
+    where: str  # the address, without parts that may be secret
     rules: tuple[Rule, ...]
     paused: str
     behind: int  # sealed events after its cursor
@@ -103,7 +103,7 @@ class SinkView:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A sealed event as sinks receive it: the permanent values, and separately the erasable free text."""
+    """A sealed event in the form that sinks receive: the permanent values and, separately, the erasable free text."""
 
     id: int
     sequence: int
@@ -116,25 +116,25 @@ class Envelope:
     at: float
     leaf: str  # 64 hexadecimal digits
     audited: Mapping[str, Any]
-    words: Mapping[str, Any] = field(default_factory=dict)  # empty: without free text, or erased
+    words: Mapping[str, Any] = field(default_factory=dict)  # empty: the rule excludes free text, or it was erased
 
     @property
     def name(self) -> str:
-        """The id of every delivery of this event, by which a receiver drops duplicates."""
+        """The id that all deliveries of this event have; a receiver drops duplicates by it."""
         return f"evt_{self.sequence}_{self.leaf[:16]}"
 
     def row(self, table: str) -> Mapping[str, Any]:
-        """Return the columns that it records for a row of this table; empty: none."""
+        """Return the columns that the event records for a row of this table; empty: none."""
         return next((dict(row[3]) for row in self.audited.get("rows", ()) if row[1] == table), {})
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message to a sink: of one event, or a test."""
+    """A message to a sink about one event, or a test message."""
 
     id: str  # the same each time it is sent
-    sequence: int  # in the event log; 0 of a test
+    sequence: int  # in the event log; 0: a test
     at: float
-    subject: str  # for a person: one line
-    lines: tuple[str, ...]  # three more lines, the last with the next command
-    body: Mapping[str, Any]  # for a machine: plain JSON
+    subject: str  # one line for people
+    lines: tuple[str, ...]  # three more lines, of which the last contains the next command
+    body: Mapping[str, Any]  # plain JSON for programs

@@ -6,7 +6,7 @@
       mlflow: {tracking_uri: "http://127.0.0.1:5000", experiment: sort}
       wandb: team/sort
 
-They do not affect results, so they are not part of the manifest.
+Trackers do not affect results, so they are not part of the manifest.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FileChoice(_Choice):
 
 
 class TensorBoardChoice(_Choice):
-    """A folder that `tensorboard --logdir` is given; each run has a folder in it."""
+    """A folder for `tensorboard --logdir`, with a subfolder for each run."""
 
     target = "logdir"
     logdir: Text | None = None  # None: tracking/tensorboard in the workspace
@@ -71,7 +71,7 @@ class MlflowChoice(_Choice):
     target = "tracking_uri"
     tracking_uri: Text | None = None  # None: sqlite, tracking/mlflow.db in the workspace
     experiment: Experiment = "posttrain"
-    registered_model: Word | None = None  # the name of released models' versions; None: the experiment's name
+    registered_model: Word | None = None  # the registered model of released versions; None: the experiment's name
 
     @model_validator(mode="after")
     def _no_credentials(self) -> MlflowChoice:
@@ -79,7 +79,7 @@ class MlflowChoice(_Choice):
         if "@" in urlsplit(given).netloc:
             shown = f"{urlsplit(given).scheme}://…@{urlsplit(given).netloc.rpartition('@')[2]}"
             raise ValueError(
-                f"tracking_uri must hold no credentials, got {shown}; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
+                f"tracking_uri must contain no credentials, got {shown}; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
             )
         return self
 
@@ -106,7 +106,7 @@ class WandbChoice(_Choice):
 
 
 class Trackers(Frozen):
-    """The trackers of a run, by kind. A list of kinds stands for each with its defaults."""
+    """The trackers of a run, by kind. A list of kinds selects each kind with its defaults."""
 
     csv: FileChoice | None = None
     parquet: FileChoice | None = None

@@ -1,6 +1,6 @@
 """One-line explanations of pydantic errors, with file, field, constraint, value and the most similar known name.
 
-The names of other trainers for fields of run.yaml are known, so that a hint names the intended field.
+A hint also names the intended field for names that other trainers use.
 """
 
 import re
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from posttrain.domain.errors import InputError, nearest
 
 M = TypeVar("M", bound=BaseModel)
-# name elsewhere (TRL, verl, OpenRLHF, transformers) → our names; the first that exists at the place counts
+# name in TRL, verl, OpenRLHF or transformers → our names, of which the first that exists at the place counts
 FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("lr", "learning-rate", "actor_lr", "critic_lr"), ("learning_rate",)),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), ("schedule",)),
@@ -92,7 +92,7 @@ UNITS: Mapping[str, str] = {
     **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
 }
 _WHOLE = "only suites with samples have it; training samples the full distribution, as its log-probabilities require"
-# names of run.yaml, or of other trainers, that a place lacks → why
+# names of run.yaml or of other trainers that do not exist at the place → why
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
     **dict.fromkeys(
@@ -120,7 +120,7 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("gkd", "distillation", "on_policy_distillation"), "is kind: distill"),
 }
 _SHOWN = 120  # characters of a value
-_TARGET = re.compile(r"=|://")  # the beginning of a target inside a key
+_TARGET = re.compile(r"=|://")  # marks the beginning of a target inside a key
 _TAG = re.compile(r"function-|constrained-|literal\[|lax-or-strict")
 _CREDENTIALS = re.compile(r"://\S*@")
 
@@ -129,7 +129,7 @@ def validated(model: type[M], raw: Any, source: str) -> M:
     """Return the validated model of raw data; `source` names the data in errors.
 
     Raises:
-        InputError: see `explain` returns it.
+        InputError: the data are invalid; the message is that of `explain`.
     """
     try:
         return model.model_validate(raw)
@@ -188,7 +188,7 @@ _PLAIN = {
     "string_type": "must be text",
     "invalid_key": "must have words as keys",
 }
-_SIDES = {  # of a bound: its words, and pydantic's key of its number
+_SIDES = {  # kind of bound → its words, and pydantic's key for its number
     "greater_than_equal": ("at least", "ge"),
     "less_than_equal": ("at most", "le"),
     "greater_than": ("more than", "gt"),
@@ -218,7 +218,7 @@ def _shortened(given: Any) -> str:
 
 
 def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
-    if get_origin(annotation) is dict:  # values of a map are not the field's value
+    if get_origin(annotation) is dict:  # the value is in a map, and not the field's own
         return False
     return annotation in kinds or any(_takes(part, kinds) for part in get_args(annotation))
 
@@ -230,7 +230,7 @@ def _place(found: Mapping[str, Any]) -> Sequence[int | str]:
 
 
 def unknown_kind(kind: str, known: Iterable[str]) -> str:
-    """Return `unknown stage kind 'gspo': it is not there yet; …`, or a hint with the most similar kind."""
+    """Return the message for an unknown stage kind, with a hint on the alternative or the most similar kind."""
     names = list(known)
     told = KINDS.get(kind.lower())
     if told is None:
@@ -239,7 +239,7 @@ def unknown_kind(kind: str, known: Iterable[str]) -> str:
 
 
 def _meant(word: str, model: type[BaseModel], place: Sequence[int | str]) -> str:
-    """Return ` (did you mean 'learning_rate' under 'optimizer'?)`: by our or another trainer's name, else similar."""
+    """Return ` (did you mean 'learning_rate' under 'optimizer'?)` by our or another trainer's name, else similarity."""
     known = _fields_at(model, place)
     below = {name: _fields_at(model, [*place, name]) for name in known}
     unit = f", {UNITS[word.lower()]}" if word.lower() in UNITS else ""
@@ -277,14 +277,14 @@ def _inner(annotation: Any) -> Any:
 
 
 class Frozen(BaseModel):
-    """An immutable model that refuses unknown keys."""
+    """An immutable model that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_numbers(cls, value: Any) -> Any:
-        """Refuse true or false in place of a number, which pydantic would read as 1 or 0; return `value`."""
+        """Return `value`; reject true or false in place of a number, which pydantic would read as 1 or 0."""
         for name, field in cls.model_fields.items() if isinstance(value, dict) else ():
             given = value.get(field.alias or name)
             parts = given if isinstance(given, list) else [given]

@@ -1,7 +1,7 @@
 """The conditions of a stage of kind `wait`: a duration (`for`), a signal that a user sends, or both.
 
-Its times are two columns of its row, written once when its turn comes: `started_at`, and with `for` the end of the
-wait, `not_before`. So they survive a change of the run's driver and are never computed again.
+The times of the stage are two columns of its row, which are written once when the wait begins: `started_at`, and with
+`for` the end of the wait, `not_before`. So they survive a change of the run's driver and are never computed again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Wait(Frozen):
 
     @property
     def words(self) -> str:
-        """`waits 2 h`, `waits for signal go, at most 1 day (posttrain signal RUN go)`."""
+        """Words for people: `waits 2 h`, `waits for signal go, at most 1 day (posttrain signal RUN go)`."""
         parts = [span(self.seconds)] if self.seconds is not None else []
         if self.signal is not None:
             most = f", at most {span(self.within)}" if self.within is not None else ""
@@ -52,11 +52,11 @@ class Wait(Frozen):
         return f"waits {' and '.join(parts)}"
 
     def begun(self, now: float) -> dict[str, float]:
-        """Return the columns of a stage whose turn comes now."""
+        """Return the columns of a stage whose wait begins now."""
         return {"started_at": now} | ({"not_before": now + self.seconds} if self.seconds is not None else {})
 
     def given_up_at(self, stage: StageRecord) -> float | None:
-        """Return the end of the wait for its signal; None: never."""
+        """Return the time at which the wait for its signal ends; None: never."""
         return None if self.within is None or stage.started_at is None else stage.started_at + self.within
 
 
@@ -64,7 +64,7 @@ def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
     """Return the contract of a `wait` stage, without inputs and outputs.
 
     Raises:
-        InputError: an unknown key, a value out of range, no condition to wait for.
+        InputError: a key is unknown, a value is out of range, or there is no condition to wait for.
     """
     wait = validated(Wait, dict(params), source)
     return StageContract(wait.model_dump(by_alias=True, exclude_none=True), {}, {})
@@ -100,7 +100,7 @@ def times(wait: Wait, stage: StageRecord) -> list[float]:
 
 
 def waiting(stage: StageRecord) -> bool:
-    """Whether a stage waits for a time, a signal or an approval now."""
+    """Return whether a stage waits for a time, a signal or an approval now."""
     return stage.state == StageState.READY and stage.reason in (
         Reason.WAITING_FOR_TIME,
         Reason.WAITING_FOR_SIGNAL,
@@ -112,7 +112,7 @@ def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, s
     """Return reason, message and next action of a stage that continues to wait.
 
     Args:
-        sent: its signal; None: not sent.
+        sent: the signal of the stage; None: not sent.
     """
     parts, ends = [], wait.given_up_at(stage)
     missing = wait.signal is not None and sent is None

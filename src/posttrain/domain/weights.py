@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from posttrain.domain.runspec import Name
 
 MOST_WEIGHT = 1e6
-MOST_REWARDS = 16  # of one stage
-_ALONE, _WEIGHTED = "function-alone", "function-weighted"  # tags of this form do not show in errors
+MOST_REWARDS = 16  # maximum number of rewards of one stage
+_ALONE, _WEIGHTED = "function-alone", "function-weighted"  # tags of pydantic that do not appear in errors
 
 
 def _number(value: Any) -> Any:

@@ -42,7 +42,7 @@ from posttrain.store.atomic import make_folder, unwritable
 from posttrain.workspace.settings import STORE_VARIABLE, VARIABLE, OpenWorkspace
 
 _SOURCES = Path(__file__).parents[1]
-_OF_A_TERMINAL = frozenset(  # they differ between terminals, but do not affect jobs
+_OF_A_TERMINAL = frozenset(  # variables that differ between terminals and do not affect jobs
     (
         *("_", "PWD", "OLDPWD", "SHLVL", "TERM", "TERMCAP", "COLORTERM", "COLUMNS", "LINES", "WINDOWID", "DISPLAY"),
         *("WAYLAND_DISPLAY", "XAUTHORITY", "GPG_TTY", "STY", "WINDOW", "TMUX", "TMUX_PANE", "LS_COLORS", "PS1", "PS2"),
@@ -53,13 +53,11 @@ _OF_A_TERMINAL = frozenset(  # they differ between terminals, but do not affect 
 _OF_TERMINALS = (
     *("TERM_", "SSH_", "XDG_SE", "XDG_VTNR", "KITTY_", "ITERM_", "WEZTERM_", "KONSOLE_", "WT_", "VSCODE_", "HIST"),
 )
-LOCK_VARIABLE = (
-    "POSTTRAIN_DRIVER_LOCK"  # contains the descriptor by which a new driver holds its lock from its first moment
-)
-TAKEN_SECONDS = 60.0  # a cold start of Python on a busy machine
+LOCK_VARIABLE = "POSTTRAIN_DRIVER_LOCK"  # the descriptor through which a new driver holds its lock from its start
+TAKEN_SECONDS = 60.0  # allows for a cold start of Python on a busy machine
 _POLL = 0.02
 _MODULE = "posttrain.app.background"
-_started: list[subprocess.Popen[bytes]] = []  # of this process, so that ended ones are reaped
+_started: list[subprocess.Popen[bytes]] = []  # drivers that this process started, to reap ended ones
 
 
 def driver_environment() -> dict[str, str]:
@@ -84,7 +82,7 @@ def environment_key(root: Path) -> str:
 
 
 def _sources() -> str:
-    """Return sizes and times of the sources of this package: an upgrade changes them."""
+    """Return sizes and times of the sources of this package, which an upgrade changes."""
     found = []
     for folder, _, names in os.walk(_SOURCES):
         for path in (f"{folder}/{name}" for name in names if name.endswith(".py")):
@@ -95,7 +93,7 @@ def _sources() -> str:
 
 
 def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
-    """Hand a run over to a background driver of this machine; return as soon as it has the run.
+    """Hand a run over to a background driver of this machine; return as soon as the driver has the run.
 
     If a background driver already has it, nothing changes. If a command in the foreground drives it, the background
     driver continues when that command ends.
@@ -103,7 +101,7 @@ def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
     Raises:
         InputError: the run has ended.
         WorkspaceError: the workspace cannot be written.
-        InfrastructureError: no driver could be started, or it did not answer; neither driver nor request is left.
+        InfrastructureError: no driver could be started, or it did not answer; no driver and no request remain.
     """
     run = workspace.ledger.run(run_id)
     if is_final("run", run.state):
@@ -137,7 +135,7 @@ def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
     length = 0
     while True:
         request = read_request(root, run_id)
-        if request is None:  # already driven to its end
+        if request is None:  # the run has already been driven to its end
             return RunDriver(DriverKind.NONE, log=str(log))
         if request.taken:
             return background_of(request, root)
@@ -153,7 +151,7 @@ def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
                 process.kill()
                 process.wait()
             raise InfrastructureError(
-                f"run {run_id}: no background driver took it within {TAKEN_SECONDS:g} s; {_instead(run_id, log)}"
+                f"run {run_id}: no background driver took it over within {TAKEN_SECONDS:g} s; {_instead(run_id, log)}"
             )
         time.sleep(_POLL)
 
@@ -166,7 +164,7 @@ def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:
     """Start a driver that holds the lock from its start; return None if one is already alive or starting.
 
     Raises:
-        WorkspaceError: lock or log cannot be written.
+        WorkspaceError: the lock or the log cannot be written.
         InfrastructureError: no process can be started.
     """
     _started[:] = [process for process in _started if process.poll() is None]

@@ -1,6 +1,7 @@
 """The log of a background driver: lines with their time in a file of bounded size, without possible secrets.
 
-The process's own stdout and stderr go there too, so a traceback is kept; Python's pass through the same filter.
+The stdout and stderr of the process go to the log too, so tracebacks are retained. Output that Python writes passes
+through the same filter.
 """
 
 import io
@@ -15,21 +16,21 @@ from pathlib import Path
 
 from posttrain.domain.jobspec import SECRET_NAME
 
-MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, replacing the previous one
+MOST_BYTES = 256 * 1024  # at this size the log becomes `KEY.1.log` and replaces the previous one
 _USER_INFO = re.compile(r"(://)[^\s@]+@")
-_SHORTEST = 6  # characters of a hidden value: shorter ones occur by chance
+_SHORTEST = 6  # minimum of characters of a hidden value: shorter values occur by chance
 _HIDDEN = "…"
 
 
 class Veil:
-    """Hides the values of variables that are named like secrets, and credentials in URLs."""
+    """Removes the values of variables with names of secrets, and credentials in URLs, from text."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
         self._values = sorted((value for value in named if len(value) >= _SHORTEST), key=len, reverse=True)
 
     def over(self, text: str) -> str:
-        """Return the text without them."""
+        """Return the text without these values."""
         for value in self._values:
             text = text.replace(value, _HIDDEN)
         return _USER_INFO.sub(rf"\1{_HIDDEN}@", text)
@@ -49,7 +50,7 @@ class DriverLog(io.TextIOBase):
         self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {said}\n")
 
     def write(self, text: str) -> int:
-        """Write whole lines only, so that a secret is not cut in two."""
+        """Write whole lines only, so a secret is not split."""
         with self._lock:
             whole, end, self._partial = (self._partial + text).rpartition("\n")
             if end:
@@ -57,7 +58,7 @@ class DriverLog(io.TextIOBase):
         return len(text)
 
     def bound(self) -> None:
-        """Start another file if this one is full; child processes keep writing to the old one."""
+        """Start another file if the current file is full; child processes continue to write to the old one."""
         with suppress(OSError):  # the workspace may be deleted, and must not be created again
             if self._path.stat().st_size < MOST_BYTES:
                 return

@@ -4,10 +4,10 @@
 
     drivers/
       runs/RUN.json   a request to drive a run to its end, and the background driver that has it
-      KEY.lock        held by the background driver of one environment while it is alive
+      KEY.lock        the lock that the background driver of one environment holds while it is alive
       KEY.log         its log
 
-Requests are changed under a lock on `runs/`. A driver also releases `KEY.lock` under it, so that no request is written
+Requests are changed under a lock on `runs/`. A driver releases `KEY.lock` under the same lock, so no request is written
 between its last check and its end.
 """
 
@@ -31,7 +31,7 @@ from posttrain.workspace.served import is_served
 FOLDER = "drivers"
 _RUNS = "runs"
 _SUFFIX = ".json"
-_LOCK_SECONDS = 60.0  # for others to change a small file
+_LOCK_SECONDS = 60.0  # maximum wait for other processes, which only change a small file
 
 
 class DriverKind(StrEnum):
@@ -39,7 +39,7 @@ class DriverKind(StrEnum):
 
     FOREGROUND = "foreground"  # a command, or a program that waits
     BACKGROUND = "background"
-    SERVER = "server"  # of the workspace
+    SERVER = "server"  # the server of the workspace
     NONE = "none"
 
 
@@ -50,8 +50,8 @@ class RunDriver:
     kind: DriverKind
     pid: int | None = None
     host: str = ""
-    log: str = ""  # of a background driver, also if it has ended or given the run up
-    trouble: str = ""  # why a background driver gave the run up, one line
+    log: str = ""  # the log of a background driver, also if the driver has ended or has given up the run
+    trouble: str = ""  # why a background driver gave up the run, in one line
 
     @property
     def nobody(self) -> bool:
@@ -81,14 +81,14 @@ class Request:
     """A request to a background driver to drive a run to its end."""
 
     run_id: str
-    key: str  # of the environment for its jobs
+    key: str  # the key of the environment for its jobs
     root: str  # the workspace's path in the requesting process: the request is not valid in a copy
-    owner: str = ""  # `host:pid:start` of the driver that has it
-    trouble: str = ""  # why that driver gave it up
+    owner: str = ""  # `host:pid:start` of the driver that has the run
+    trouble: str = ""  # why that driver gave up the run
 
     @property
     def taken(self) -> bool:
-        """Whether a running driver of this host has it. For other hosts only the run's lease shows it."""
+        """Whether a running driver of this host has the run. For other hosts only the run's lease shows this."""
         return (
             self.owner.startswith(f"{socket.gethostname()}:")
             and process_alive(self.owner)
@@ -102,9 +102,9 @@ def driven(run: RunRecord, now: float) -> bool:
 
 
 def _has_open(owner: str, root: Path) -> bool:
-    """Return whether a process may have a file of this workspace open: a copied ledger names the original's driver.
+    """Return whether a process may have a file of this workspace open, since a copied ledger names another driver.
 
-    True for a process that cannot be inspected, because it has another host or user.
+    True for a process of another host or user, which cannot be inspected.
     """
     host, pid, _ = owner.rsplit(":", 2)
     try:
@@ -215,11 +215,11 @@ def requests_held(root: Path) -> AbstractContextManager[None]:
     """Lock the requests, which one process at a time may change.
 
     Raises:
-        WorkspaceError: their folder does not exist.
-        InfrastructureError: another process, suspended perhaps, does not release the lock.
+        WorkspaceError: the folder of the requests does not exist.
+        InfrastructureError: another process, which may be suspended, does not release the lock.
     """
     folder = runs_folder(root)
-    said = f"{folder}: another process has held it for {_LOCK_SECONDS:g} s; look: posttrain doctor"
+    said = f"{folder}: another process has held it for {_LOCK_SECONDS:g} s; see posttrain doctor"
     return held(folder, refusal=Refusal(_LOCK_SECONDS, InfrastructureError(said)), make=False)
 
 
@@ -232,7 +232,7 @@ def suspended(owner: str) -> bool:
 
 
 def _readable(root: Path, run_id: str) -> Request | None:
-    """Return the request for a run; None also if its file is damaged, so that lists of runs still work."""
+    """Return the request for a run; None also if its file is damaged, so lists of runs still work."""
     try:
         return read_request(root, run_id)
     except (IntegrityError, OSError):

@@ -1,1 +1,1 @@
-"""The engine: the only layer that imports torch. `engine.config` imports nothing else of it."""
+"""The engine: the only layer that imports torch. `engine.config` imports no other part of the engine."""

@@ -13,12 +13,12 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.port import RolloutEngine
 from posttrain.engine.rollout.worker import RolloutWorker
 
-PoolOf = Callable[[str], ResourcePool]  # role → the pool it lives in
+PoolOf = Callable[[str], ResourcePool]  # role → the pool that runs it
 Source = ModelSource | ScalarSource | Model
 
 
 def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:
-    """Return the roles of an algorithm that reads rows: the learner, and its frozen start if that is the reference."""
+    """Return the roles of an algorithm that reads rows: the learner and, if there is a reference, its frozen start."""
     role, *others = config.roles()
     learner = pool_of(role).start(
         role,
@@ -51,15 +51,15 @@ def open_roles(
     engine: RolloutEngine | None = None,
     stop: Sequence[str] = (),
 ) -> Roles:
-    """Return the roles of an algorithm that samples; the policy first, because a rollout next to it reads its weights.
+    """Start the roles of an algorithm that samples; the policy first, because a rollout in its pool reads its weights.
 
     Args:
-        model: the starting policy; also the reference, where the algorithm has a KL penalty.
+        model: the starting policy, and the reference if the algorithm has a KL penalty.
         critic: the starting value model.
-        reward_model: where a model scores responses.
-        teacher: where the policy learns from one.
-        engine: a rollout engine to use instead of one over the policy's weights, in the controller's process.
-        stop: strings that responses may end at; with any, each rollout rank opens the tokenizer.
+        reward_model: the model that scores responses, if one does.
+        teacher: the model that the policy learns from, if there is one.
+        engine: a rollout engine in the controller's process, instead of one over the policy's weights.
+        stop: strings that end a response; if there are any, each rollout rank opens the tokenizer.
     """
     policy = pool_of("policy").start(
         "policy",
@@ -104,8 +104,9 @@ def _open_frozen(
     pool_of: PoolOf,
     tokens: int,
 ) -> dict[str, WorkerGroup[FrozenWorker]]:
-    """Start the reference of a KL penalty, the judge, and a teacher, which predicts tokens of the policy's vocabulary
-    at the policy's temperature.
+    """Start the frozen roles: the reference of a KL penalty, the judge, and the teacher.
+
+    The teacher predicts tokens of the policy's vocabulary at the policy's temperature.
     """
     frozen, warmth = dict[str, WorkerGroup[FrozenWorker]](), config.temperature
     if "reference" in config.roles():

@@ -1,16 +1,17 @@
-"""Packed batches of documents, predictions of models on them, positions in a packed row, and memory of the process.
+"""Packed batches of documents, models' predictions on them, positions in a packed row, and memory of the process.
 
-Everything here is frozen. A batch is packed: its documents are end to end in one row of tokens, with no padding between
-them, so the dense layers of a model compute on useful tokens only. `lengths` records the document boundaries.
+All classes are frozen. A batch is packed: its documents are concatenated in one row of tokens without padding, so the
+dense layers of a model compute on useful tokens only. `lengths` records the document boundaries.
 
-`Predictions` names the quantities that models can predict, and holds them. Positions in a packed row are computed for
-all of its documents in one operation. Precision: the pure functions of algorithms return float32 columns, and
-references are held in float64.
+`Predictions` names the quantities that models can predict, and contains their values. Positions in a packed row are
+computed for all documents in one operation. Precision: the pure functions of algorithms return float32 columns, or
+float64 if an input is float64.
 
-Memory: the peak of this process, the free memory, and the handling of memory that CPU tensors free. A pass over a
-micro-batch frees some dozens of MiB. By default glibc returns them to the kernel as soon as twice the largest tensor is
-free, and every next pass has each page of it zeroed and mapped again: an eighth of an update of a small model
-(measured). Memory beyond the bounds here is returned as before. glibc's own variables, if set, take precedence.
+Memory: the peak of this process, the free memory, and the reuse of memory that CPU tensors free. A pass over a
+micro-batch frees some dozens of MiB. By default glibc returns this memory to the kernel as soon as twice the largest
+tensor is free, and the kernel zeroes and maps each page again in the next pass: an eighth of the time of an update of a
+small model (measured). Memory beyond the limits set here is still returned. glibc's own variables, if set, take
+precedence.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ Tokens = Sequence[int] | npt.NDArray[np.int32]
 Need = Literal["logprobs", "entropy", "values", "scores", "topk", "candidates"]
 CANDIDATES: Final = "candidates"
 _MIB = 2**20
-_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of getrusage
+_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of getrusage
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 _KEPT = 2**29  # bytes free at the end of the heap
-_MAPPED = 2**25  # larger tensors are mapped separately; glibc accepts no larger bound, and would raise its own to it
+_MAPPED = 2**25  # larger tensors are mapped separately; glibc accepts no larger limit
 
 
 def precision(*inputs: Tensor) -> torch.dtype:
-    """Return float64 if an input is float64, else float32, from bfloat16 too: `precision(rewards, values)`."""
+    """Return float64 if an input is float64, else float32 (also for bfloat16): `precision(rewards, values)`."""
     return torch.float64 if any(one.dtype == torch.float64 for one in inputs) else torch.float32
 
 
@@ -60,7 +61,7 @@ def concatenated(parts: Iterable[Any], kind: type[T]) -> npt.NDArray[T]:
 
 
 def ranges(sizes: Ints, starts: Ints) -> Ints:
-    """Return consecutive ranges: one from each start, of its size."""
+    """Return the concatenation of ranges; range i has `sizes[i]` numbers from `starts[i]`."""
     counted: Ints = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
     return counted
 
@@ -78,7 +79,7 @@ def tokens_of(lengths: Sequence[int], chosen: Sequence[int]) -> Ints:
 
 
 def responses(places: Ints, prompts: Iterable[int], lengths: Sequence[int]) -> Flags:
-    """Return which tokens, at these positions of their documents, come after a prompt of so many tokens, [T]."""
+    """Return which tokens come after their document's prompt, [T] bool; positions count from the document's start."""
     behind: Flags = places >= np.repeat(list(prompts), lengths)
     return behind
 
@@ -87,8 +88,8 @@ def sampled_of(response: Flags, sampled: Sequence[Any], sizes: Sequence[int]) ->
     """Return which of the response tokens were sampled, [T].
 
     Args:
-        sampled: for each document the flags of its response; None: all of them.
-        sizes: of the responses.
+        sampled: for each document, the flags of its response tokens; None: all were sampled.
+        sizes: the lengths of the responses, tokens.
     """
     if all(flags is None for flags in sampled):
         return response
@@ -113,10 +114,10 @@ class Document:
 
     prompt: Tokens
     response: Tokens
-    logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None  # of the policy that sampled each response token
+    logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None  # one per token
     sampled: Sequence[bool] | npt.NDArray[np.bool_] | None = None  # which response tokens were sampled; None: all
-    versions: tuple[str, ...] = ()  # of the policies that sampled it, oldest first
-    temperature: float | None = None  # at which the response was sampled; None: the stage's
+    versions: tuple[str, ...] = ()  # versions of the policies that sampled the response, oldest first
+    temperature: float | None = None  # the sampling temperature of the response; None: the stage's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,15 +127,15 @@ class TokenBatch:
     Two documents (1, 7 → 9, 2) and (1 → 2) are `tokens=[1, 7, 9, 2, 1, 2]`, `positions=[0, 1, 2, 3, 0, 1]`,
     `lengths=(4, 2)`, `response_mask=[0, 0, 1, 1, 0, 1]`.
 
-    Columns are open: any component adds its results under a name, and others read them by that name. The columns that
-    the algorithms here use:
+    Any component can add a column under a name; others read the column by that name. The columns that the algorithms in
+    this package use:
 
     ==================  ===========================================================================
-    behaviour_logprobs  of the policy that sampled; 0 outside the response
-    proximal_logprobs   of the policy at the step's first update
+    behaviour_logprobs  of the policy that sampled the token; 0 outside the response
+    proximal_logprobs   of the policy before the step's first update
     current_logprobs    of the policy at each update, if recorded for traces
     reference_logprobs  of the frozen reference
-    values              the critic's, before the token
+    values              of the critic, before the token
     token_scores        the part of a document's reward earned before its last token, if the reward reports it
     rewards             per token
     returns             the critic's target
@@ -151,10 +152,10 @@ class TokenBatch:
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [T] each
     document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
     wide_columns: Mapping[str, WideColumn] = field(default_factory=dict)  # [R, k] each, or handles to the rows
-    units: tuple[int, ...] | None = None  # documents of each unit, which stay together; None: each document is a unit
-    unit: int = 2  # documents of a unit, where all units are alike: the size of a dummy
-    sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", identify documents in traces
-    versions: tuple[tuple[str, ...], ...] = ()  # [D] or none: of the policies that sampled each, oldest first
+    units: tuple[int, ...] | None = None  # documents in each unit; None: each document is a unit
+    unit: int = 2  # documents in a unit if all units have the same number: the size of a dummy
+    sample_ids: tuple[str, ...] = ()  # [D] or empty: "<step>.<prompt>.<sample>", identify documents in traces
+    versions: tuple[tuple[str, ...], ...] = ()  # [D] or empty: of the policies that sampled, oldest first
     provenance: Provenance = field(default_factory=Provenance)
 
     @classmethod
@@ -166,15 +167,15 @@ class TokenBatch:
         sample_ids: Sequence[str] = (),
         unit: int | None = None,
     ) -> TokenBatch:
-        """Concatenate documents.
+        """Return a batch of the documents, concatenated.
 
         Args:
-            unit: how many documents belong together, e.g. 2 for pairs; None: each is separate.
+            unit: the number of documents in a unit, e.g. 2 for pairs; None: each document is separate.
 
         Raises:
-            InputError: no documents, an empty prompt (its first token has no context to be predicted from),
-                log-probabilities that do not fit the response, only some documents with log-probabilities or a
-                temperature, or a number of documents that units do not divide.
+            InputError: there are no documents; a prompt is empty (the first response token would have no context);
+                log-probabilities do not fit the response; only some documents have log-probabilities or a
+                temperature; the number of documents is not a multiple of `unit`.
         """
         scored = _check_documents(documents)
         if sample_ids and len(sample_ids) != len(documents):
@@ -210,10 +211,10 @@ class TokenBatch:
     def gather(cls, parts: Sequence[TokenBatch], shards: Sequence[Sequence[int]]) -> TokenBatch:
         """Return the batch whose unit `shards[r][k]` is unit k of `parts[r]`.
 
-        Parts without units contribute nothing. The provenance is the first part's, over all ranks.
+        Parts without units contribute nothing. The provenance is that of the first part, over all ranks.
 
         Raises:
-            InputError: parts and shards differ in size, or parts differ in their columns, units or ids.
+            InputError: parts and shards differ in size; parts differ in their columns, units or ids.
         """
         if [len(part.item_lengths) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
@@ -251,7 +252,7 @@ class TokenBatch:
 
     @property
     def item_lengths(self) -> tuple[int, ...]:
-        """Tokens of every unit, [units]: the sizes that batches are split by."""
+        """Tokens in every unit, [units]: the sizes by which batches are split."""
         if self.units is None:
             return self.lengths
         sizes = iter(self.lengths)
@@ -266,14 +267,14 @@ class TokenBatch:
         found = self.token_columns.get(name, self.document_columns.get(name))
         if found is None:
             had = ", ".join([*self.token_columns, *self.document_columns]) or "none"
-            raise InputError(f"the batch must have a column {name}, got {had}; have it computed before it is needed")
+            raise InputError(f"the batch must have a column {name}, got {had}; compute it before this use")
         return found
 
     def wide(self, name: str) -> TopK:
         """Return the rows of a wide column, [R, k]: one for each response token, in order; on the batch's device.
 
         Raises:
-            InputError: the batch does not have the column, or its rows are in another process.
+            InputError: the batch does not have the column; its rows are in another process.
         """
         return rows_of(self.wide_columns, name, self.device)
 
@@ -282,10 +283,10 @@ class TokenBatch:
         return values.new_zeros(self.documents).index_add(0, self.document_index, values)
 
     def spread(self, per_document: Tensor) -> Tensor:
-        """Give response tokens their document's number, others 0: [D] → [T]; as precise as the batch's columns.
+        """Return [T]: for response tokens the value of their document, else 0; as precise as the batch's columns.
 
         Raises:
-            InputError: another shape.
+            InputError: the values are not [D].
         """
         if per_document.shape != (self.documents,):
             raise InputError(
@@ -299,7 +300,7 @@ class TokenBatch:
         """Return a batch with these token columns added or replaced: `batch.with_columns(values=v, returns=r)`.
 
         Raises:
-            InputError: not [T], or a document column's name.
+            InputError: a column is not [T]; a document column has its name.
         """
         return replace(self, token_columns=self._columns(self.token_columns, columns, self.document_columns, "[T]"))
 
@@ -307,7 +308,7 @@ class TokenBatch:
         """Return a batch with these document columns added or replaced: `batch.with_document_columns(labels=l)`.
 
         Raises:
-            InputError: not [D], or a token column's name.
+            InputError: a column is not [D]; a token column has its name.
         """
         return replace(self, document_columns=self._columns(self.document_columns, columns, self.token_columns, "[D]"))
 
@@ -315,7 +316,7 @@ class TokenBatch:
         """Return a batch with this wide column added or replaced.
 
         Raises:
-            InputError: not one row for each response token of each document.
+            InputError: the column does not have one row for each response token of each document.
         """
         column.check(name, self.response_lengths.tolist())
         return replace(self, wide_columns={**self.wide_columns, name: column})
@@ -325,20 +326,20 @@ class TokenBatch:
         return replace(self, provenance=replace(self.provenance, role=role, rank=rank))
 
     def select(self, documents: Sequence[int]) -> TokenBatch:
-        """Return the named documents, in the named order; no documents: the empty batch of a rank without work.
+        """Return the documents with these indices, in this order; without indices, a rank's empty batch.
 
         Raises:
-            InputError: an index outside [0, D), or a batch whose documents form units.
+            InputError: an index is outside [0, D); the documents of the batch form units.
         """
         if self.units is not None:
             raise InputError("documents of a batch in units must stay together, got a selection; use select_items")
         return self._select(documents, None)
 
     def select_items(self, items: Sequence[int], /) -> TokenBatch:
-        """Return the named units, in the named order; may be empty.
+        """Return the units with these indices, in this order; the result may be empty.
 
         Raises:
-            InputError: an index outside [0, units).
+            InputError: an index is outside [0, units).
         """
         if self.units is None:
             return self._select(items, None)
@@ -346,16 +347,16 @@ class TokenBatch:
         return self._select(self.documents_of(items), tuple(self.units[item] for item in items))
 
     def documents_of(self, items: Sequence[int]) -> Sequence[int]:
-        """Return the documents of the named units, in the named order."""
+        """Return the documents of the units with these indices, in this order."""
         if self.units is None:
             return items
         starts = [0, *accumulate(self.units)]
         return [document for item in items for document in range(starts[item], starts[item + 1])]
 
     def dummy(self) -> TokenBatch:
-        """Return a unit of two-token documents without a response, in this batch's columns; two where it has no units.
+        """Return a unit (without units: two) of two-token documents without a response, with the same columns.
 
-        A rank without documents computes on it, so that every rank takes part in a collective.
+        A rank without documents computes on this unit, because every rank must take part in a collective.
         """
         size = self.unit
         return TokenBatch(
@@ -398,7 +399,7 @@ class TokenBatch:
         return replace(taken, lengths=lengths, sample_ids=ids, versions=versions, units=units, wide_columns=wide)
 
     def _each(self, token: Callable[[Tensor], Tensor], document: Callable[[Tensor], Tensor]) -> TokenBatch:
-        """Apply one function to every [T] tensor, the other to every [D] tensor."""
+        """Return a batch with one function applied to every [T] tensor and the other to every [D] tensor."""
         return replace(
             self,
             tokens=token(self.tokens),
@@ -418,7 +419,7 @@ def _refuse_outside(chosen: Sequence[int], count: int, what: str) -> None:
 def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
     if len(parts) == 1:
         return parts[0]
-    for what in ("units", "sample_ids", "versions"):  # a field of only some parts would be lost or misassigned
+    for what in ("units", "sample_ids", "versions"):  # a field that only some parts have would be lost or misassigned
         if len({bool(getattr(part, what)) for part in parts}) > 1:
             raise InputError(f"gathered parts must all have {what} or none, got some with and some without")
     return replace(
@@ -444,7 +445,7 @@ def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """Return the column `temperature`, [D] float64, if the documents have one; all of them or none."""
+    """Return the column `temperature`, [D] float64, if the documents have temperatures; either all or none must."""
     found = [d.temperature for d in documents if d.temperature is not None]
     if len(found) not in (0, len(documents)):
         raise InputError(f"a temperature must be given for all {len(documents)} documents or none, got {len(found)}")
@@ -452,7 +453,7 @@ def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
 
 
 def _check_documents(documents: Sequence[Document]) -> bool:
-    """Return whether the documents have log-probabilities; all of them or none."""
+    """Return whether the documents have log-probabilities; either all or none must."""
     if not documents:
         raise InputError("a batch needs at least one document, got none")
     for index, document in enumerate(documents):
@@ -478,19 +479,19 @@ def _check_documents(documents: Sequence[Document]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """A model's predictions on a batch: exactly the requested ones."""
+    """A model's predictions on a batch. Predictions that were not requested are None."""
 
     logprobs: Tensor | None = None  # [T] float32: of the response tokens, at the sampling temperature; 0 elsewhere
-    entropy: Tensor | None = None  # [T] float32: nats of the distribution that each response token was drawn from
+    entropy: Tensor | None = None  # [T] float32, nats: of the distribution of each response token
     values: Tensor | None = None  # [T] float32: V before each response token
-    scores: Tensor | None = None  # [D] float32: a scalar head after each document's last token
-    candidates: Tensor | None = None  # [R, k] float32: log-probabilities of the tokens in the column of that name
+    scores: Tensor | None = None  # [D] float32: output of the scalar head at each document's last token
+    candidates: Tensor | None = None  # [R, k] float32: log-probabilities of the tokens in the wide column `candidates`
 
     def of(self, need: Need) -> Tensor:
         """Return one prediction.
 
         Raises:
-            InputError: it was not requested, or is `topk`, which exists as a wide column only.
+            InputError: the prediction was not requested; it is `topk`, which exists as a wide column only.
         """
         found: Tensor | None = getattr(self, need, None)
         if found is None:
@@ -499,8 +500,10 @@ class Predictions:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return `memory/peak_resident_mib` of this process and, if it computes on CUDA, `memory/peak_allocated_mib` of the
-    device that has most; MiB, since the process began. Reward workers and ranks on Ray are other processes.
+    """Return the peak memory of this process since its start, MiB.
+
+    `memory/peak_resident_mib`; with CUDA also `memory/peak_allocated_mib`, of the device with the highest peak. Reward
+    workers and ranks on Ray are other processes and do not count.
     """
     found = {"memory/peak_resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT / _MIB}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -510,7 +513,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the unused memory; for a GPU including memory that torch holds back for reuse."""
+    """Return the unused memory, bytes; for a GPU this includes memory that torch caches for reuse."""
     if device.type == "cuda":
         held_back = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + held_back
@@ -518,7 +521,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Keep memory that tensors free in this process's heap, from now on.
+    """Keep memory that tensors free in this process's heap from this call on.
 
     Allocators other than glibc's have no such settings and stay unchanged.
     """
@@ -528,6 +531,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    # both or none: setting one of them disables glibc's adaption of the other
+    # set both: setting one disables glibc's adaptation of the other
     if mallopt(_MMAP_THRESHOLD, _MAPPED):
         mallopt(_TRIM_THRESHOLD, _KEPT)

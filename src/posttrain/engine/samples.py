@@ -1,8 +1,8 @@
-"""The output of a rollout: samples of a prompt, each of one or more sequences, each of segments. Arrays, never lists.
+"""The output of a rollout: samples of a prompt, made of sequences, made of segments. Tokens are arrays, never lists.
 
-A sequence begins with its prompt, followed in turn by the policy's responses and an environment's observations. So
-turns and tools, templates that rewrite history (a sample of several sequences) and responses that newer weights
-continued (segments of several versions) need no other type.
+A sequence begins with its prompt, followed alternately by the policy's responses and an environment's observations.
+These types also cover turns and tools, templates that rewrite history (a sample has several sequences) and responses
+that newer weights continued (segments have several versions).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Segment:
 
     tokens: Ints  # [n]
     source: Source
-    logprobs: Floats | None = None  # [n]: of sampled tokens, under the policy that sampled, at its temperature
-    version: str = ""  # of the policy that sampled
-    temperature: float | None = None  # of the draws of sampled tokens; None: unknown
+    logprobs: Floats | None = None  # [n], if sampled: by the sampling policy, at its temperature
+    version: str = ""  # of the sampling policy
+    temperature: float | None = None  # at which tokens were sampled; None: unknown
 
     def __post_init__(self) -> None:
         given = None if self.logprobs is None else len(self.logprobs)
@@ -57,14 +57,15 @@ class Segment:
 class Trajectory:
     """One sequence: a prompt, then segments that were sampled or observed.
 
-    A response that ended holds its end-of-sequence token; one with the status `truncated` has none, because the token
-    limit came first. One that ended at a stop string has none either, and is `stopped`; its last token is text.
+    A response that ended includes its end-of-sequence token. A response with the status `truncated` reached the token
+    limit and has no such token. A response that ended at a stop string is `stopped` and has no such token either; its
+    last token is text.
     """
 
     segments: tuple[Segment, ...]
     status: Status = "ok"
-    stopped: bool = False  # at a stop string
-    fault: str = ""  # one line, where its status is `error`
+    stopped: bool = False  # whether it ended at a stop string
+    fault: str = ""  # one line, if the status is `error`
 
     def __post_init__(self) -> None:
         sources = [segment.source for segment in self.segments]
@@ -87,14 +88,12 @@ class Trajectory:
         return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok", stopped)
 
     def sampled_with(self, **told: Any) -> Trajectory:
-        """Return the same with these fields of every sampled segment: the `version` of the policy that sampled it, its
-        `temperature`.
-        """
+        """Return a copy with the sampling policy's `version` and the `temperature` in every sampled segment."""
         marked = tuple(replace(s, **told) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
     def ended(self, status: Status, fault: str = "") -> Trajectory:
-        """Return the same with this status."""
+        """Return a copy with this status."""
         return replace(self, status=status, fault=fault)
 
     def __len__(self) -> int:
@@ -112,27 +111,27 @@ class Trajectory:
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Which tokens of the response the policy sampled, [r]; only they are ever trained."""
+        """Which tokens of the response the policy sampled, [r]; only these are trained."""
         return _joined([np.full(len(s.tokens), s.source == "sampled") for s in self.segments[1:]], np.bool_)
 
     @property
     def logprobs(self) -> Floats:
-        """Log-probabilities under the policy that sampled, [r]; 0 at observed tokens."""
+        """Log-probabilities under the sampling policy, [r]; 0 at observed tokens."""
         kind = np.float32
         parts = [np.zeros(len(s.tokens), kind) if s.logprobs is None else s.logprobs for s in self.segments[1:]]
         return _joined(parts, kind)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Versions of the policies that sampled, in the order of the response."""
+        """Versions of the sampling policies, in the order of the response."""
         return tuple(dict.fromkeys(s.version for s in self.segments if s.source == "sampled" and s.version))
 
     @property
     def temperature(self) -> float | None:
-        """The temperature of its draws; None: unknown.
+        """The sampling temperature; None: unknown.
 
         Raises:
-            InputError: its turns were drawn at different temperatures.
+            InputError: turns were sampled at different temperatures.
         """
         found = list(dict.fromkeys(s.temperature for s in self.segments if s.source == "sampled"))
         if len(found) > 1:
@@ -142,12 +141,12 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether the token limit ended it."""
+        """Whether the token limit ended the sequence."""
         return self.status == "truncated"
 
     @property
     def closed(self) -> bool:
-        """Whether its last token is an end of sequence, which is not part of its text."""
+        """Whether the last token is an end of sequence, which is not part of the text."""
         return not (self.truncated or self.stopped)
 
     @property
@@ -157,7 +156,7 @@ class Trajectory:
 
     @property
     def turns(self) -> tuple[Segment, ...]:
-        """The policy's responses, in turn."""
+        """The policy's responses, in order."""
         return tuple(segment for segment in self.segments if segment.source == "sampled")
 
     @property
@@ -168,7 +167,7 @@ class Trajectory:
 
     @property
     def read_again(self) -> int:
-        """Tokens that were read for responses after the first: each reads everything before it."""
+        """The number of tokens that were read for responses after the first: each reads everything before it."""
         read, found, first = 0, 0, True
         for segment in self.segments:
             if segment.source == "sampled":
@@ -178,17 +177,17 @@ class Trajectory:
         return found
 
     def went_on(self, observed: Sequence[int], answered: Trajectory) -> Trajectory:
-        """Return the same with an observation, and the response to everything before it.
+        """Return the sequence with an observation and the response to it appended.
 
         Args:
-            answered: a sequence whose prompt is this whole sequence and the observation.
+            answered: a sequence whose prompt is this whole sequence followed by the observation.
         """
         seen = Segment(_ints(observed), "observed")
         return Trajectory((*self.segments, seen, *answered.segments[1:]), answered.status, answered.stopped)
 
     @property
     def document(self) -> Document:
-        """A document with behaviour log-probabilities; observed tokens are not trained."""
+        """Return the sequence as a document with behaviour log-probabilities; observed tokens are not trained."""
         sampled = self.sampled if any(segment.source == "observed" for segment in self.segments) else None
         return Document(self.prompt, self.response, self.logprobs, sampled, self.versions, self.temperature)
 
@@ -196,9 +195,9 @@ class Trajectory:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One answer to a prompt: usually one sequence; several where a template rewrote the history."""
+    """One answer to a prompt: one sequence, or several if a template rewrote the history."""
 
-    index: int  # among the samples of its prompt
+    index: int  # number among the samples of the prompt
     sequences: tuple[Trajectory, ...]
 
     @property
@@ -233,7 +232,7 @@ def groups_of(answers: Sequence[Trajectory], keys: Sequence[int], samples: int) 
     """Return single sequences, prompt by prompt, as groups of `samples`.
 
     Raises:
-        InputError: their number is not that of the prompts times `samples`.
+        InputError: the number of sequences is not the number of prompts times `samples`.
     """
     if len(answers) != len(keys) * samples:
         raise InputError(f"{len(keys)} prompts must have {samples} samples each, got {len(answers)}; check the engine")

@@ -1,10 +1,10 @@
 """Scores of trajectories, by a reward function on text or a reward model on tokens, and environments.
 
 Responses that are sampled together are scored in stretches of the data stream, each as soon as its last response is
-complete. The stage alone determines the length of a stretch, so the contents of a call do not depend on which response
-was fast.
+complete. The stage's settings alone determine the length of a stretch, so the contents of a call do not depend on the
+speed of a response.
 
-An environment returns what a policy observes between two of its responses: a tool's answer, another speaker, a game's
+An environment returns the observation between two responses of a policy: a tool's answer, another speaker, a game's
 next state.
 """
 
@@ -36,13 +36,14 @@ from posttrain.sandbox.port import (
 )
 from posttrain.sandbox.protocol import AnswerError, refuse_places
 
-_STRETCHES = 8  # maximum number of stretches of responses that are sampled together
+_STRETCHES = 8  # maximum number of stretches per call of the rollout
 Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
 
 
 def _held_against(trajectory: Trajectory, score: Score) -> Score:
-    """Return the score, or a failure where the environment failed or the score was earned at tokens that were not
-    sampled; its parts and components stay.
+    """Return the score; a failure if the environment failed or the score was earned at tokens that were not sampled.
+
+    A failure keeps the score's parts and components.
     """
     fault = trajectory.fault if trajectory.status == "error" else ""
     if score.at and not fault:
@@ -71,18 +72,18 @@ class Scorer(Protocol):
     """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
 
     def groups(self, prompts: int, tokens: int) -> int:
-        """Return how many groups to score together, for `prompts` groups of at most `tokens` tokens each."""
+        """Return the number of groups to score together, of `prompts` groups with at most `tokens` tokens each."""
 
     @property
     def early(self) -> bool:
-        """Whether it can score while the rollout works, without using its memory."""
+        """Whether it can score while the rollout works, without using the rollout's memory."""
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
-        """Begin to score; the result has one score per trajectory; `prompts` is parallel to `trajectories`.
+        """Begin to score; the result has one score per trajectory. `prompts` is parallel to `trajectories`.
 
-        Stretches arrive in any order, each once; their results are read in order.
+        Stretches arrive in any order, each one once; their results are read in order.
         """
 
     def text(self, trajectory: Trajectory) -> str:
@@ -93,18 +94,18 @@ class RewardScorer:
     """A reward function as a `Scorer`.
 
     Args:
-        reward: the function.
+        reward: the reward function.
         tokenizer: decodes tokens.
-        errors_max: share of a step's completions that may fail to be scored.
+        errors_max: maximum share of a step's completions whose scoring may fail.
         processes: number of processes that score concurrently.
-        placed: whether the algorithm reads at which tokens a score was earned.
+        placed: whether the algorithm uses the tokens at which a score was earned.
         turns: maximum number of turns of a response.
         name: the reward's name in errors.
-        tell: called with one line when completions failed but the step continues, and when the algorithm ignores at
-            which tokens a score was earned; once each.
+        tell: called with one line when completions failed but the step continues, and when the algorithm ignores the
+            tokens at which scores were earned; at most once for each.
     """
 
-    early = True  # it has separate processes
+    early = True  # rewards run in separate processes
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class RewardScorer:
         self._errors_max, self._tell, self._told = errors_max, tell, False
         self._placed, self._told_placed, self._most = placed, False, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
-        self._scored: list[Score] = []  # of responses that are sampled together, so far
+        self._scored: list[Score] = []  # of the stretches so far
         self._name, self._step = name, 0  # responses of a step
 
     def groups(self, prompts: int, tokens: int) -> int:
@@ -157,17 +158,17 @@ class RewardScorer:
         return Future(wait, answer.done)
 
     def _turns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-        """Return the texts of the policy's turns, and where each turn ends; nothing if every response has one turn."""
+        """Return the texts of the policy's turns, and the end of each turn; nothing if every response has one turn."""
         if all(len(t.segments) <= 2 for t in trajectories):
             return {}
         said = [[decode_turn(self._tokenizer, s.tokens.tolist()) for s in t.turns] for t in trajectories]
         return {"turns": said, "turn_spans": [t.turn_spans for t in trajectories]}
 
     def _accept(self, scores: Sequence[Score], stretch: Stretch, allowed: int) -> None:
-        """Check the failures of a step over all of its stretches so far.
+        """Check the failures of a step over all its stretches so far.
 
         Raises:
-            RewardError: too many failures, or all; or the reward declined every response.
+            RewardError: too many responses failed, or all; the reward declined every response.
         """
         self._scored = [*(self._scored if stretch.first else ()), *scores]
         last = len(self._scored) == stretch.total
@@ -178,7 +179,7 @@ class RewardScorer:
                 "their sum counts; ppo and reinforce_plus_plus credit each token with the scores that follow it"
             )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
-        self._step = max(self._step, stretch.total)  # replacements of single groups are fewer than a step
+        self._step = max(self._step, stretch.total)  # a call for replacements has fewer responses than a step
         if last and stretch.total == self._step and all(score.score is None for score in self._scored):
             raise RewardError(
                 f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing is "
@@ -197,8 +198,9 @@ class RewardScorer:
         return response_text(self._tokenizer, trajectory)
 
     def smoke_test(self, prompts: Sequence[Prompt]) -> None:
-        """Call the reward once on the first rows, with their answers as completions: a reward that fails on all of them
-        is broken, and raises before anything is generated.
+        """Call the reward once on the first rows, with their answers as completions, before anything is generated.
+
+        A reward that fails on all of them is broken.
 
         Raises:
             RewardError: see `RewardFunction.score`.
@@ -219,10 +221,10 @@ class ModelScorer:
     """A reward model as a `Scorer`.
 
     Args:
-        judge: its ranks.
+        judge: the reward model's worker group.
         tokenizer: decodes tokens.
-        tokens: that fill a micro-batch on each rank.
-        early: whether it may work while the rollout does (`Roles.early`).
+        tokens: tokens that fill a micro-batch on each rank.
+        early: whether the model may work while the rollout does (`Roles.early`).
     """
 
     def __init__(
@@ -244,8 +246,8 @@ class ModelScorer:
     ) -> Future[Sequence[Score]]:
         """See `Scorer`; the score is read after the last token.
 
-        `result` raises DivergedError if a score is not finite: such a model is unusable, and no response is left out
-        for it.
+        `result` raises DivergedError if a score is not finite: such a model is unusable, so no response is left out
+        because of it.
         """
         batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
         judged = self._judge.nonblocking.map(FrozenWorker.fill, batch, "scores", "scores")
@@ -272,28 +274,28 @@ class ModelScorer:
 class Failed:
     """A failed observation: the sample ends with the status `error`, and has no score."""
 
-    line: str  # what happened
+    line: str  # one line: the cause
 
 
 Observed = Sequence[int] | Failed | None
 
 
 class Environment(Protocol):
-    """Answers sampled responses. Its answers are functions of its inputs, so a step can be repeated."""
+    """Returns the observations after sampled responses. They are functions of the inputs, so a step can be repeated."""
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
-        """Return the tokens that each sample observes next; None: it has ended. `prompts` is parallel to `samples`."""
+        """Return the tokens of each sample's next observation; None: it has ended. The arguments are parallel."""
 
 
 @final
 class TextEnvironment:
-    """An environment made of a function over texts: `observe(row, responses)` → the next observation, or None.
+    """An environment from a function over texts: `observe(row, responses)` → the next observation, or None.
 
-    An observation is tokenised unchanged, including marks of a chat template; nothing is added.
+    An observation is tokenised unchanged, including marks of a chat template; no tokens are added.
 
     Args:
-        observe: takes the row, and the texts of the policy's responses so far, in turn.
-        tokenizer: the policy's.
+        observe: receives the row, and the texts of the policy's responses so far, in order.
+        tokenizer: the policy's tokenizer.
         most: maximum tokens of an observation.
     """
 
@@ -301,7 +303,7 @@ class TextEnvironment:
         self._observe, self._tokenizer, self._most = observe, tokenizer, most
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Observed]:
-        """See `Environment`; where `observe` raises, returns no text or too many tokens, the other samples continue."""
+        """See `Environment`; if `observe` raises, or returns no text or too many tokens, the other samples continue."""
         return [self._next(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
 
     def _next(self, prompt: Prompt, sample: Trajectory) -> Observed:
@@ -313,7 +315,7 @@ class TextEnvironment:
             if not isinstance(seen, str):
                 return Failed(f"{self._where} must give text or None, got {type(seen).__name__}; fix it")
             tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
-        except (Exception, SystemExit) as error:  # any error: the step's other samples continue
+        except (Exception, SystemExit) as error:  # after any error, the other samples continue
             return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix it, or the row")
         if not tokens:
             return Failed(f"{self._where} must give some text or None, got {seen[:60]!r}; give None to end the sample")
@@ -326,12 +328,12 @@ class TextEnvironment:
 
     @property
     def _where(self) -> str:
-        """The place in messages: `observe (guess.py:7)`."""
+        """Return the place for messages: `observe (guess.py:7)`."""
         return f"observe ({self._defined})"
 
     @property
     def _defined(self) -> str:
-        """The line of its definition: `guess.py:7`."""
+        """Return the line of the function's definition: `guess.py:7`."""
         code = getattr(inspect.unwrap(self._observe), "__code__", None)
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "of no file"
 

@@ -16,25 +16,25 @@ from posttrain.domain.placement import LONGEST, Amount, ParsedAmount, StallAfter
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import Frozen
 
-# Every count and measure has a maximum: a typo beyond it would be found late, in a job's memory
+# Every number has a maximum: otherwise a typo would be found late, when a job runs out of memory
 MOST_STEPS = 10**9
 MOST_ROWS = 10**6  # documents, prompts or samples of one step
 MOST_TOKENS = 10**8  # of one document
 MOST_TIMEOUT = 604800.0  # seconds, of one batch of completions: a week
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average
 Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Passes = Annotated[float, Field(gt=0, le=10**6)]  # over a data set; 0.5 is half a pass
+Passes = Annotated[float, Field(gt=0, le=10**6)]  # passes over a data set; 0.5 is half a pass
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
 Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
 Memory = Annotated[Amount | Literal["auto"], ParsedAmount]  # bytes
-Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response's reward
+Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # a response's reward
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Timeout = Annotated[float, Field(ge=1, le=LONGEST), BeforeValidator(parse_duration)] | Literal["auto"]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
-SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of metrics' names
+SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # part of metric names
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
 
 
@@ -55,8 +55,8 @@ def _sayable(stop: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(set(stop)))  # a response ends at the first match: order and duplicates have no effect
 
 
-Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # where a response contains one, it ends
-Extract = Annotated[str, AfterValidator(_readable)]  # group 1 of the last match is compared with the row's answer
+Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # a response ends where it contains one
+Extract = Annotated[str, AfterValidator(_readable)]  # a regular expression; group 1 of the last match is the answer
 
 
 class OptimizerConfig(Frozen):
@@ -64,15 +64,15 @@ class OptimizerConfig(Frozen):
 
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0, le=1000)  # of matrices; norms and biases have none
-    warmup_steps: NonNegative = 10  # a fresh Adam needs it
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)  # for matrices; norms and biases have no weight decay
+    warmup_steps: NonNegative = 10  # moments are zero at the start, so Adam needs a warm-up
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e12)
 
 
 class PolicyGradientOptimizerConfig(OptimizerConfig):
-    """AdamW for GRPO: a longer second moment against noisy gradients, linear decay to a fifth."""
+    """AdamW for GRPO: a longer second moment for noisy gradients, linear decay to a fifth."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -80,19 +80,19 @@ class PolicyGradientOptimizerConfig(OptimizerConfig):
 
 
 class InferenceRuntimeConfig(Frozen):
-    """Where and how a job without training computes."""
+    """Device, types and limits of a job without training."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
     threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
     stall_after: StallAfter | None = None  # seconds without progress until the job counts as stalled; None: the run's
-    # bytes of keys and values that one rollout rank may hold, which bounds the rows decoded together; auto: the memory
-    # of the rank's device that everything else leaves (`planner.sizes`)
+    # maximum bytes of keys and values on one rollout rank, which limit the rows decoded together; auto: the memory of
+    # the rank's device that other uses leave free (`planner.sizes`)
     kv_cache: Memory = "auto"
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out default values: equal requests have equal digests, also across releases with fewer fields."""
+        """Leave out default values: equal settings then have equal digests, also in releases with fewer fields."""
         said: dict[str, Any] = handler(self)
         unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout")
         left: dict[str, Any] = {"stall_after": None, **dict.fromkeys(unsaid, "auto")}
@@ -100,39 +100,41 @@ class InferenceRuntimeConfig(Frozen):
 
 
 class RuntimeConfig(InferenceRuntimeConfig):
-    """Where and how a training job computes."""
+    """Device, types, limits and checkpoints of a training job."""
 
-    # per forward; auto: 4096 on CPU (caches), 16384 on CUDA, and less where that does not fit (`planner.sizes`)
+    # tokens per forward; auto: 4096 on CPU (caches), 16384 on CUDA, or fewer if these do not fit (`planner.sizes`)
     micro_batch_tokens: Positive | Literal["auto"] = "auto"
     checkpoint_every: Positive = 50  # steps
-    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the output model; auto: what it computed in
-    # recompute the layers in backward: memory for time; auto: where a micro-batch does not fit without it
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the output model; auto: the compute type
+    # recompute layers in backward, which saves memory and costs time; auto: if a micro-batch does not fit otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
     sequence_parallel: Few = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
-    ray_address: Word | None = None  # of a running Ray cluster; None: one on this machine, where needed
-    # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's, at most 8 GiB, or
-    # twice the weights that go to rollouts where that is more
+    ray_address: Word | None = None  # address of a running Ray cluster; None: start one on this machine if needed
+    # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's memory, at most 8 GiB,
+    # or twice the weights that are sent to rollouts if that is more
     object_store: Memory = "auto"
-    start_timeout: Timeout = "auto"  # seconds for a role's ranks to be up with their model (`planner.sizes`)
-    call_timeout: Timeout = "auto"  # seconds for one call of a worker, and for an engine that does not answer (there)
+    start_timeout: Timeout = "auto"  # seconds to start a role's ranks with their model (`planner.sizes`)
+    call_timeout: Timeout = "auto"  # seconds for one call of a worker or an answer of an engine (`planner.sizes`)
 
     @model_validator(mode="after")
     def _one_cluster(self) -> Self:
         if self.object_store != "auto" and self.ray_address is not None:
-            raise ValueError("object_store is of a cluster that the job starts, got ray_address too; remove one")
+            raise ValueError(
+                "object_store applies only to a cluster that the job starts, got ray_address too; remove one"
+            )
         return self
 
 
 class LossProbeConfig(Frozen):
-    """A small held-out measurement during training: for the curve, and for selection within the stage."""
+    """A small held-out measurement during training, for the curve and for selection within the stage."""
 
     data: Word
-    every: Positive = 40  # steps; also before the first step and at the end
+    every: Positive = 40  # steps between measurements; there are also one before the first step and one at the end
     items: Positive = 128  # number of rows, from the first
 
 
 class ProbeConfig(LossProbeConfig):
-    """A probe that answers its rows and compares."""
+    """A probe that samples greedy answers to rows and compares them with the rows' answers."""
 
     extract: Extract = r"(?s)(.*)"
 
@@ -141,4 +143,4 @@ class EarlyStoppingConfig(Frozen):
     """Ends a stage whose probe no longer improves."""
 
     patience: Annotated[int, Field(ge=1, le=10**6)] = 3  # consecutive probes without an improvement
-    min_delta: float = Field(default=0.0, ge=0, le=1e6)  # that an improvement exceeds, in units of the probe's metric
+    min_delta: float = Field(default=0.0, ge=0, le=1e6)  # an improvement exceeds this, in units of the metric

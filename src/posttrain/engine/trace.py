@@ -19,7 +19,7 @@ from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Trajectory
 from posttrain.sandbox.port import Score
 
-_FEW, _LEAST = 500, 20  # bytes of a sample besides its tokens, and of a token with two numbers and its text
+_FEW, _LEAST = 500, 20  # minimum bytes of a sample without tokens, and of a token with two numbers and its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class StepReport:
 
     tokens: int  # spent, by the rule of `jobs.Progress`
     metrics: Mapping[str, float]
-    took: Mapping[str, float] = field(default_factory=dict)  # machine-dependent metrics: reported, but in no result
+    took: Mapping[str, float] = field(default_factory=dict)  # machine-dependent metrics, reported but in no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,19 @@ class Trace:
 @final
 @dataclass(slots=True)
 class TraceBudget:
-    """The bytes that the samples of a stage may take in its trace.
+    """The maximum bytes of a stage's samples in its trace.
 
-    A tenth is available at the first step, the rest is added evenly with the steps. A resume at a step counts the bytes
-    available before it as spent, so that all attempts together stay within the bytes.
+    A tenth is available at the first step, and the rest is added evenly with the steps. A resume at a step counts the
+    bytes available before that step as spent, so all attempts together stay within the limit.
     """
 
     most: int
     steps: int
     _spent: int | None = None
-    dropped: int = 0  # samples, since the stage began or was resumed
+    dropped: int = 0  # samples left out since the stage began or was resumed
 
     def takes(self, step: int, size: int, *, spend: bool) -> bool:
-        """Whether a sample of so many bytes fits at a step, 0-based."""
+        """Return whether a sample of this size, bytes, fits at a step, 0-based."""
         if self._spent is None:
             self._spent = self._there(step - 1) if step else 0
         fits = self._spent + size <= self._there(step)
@@ -83,10 +83,10 @@ class SampleTracer:
     Args:
         groups: the traced groups.
         step: 0-based.
-        budget: of the stage.
-        unused: why a sample with a score may be in no update.
-        clip: how far a ratio may leave 1, downwards and upwards; None: the loss has no such clip.
-        dropped: why groups were dropped, by their position in the data stream.
+        budget: the stage's limit of bytes.
+        unused: returns why a sample with a score is in no update.
+        clip: clip of the ratio below and above 1; None: the loss has none.
+        dropped: position in the data stream → why the group was dropped.
     """
 
     groups: Sequence[ScoredGroup]
@@ -111,11 +111,11 @@ class SampleTracer:
                 self._left += 1
 
     def wants(self, batch: TokenBatch) -> bool:
-        """Whether a mini-batch holds a traced sample."""
+        """Return whether a mini-batch contains a traced sample."""
         return not self._names.isdisjoint(batch.sample_ids)
 
     def consumed(self, batch: TokenBatch | None, part: int) -> None:
-        """Record the mini-batch as the update received it; the first update of a sample counts."""
+        """Record the mini-batch that the update received; for each sample the first update counts."""
         if batch is None:
             return
         for place, name in enumerate(batch.sample_ids):
@@ -124,16 +124,16 @@ class SampleTracer:
                 self._consumed[name] = (f"update {self.step}, mini-batch {part}", alone)
 
     def report(self, trace: Trace, text: Callable[[Trajectory], str]) -> int:
-        """Write the traces of all followed samples.
+        """Write the traces of all traced samples.
 
         Args:
-            text: the text of a response.
+            text: returns the text of a response.
 
         Returns:
             The number of samples left out because the stage's bytes are spent.
         """
         for fact in self._samples(text):
-            size = len(json.dumps(fact_to_json(fact), ensure_ascii=False).encode())  # as the sink writes it
+            size = len(json.dumps(fact_to_json(fact), ensure_ascii=False).encode())  # as the sink writes the fact
             if self.budget.takes(self.step, size, spend=True):
                 trace.sink(fact)
             else:
@@ -181,7 +181,7 @@ class SampleTracer:
     def _with_update(self, known: Sample, fate: str, document: TokenBatch) -> Sample:
         columns, mask = document.token_columns, document.response_mask
         response = slice(max(len(document.tokens) - len(known.tokens), 0), None)
-        if document.tokens[response].tolist() != list(known.tokens):  # its algorithm formed other tokens from it
+        if document.tokens[response].tolist() != list(known.tokens):  # the algorithm changed the tokens
             return replace(known, fate=fate)
         column = partial(_column, mask=mask, response=response)
         current, old = columns.get("current_logprobs"), columns.get("proximal_logprobs")

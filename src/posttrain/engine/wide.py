@@ -1,11 +1,11 @@
 """Wide columns: several numbers for every response token, which stay where they were computed.
 
-A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So the process that computes
-them keeps them (`WideRows`); a batch has, for each document, a handle to its rows (`RowsHandle`); a process that
+A teacher's 64 likeliest tokens at ten million positions are 5 GB, too much for a controller. The process that computes
+these rows keeps them (`WideRows`); a batch has, for each document, a handle to its rows (`RowsHandle`); a process that
 computes with the batch fetches the rows of its shard (`fetched`), one part at a time.
 
 Invariant: a document has one row for each of its response tokens, in order. Selecting documents, gathering batches and
-sending them between processes move handles only.
+sending batches between processes move only handles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TopK:
     """k tokens at each of R positions, the likeliest first: `TopK(ids=[[7, 2]], logprobs=[[-0.1, -2.5]])`."""
 
     ids: Tensor  # [R, k] int32
-    logprobs: Tensor  # [R, k] float32, of the whole distribution: they do not add up to 1
+    logprobs: Tensor  # [R, k] float32, of the whole distribution, so probabilities do not add up to 1
 
     @classmethod
     def empty(cls, rows: int, width: int) -> TopK:
@@ -38,7 +38,7 @@ class TopK:
         return TopK(self.ids[start:stop], self.logprobs[start:stop])
 
     def put(self, rows: TopK) -> None:
-        """Overwrite all rows with others, from any device."""
+        """Overwrite all rows with those of another `TopK`, from any device."""
         self.ids.copy_(rows.ids)
         self.logprobs.copy_(rows.logprobs)
 
@@ -55,17 +55,17 @@ class WideRows:
     counts: tuple[int, ...]  # rows of each document
 
     def documents(self) -> tuple[TopK, ...]:
-        """Return the rows of each document, not copied."""
+        """Return the rows of each document, without copies."""
         starts = [0, *accumulate(self.counts)]
         return tuple(self.held.rows(start, start + count) for start, count in zip(starts, self.counts, strict=False))
 
 
 class Source(Protocol):
-    """A part that stayed where it was computed (`groups.port.Stored`)."""
+    """A part that stays on the rank that computed it (`groups.port.Stored`)."""
 
     @property
     def here(self) -> bool:
-        """Whether `value` returns the object itself, in this process, and not a copy."""
+        """Whether `value` returns the object itself, in this process, instead of a copy."""
 
     def value(self) -> WideRows:
         """Fetch the part."""
@@ -93,10 +93,10 @@ class WideColumn:
         return [entry.count if isinstance(entry, RowsHandle) else len(entry.ids) for entry in self.documents]
 
     def check(self, name: str, wanted: Sequence[int]) -> None:
-        """Raise for a column of another batch.
+        """Raise if the column does not fit the batch.
 
         Raises:
-            InputError: not one row for each response token of each document.
+            InputError: the column does not have one row for each response token of each document.
         """
         if self.counts != list(wanted):
             raise InputError(
@@ -105,16 +105,18 @@ class WideColumn:
             )
 
     def select(self, documents: Sequence[int]) -> WideColumn:
-        """Return the column of the named documents, in the named order."""
+        """Return the column for the documents with these indices, in this order."""
         return WideColumn(self.width, tuple(self.documents[i] for i in documents))
 
     def dummy(self, documents: int) -> WideColumn:
-        """Return a column of so many documents without a response."""
+        """Return a column of `documents` documents without a response."""
         return WideColumn(self.width, (TopK.empty(0, self.width),) * documents)
 
     def fetched(self) -> WideColumn:
-        """Return the column with every row in this process. Parts are fetched one by one, each released before the
-        next: besides the batch's own rows at most one part is held. Rows of this process are not copied.
+        """Return the column with every row in this process.
+
+        Parts are fetched one by one, and each is released before the next: in addition to the batch's own rows, at most
+        one part is in memory. Rows of this process are not copied.
         """
         wanted: dict[Source, list[int]] = {}
         for at, entry in enumerate(self.documents):
@@ -129,14 +131,14 @@ class WideColumn:
     def _rows(self, part: Source, places: Sequence[int]) -> list[TopK]:
         documents = part.value().documents()
         entries = [entry for at in places if isinstance(entry := self.documents[at], RowsHandle)]
-        own = part.here or len({entry.document for entry in entries}) == len(documents)  # else a view keeps all of it
+        own = part.here or len({entry.document for entry in entries}) == len(documents)  # a view would keep the part
         return [documents[entry.document] if own else documents[entry.document].copy() for entry in entries]
 
     def rows(self, name: str, device: torch.device) -> TopK:
         """Return all rows of the batch, [R, k], on a device.
 
         Args:
-            name: of the column, for the error.
+            name: the column's name, for the error.
 
         Raises:
             InputError: some rows are in other processes.
@@ -153,10 +155,10 @@ class WideColumn:
 
 
 def joined(columns: Sequence[Mapping[str, WideColumn]]) -> dict[str, WideColumn]:
-    """Concatenate the columns of several batches.
+    """Return the columns of several batches, concatenated.
 
     Raises:
-        InputError: some batches lack a column, or have another width of it.
+        InputError: a column is missing in some batches, or its widths differ.
     """
     first = columns[0]
     for other in columns:
@@ -180,7 +182,7 @@ def rows_of(columns: Mapping[str, WideColumn], name: str, device: torch.device) 
     """Return the rows of one column, [R, k], on a device.
 
     Raises:
-        InputError: the batch does not have the column, or its rows are in another process.
+        InputError: the batch does not have the column; its rows are in another process.
     """
     found = columns.get(name)
     if found is None:

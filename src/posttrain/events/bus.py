@@ -7,14 +7,14 @@ Every sink receives the sealed events that its rules name, in the log's order, a
     step(), of the process that delivers   one thread for each sink that has work
       reads the sinks and their   ──▶      claim its cursor ─▶ read a bounded part of the log ─▶ send ─▶ move the cursor
       cursors in one statement,              │ a failure: back-off in the cursor; after a day of failures a pause
-      for any number of events               ▼ another process has it: nothing
+      for any number of events               ▼ another process has the cursor: nothing
 
-A cursor moves only after its sink has the events; a process that dies in between causes them to be sent again, with the
-same ids. A sink that hangs delays only its own thread. No transaction is open while something is sent.
+A cursor moves only after its sink has the events. If the process dies in between, the events are sent again with the
+same ids. A sink that hangs delays only its own thread. No transaction is open during a delivery.
 
-A notice is a subject and three lines for a person, and plain JSON for a machine. Both contain only what the event log
-keeps permanently (states, numbers, digests, names of runs and channels). Free text and names of people are added only
-where a rule requests them: a sent notice cannot be erased.
+A notice contains a subject and three lines for people, and plain JSON for programs. Text and JSON contain only the
+permanent values of the event log (states, numbers, digests, names of runs and channels). Free text and names of people
+are added only if a rule requests them, since a sent notice cannot be erased.
 """
 
 import itertools
@@ -37,7 +37,7 @@ TEST = "sink.test"  # the type of a test message
 _SHOWN = 19  # characters of a digest
 _Text = tuple[str, str, str, str]  # subject, what, why, next command
 EVENTS = 500  # read in one pass
-BACKOFF = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0)  # seconds after a failure, the first of a row first
+BACKOFF = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0)  # seconds of pause after each consecutive failure
 PATIENCE = 86400.0  # seconds of failures, after which a sink is paused
 _LOOK = 1.0  # seconds between two steps
 _MOMENT = 0.05  # seconds between two steps at the end
@@ -79,7 +79,7 @@ def trial(sink: str, project: str, number: str, at: float) -> Notice:
     ident, subject = f"test_{number}", f"test of sink {sink}"
     lines = (
         f"This is a test of sink {sink}: nothing has happened.",
-        "Events that its rules name arrive like this.",
+        "Events that its rules select arrive in this form.",
         "Next: posttrain sink ls",
     )
     body = {"id": ident, "sequence": 0, "type": TEST, "at": at, "project": project, "subject": sink, "test": True}
@@ -234,14 +234,14 @@ class Deliveries:
             over: whether to end; called after each `send`.
 
         Raises:
-            PosttrainError: the ledger is away.
+            PosttrainError: the ledger is unreachable.
         """
         held = self.cursors.claim(self.record.name)
         if held is None:
             return False
         try:
             return self._deliver(held, over)
-        except StaleWriteError:  # it took longer than the lease: another process delivers from the old cursor
+        except StaleWriteError:  # the delivery took longer than the lease: another process delivers from the old cursor
             return False
 
     def _deliver(self, held: Cursor, over: Callable[[], bool]) -> bool:
@@ -266,7 +266,7 @@ class Deliveries:
                         return False
             if ready:
                 held = self._sent(held, sink, ready)
-        except Exception as error:  # an error of a back-end affects this sink alone
+        except Exception as error:  # an error of a back-end affects only this sink
             if isinstance(error, PosttrainError) and not isinstance(error, SinkError | InputError):
                 raise  # an error of the ledger
             self._failed(held, error)
@@ -312,7 +312,7 @@ class _Loop:
         self.due.set()
 
     def end(self) -> None:
-        """Begin no more deliveries."""
+        """Stop beginning deliveries."""
         self.over = True
         self.due.set()
 
@@ -322,7 +322,7 @@ class _Loop:
             self.due.clear()
             self.busy = True
             try:
-                with suppress(PosttrainError):  # the ledger is away, which `step` reports; the next step notifies again
+                with suppress(PosttrainError):  # unreachable ledger, which `step` reports; the next step notifies again
                     while not self.over and self.deliveries.go_on(lambda: self.over):
                         pass
             finally:  # if this thread ends, the next step starts another
@@ -332,14 +332,14 @@ class _Loop:
 
 
 class Deliverer:
-    """Delivers to every sink of a project, next to the other work of its process.
+    """Delivers to every sink of a project, in threads next to the other work of its process.
 
     Args:
         opens: returns the back-end of a sink.
         channel: returns the channel that a run releases to, by the run's id; called where a rule names a channel.
-        owner: `host:pid:start` of this process; each delivery appends digits, so that one which was replaced while it
-            sent does not move the cursor of the next.
-        alive: whether another owner may still live.
+        owner: `host:pid:start` of this process; each delivery appends digits, so a delivery that lost its claim while
+            sending does not move the cursor of the next one.
+        alive: returns whether another owner may still live.
         actor: the principal that pauses a failing sink, in events.
     """
 
@@ -358,13 +358,13 @@ class Deliverer:
         self.behind = False  # after the last step: whether a sink may soon receive pending events
 
     def step(self) -> float:
-        """Find the sinks with work, and notify their threads; sends nothing itself. One statement.
+        """Find the sinks with work in one statement, and notify their threads; send no event itself.
 
         Returns:
             Seconds until the next step.
 
         Raises:
-            PosttrainError: the ledger is away; call again later.
+            PosttrainError: the ledger is unreachable; call again later.
         """
         with self._ledger.snapshot() as now:
             found = now.sink_counts()
@@ -390,13 +390,13 @@ class Deliverer:
     def finish(self, seconds: float) -> None:
         """Deliver pending events for at most some seconds. Undelivered ones wait behind the cursors."""
         until = time.monotonic() + seconds
-        with suppress(PosttrainError):  # the ledger is away
+        with suppress(PosttrainError):  # the ledger is unreachable
             while time.monotonic() < until and self.step() and self.behind:
                 time.sleep(_MOMENT)
         self.close(until - time.monotonic())
 
     def close(self, seconds: float = LEAVE) -> None:
-        """Begin no more deliveries; a running one gets a few seconds, and may be repeated later."""
+        """Stop beginning deliveries; a running delivery gets a few seconds, and may be repeated later."""
         until = time.monotonic() + seconds
         for loop in self._loops.values():
             loop.end()

@@ -2,12 +2,11 @@
 
 The rules are pure functions of an event, a sink's rules, and facts about the event's run.
 
-Sinks of a server may connect to public addresses and to those that the server's administrator names. A user who may add
-a sink need not own the server's network: without this rule a webhook could point at what only the server reaches, such
-as a cloud's metadata. The server's configuration assigns secrets to projects, and a sink uses only those of its
-project.
+Sinks of a server may connect to public addresses and to those that the server's administrator names. Without this rule,
+a user who may add a sink could point a webhook at an address that only the server can reach, such as a cloud's metadata
+service. The server's configuration assigns secrets to projects, and a sink uses only those of its project.
 
-A sink opens a connection to an address that may be reached, within bounded time, and closes it afterwards.
+A sink opens a connection only to an admitted address, within bounded time, and closes the connection afterwards.
 """
 
 import http.client
@@ -42,11 +41,11 @@ from posttrain.domain.sinks import (
 from posttrain.store.writer import SINK_PAUSED
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 10.0  # without a byte
-WHOLE_SECONDS = 30.0  # of one delivery: also bounds a receiver that sends a byte now and then
+ANSWER_SECONDS = 10.0  # seconds without a byte
+WHOLE_SECONDS = 30.0  # seconds of one delivery, which also bounds a receiver that sends single bytes slowly
 VARIABLES = "POSTTRAIN_SINK_"  # prefix of the variables that a sink may name
 _MOST_SECRET = 4096  # bytes of a secret's file
-# Returns why an address may not be connected to; empty: it may. A server has its own policy.
+# Returns why a connection to an address is forbidden; empty: it is allowed. A server has its own policy.
 Admit = Callable[[str], str]
 _GATE_REASONS = (Reason.GATE_FAILED, Reason.GATE_INCONCLUSIVE, Reason.GATE_ERROR)
 _OF_A_RUN = ("run", "stage", "attempt", "signal")  # the first word of kinds whose subject begins with a run's id
@@ -60,10 +59,10 @@ def anywhere(address: str) -> str:
 class Sink(Protocol):
     """One place that receives events.
 
-    Every implementation: `send` returns when the place has durably stored all of them (a file: on the disk; a server:
-    it confirmed that), raises `SinkError` in any other case, and returns within about half a minute. It holds nothing
-    between two calls. Some events may have arrived before it raised: the caller sends all again, and each has its id,
-    by which the receiver drops duplicates. Errors are one line without any secret.
+    In every implementation, `send` returns once the place has durably stored all notices (a file: on the disk; a
+    server: it confirmed them), raises `SinkError` in any other case, and takes at most about half a minute. No
+    resources stay open between two calls. Some notices may have arrived before an error: the caller sends all of them
+    again, and the receiver drops duplicates by their ids. Errors are one line without any secret.
     """
 
     kind: ClassVar[str]
@@ -74,20 +73,20 @@ class Sink(Protocol):
         """The file or address for a person, without parts that could be secret."""
 
     def send(self, notices: Sequence[Notice]) -> None:
-        """Deliver these, in their order.
+        """Deliver notices, in their order.
 
         Raises:
-            SinkError: not all of them are stored durably.
+            SinkError: not all notices are stored durably.
         """
 
 
 def encoded(notice: Notice) -> bytes:
-    """Return the notice for a machine: one line of JSON in ASCII, the same bytes each time."""
+    """Return the notice for programs: one line of JSON in ASCII, the same bytes each time."""
     return json.dumps(notice.body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def one_line(text: str, most: int = 200) -> str:
-    """Return foreign text on one line: printable characters, at most `most`."""
+    """Return untrusted text on one line: at most `most` characters, all of them printable."""
     flat = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
     return flat if len(flat) <= most else f"{flat[: most - 1]}…"
 
@@ -96,12 +95,12 @@ def secret(env: str | None, file: str | None, where: str) -> str:
     """Return a secret, from the named variable or file.
 
     Raises:
-        SinkError: it is missing or empty; the message contains the name, never the secret.
+        SinkError: the secret is missing or empty; the message contains its name, never the secret.
     """
     if env:
         found = os.environ.get(env, "")
         if not found.strip():
-            raise SinkError(f"{where}: variable {env} must hold the secret where events are delivered, and is not set")
+            raise SinkError(f"{where}: variable {env} must contain the secret where events are delivered, got none")
         return found.strip()
     try:
         with open(str(file), "rb") as opened:
@@ -109,15 +108,15 @@ def secret(env: str | None, file: str | None, where: str) -> str:
     except OSError as error:
         raise SinkError(f"{where}: secret file {file} cannot be read: {error.strerror or error}") from error
     if not data.strip() or len(data) > _MOST_SECRET or not data.strip().isascii():
-        raise SinkError(f"{where}: secret file {file} must hold 1-{_MOST_SECRET} ASCII characters, got {len(data)}")
+        raise SinkError(f"{where}: secret file {file} must contain 1-{_MOST_SECRET} ASCII characters, got {len(data)}")
     return data.decode("ascii").strip()
 
 
 def refuse_variable(name: Any, field: str) -> None:
-    """Refuse a variable that is not meant for sinks: adding a sink must not give access to other secrets of a server.
+    """Reject a variable that is not meant for sinks: adding a sink must not give access to other secrets of a server.
 
     Raises:
-        InputError: it does not begin with `VARIABLES`.
+        InputError: the name does not begin with `VARIABLES`.
     """
     if name and not (str(name).startswith(VARIABLES) and str(name).isidentifier()):
         raise InputError(
@@ -129,7 +128,7 @@ def absolute(path: str, field: str) -> Path:
     """Return an absolute path, which is the same in every process.
 
     Raises:
-        InputError: it is not absolute.
+        InputError: the path is not absolute.
     """
     if not os.path.isabs(path) or "\0" in path:
         raise InputError(f"{field} must be an absolute path, got {path!r}")
@@ -145,7 +144,7 @@ class Patience:
         self._lock = threading.Lock()
 
     def holds(self, connection: socket.socket) -> None:
-        """Register a connection; a duplicate handle can end it also after TLS has wrapped it."""
+        """Register a connection, with a duplicate handle that can end the connection even after TLS has wrapped it."""
         with self._lock:
             self._drop()
             self._handle = connection.dup()
@@ -154,7 +153,7 @@ class Patience:
 
     @contextmanager
     def runs(self) -> Iterator[None]:
-        """Run the time limit inside this block."""
+        """Apply the time limit inside this block."""
         timer = threading.Timer(self.seconds, self._end)
         timer.daemon = True
         timer.start()
@@ -182,7 +181,7 @@ class Patience:
 
 
 class Facts(Protocol):
-    """Facts about runs that events do not contain; queried only where a rule needs them."""
+    """Facts about runs that events do not contain; they are queried only if a rule needs them."""
 
     def name(self, run_id: str) -> str:
         """Return a run's name; empty: there is no such run."""
@@ -214,7 +213,7 @@ def occasions(event: Envelope) -> frozenset[str]:
 
 
 def run_of(event: Envelope) -> str:
-    """Return the id of the run that an event is about; empty: none."""
+    """Return the id of the run that an event concerns; empty: no run."""
     if event.kind.partition(".")[0] in _OF_A_RUN:
         return event.subject.partition("/")[0]
     told = {"approval.requested": "approval_requests", "channel.promote": "releases", "channel.rollback": "releases"}
@@ -222,7 +221,7 @@ def run_of(event: Envelope) -> str:
 
 
 def channel_of(event: Envelope, facts: Facts) -> str:
-    """Return the channel that an event names itself or by its run; empty: none."""
+    """Return the channel that an event names, or to which its run releases; empty: no channel."""
     if event.kind.startswith("channel."):
         return event.subject
     if event.kind == "approval.requested":
@@ -232,7 +231,7 @@ def channel_of(event: Envelope, facts: Facts) -> str:
 
 
 def matching(rules: Sequence[Rule], event: Envelope, facts: Facts) -> Rule | None:
-    """Return the rule by which a sink receives an event: the first that sends words, else the first; None: no rule."""
+    """Return the rule by which a sink gets an event: the first one that sends words, else the first; None: no rule."""
     what = occasions(event)
     found = [rule for rule in rules if _says(rule, event, what, facts)]
     return next((rule for rule in found if rule.words), found[0] if found else None)
@@ -251,7 +250,7 @@ def _says(rule: Rule, event: Envelope, what: frozenset[str], facts: Facts) -> bo
 VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks in addition to the public ones: 10.1.0.0/16,127.0.0.1/32
 
 
-SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: which project's sinks and rewards may name a variable
+SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: the project whose sinks and rewards may name a variable
 
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -284,10 +283,10 @@ def public(environ: Mapping[str, str] = os.environ) -> Admit:
 
 
 def refuse_resolved(host: str, admit: Admit, where: str) -> None:
-    """Refuse a host with an address that may not be connected to. A name without an address is accepted.
+    """Reject a host with a forbidden address. A name without an address is accepted.
 
     Raises:
-        InputError: it has such an address.
+        InputError: the host has an address to which connections are forbidden.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -315,7 +314,7 @@ def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozens
 
 
 def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a sink that names a variable which the server's configuration does not assign to its project.
+    """Reject a sink that names a variable which the server's configuration does not assign to the sink's project.
 
     Raises:
         InputError: a setting names such a variable.
@@ -330,10 +329,10 @@ def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any])
 
 
 def networks(text: str) -> list[Network]:
-    """Return networks from a list with commas.
+    """Return the networks in a list with commas.
 
     Raises:
-        InputError: one is not a network.
+        InputError: an entry is not a network.
     """
     try:
         return [ipaddress.ip_network(word.strip()) for word in text.split(",") if word.strip()]
@@ -356,11 +355,11 @@ def _meant(address: Address) -> Iterator[Address]:
 def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) -> socket.socket:
     """Return a connection to the first of a host's addresses that accepts one.
 
-    `admit` receives the address that is connected to, so a name that resolves to another one a moment later changes
-    nothing.
+    `admit` receives the address of the connection itself, so a name that resolves to a different address a moment later
+    has no effect.
 
     Raises:
-        SinkError: an address that may not be reached.
+        SinkError: connections to an address are forbidden.
         OSError: no address accepts a connection.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -387,12 +386,12 @@ class NetworkSink(ABC):
     """A sink on the network: one notice at a time, each within bounded time.
 
     Args:
-        settings: of its kind's `fields`.
-        admit: whether an address may be connected to.
+        settings: the values of its kind's `fields`.
+        admit: returns why a connection to an address is forbidden.
         patience: seconds of one delivery.
 
     Raises:
-        InputError: settings without a place or a secret.
+        InputError: the settings lack a place or a secret.
     """
 
     kind: ClassVar[str]

@@ -2,12 +2,13 @@
 
 An environment is a digest of all its importable files; a comparison names the file that differs. A file in
 site-packages decides a job's behaviour as much as the manifest does, and a user who can write one (a `.pth` file runs
-at every start of Python) controls every later job. So a run pins its environment when its first job starts; every
-later launch, and every job before it imports from there, compares. Files of packages that no job of the run imports
-are left out, according to the packages' records. Files that run at every start of Python are always included.
+at every start of Python) controls every later job. So a run pins its environment when its first job starts. Every later
+launch compares the current environment with the pinned one, and so does every job before it imports any of the files.
+Files of packages that no job of the run imports are omitted, according to the packages' records. Files that run at
+every start of Python are always included.
 
-Reading a gigabyte for every job would be slow: digests are cached per user by size, times and inode of a file.
-Standard library only: a job imports this before it trusts its site-packages.
+Reading a gigabyte for every job would be slow, so digests are cached per user by size, times and inode of a file. The
+module uses only the standard library, since a job imports it before the job trusts its site-packages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains postt
 _IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", ".cfg")
 _NOT_THE_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "idlelib", "turtledemo"}
-)  # directly below a root
+)  # files directly below a root
 _AT_START = frozenset({"sitecustomize", "usercustomize", "site"})
 _TRIES = 3  # walks over folders in which other processes add and remove files
 _SHOWN = 3
@@ -46,7 +47,7 @@ class Environment:
 
     roots: tuple[str, ...]
     files: Mapping[str, str]  # path → SHA-256, hex
-    packages: tuple[str, ...] = ()  # normalised names of those whose files are listed; empty: of all
+    packages: tuple[str, ...] = ()  # normalised names of the packages whose files are listed; empty: all packages
 
     @property
     def digest(self) -> str:
@@ -55,7 +56,7 @@ class Environment:
         return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
     def differs(self, pinned: Environment) -> str:
-        """Return how this differs from the pinned environment; empty if it does not."""
+        """Return how this environment differs from the pinned one; empty if it does not."""
         added = sorted(self.files.keys() - pinned.files.keys())
         gone = sorted(pinned.files.keys() - self.files.keys())
         changed = sorted(name for name, digest in pinned.files.items() if self.files.get(name, digest) != digest)
@@ -71,8 +72,8 @@ def read_environment(
     """Return the current environment.
 
     Args:
-        roots: folders; by default this interpreter's standard library, its site-packages and this package.
-        packages: normalised names; files that only records of other packages claim are left out. Empty: all files.
+        roots: folders; None: this interpreter's standard library, its site-packages and this package.
+        packages: normalised names; files that only records of other packages claim are omitted. Empty: all files.
         known: files that are always listed.
     """
     places = _own_roots() if roots is None else tuple(roots)
@@ -85,19 +86,20 @@ def read_environment(
         except FileNotFoundError:
             if attempt == _TRIES - 1:
                 raise InfrastructureError(
-                    "the environment changes while it is read: is something being installed?"
+                    "the environment changed while it was read; wait until the installation ends, then try again"
                 ) from None
     raise AssertionError("the loop returns or raises")
 
 
 def normalised(name: str) -> str:
-    """Return a package's name as the index compares it: `typing_extensions` is `typing-extensions`."""
+    """Return a package's name in normalised form: `typing-extensions` for `typing_extensions`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _of_others(places: Sequence[str], packages: Collection[str], known: set[str]) -> set[str]:
-    """Return the files that records of other packages claim, except the known ones; if no file is known, except those
-    that records of these packages also claim.
+    """Return the files that records of other packages claim, except `known` files.
+
+    If `known` is empty, files that records of `packages` also claim are excepted instead.
     """
     claimed: tuple[set[str], set[str]] = (set(), set())
     for place in places:
@@ -139,8 +141,9 @@ def _read(places: tuple[str, ...]) -> dict[str, str]:
 
 
 def marks_of(roots: Sequence[str]) -> str:
-    """Return a digest of sizes, times and inodes of importable files and their folders: every write changes it, also of
-    equal bytes or of a file that was removed again.
+    """Return a digest of sizes, times and inodes of importable files and their folders.
+
+    Every write changes the digest, even a write of equal bytes or of a file that was removed again.
     """
     found = _importable(roots, folders=True)
     marks = [[path, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino] for path, one in found]
@@ -211,7 +214,7 @@ def _digest(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except PermissionError:
-        return "unreadable"  # for an import too
+        return "unreadable"  # an import cannot read it either
 
 
 def _memory() -> Path:
@@ -228,7 +231,7 @@ def _remembered(memory: Path) -> dict[str, list[object]]:
 
 
 def _remember(memory: Path, entries: Mapping[str, list[object]]) -> None:
-    """Store the cache of digests; an unwritable home only makes starts slower."""
+    """Store the cache of digests; an unwritable home folder only makes starts slower."""
     with contextlib.suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = memory.with_name(f".{memory.name}.{os.getpid()}")

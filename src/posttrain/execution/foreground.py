@@ -1,4 +1,4 @@
-"""Run an engine program while a caller waits for its answers: no attempt, no ledger; it ends with its caller.
+"""Run an engine program whose answers a caller waits for, without attempt and ledger; it ends with its caller.
 
 The request is one JSON document on the program's standard input; each answer is a JSON line. A line with `error` and
 `exit_code` is the one-line error that ended the program.
@@ -41,7 +41,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
     Raises:
         PosttrainError: the error that ended the program.
         InfrastructureError: the program failed without reporting an error.
-        DeadlineError: it took longer than `timeout`.
+        DeadlineError: the program took longer than `timeout`.
     """
     environment = {name: value for name, value in without_keys(os.environ).items() if not name.startswith("PYTHON")}
     late = threading.Event()
@@ -60,7 +60,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
             timer.cancel()
             _end(program)
         if late.is_set():
-            raise DeadlineError(f"{module}: must answer within {timeout:g} s, got nothing more; allow it more time")
+            raise DeadlineError(f"{module}: must answer within {timeout:g} s, got no answer; allow more time")
         if code != 0:
             raise InfrastructureError(f"{module}: ended with exit code {code}{_last_words(log)}; try again")
 
@@ -68,7 +68,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
 def _exchange(program: subprocess.Popen[str], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     assert program.stdin is not None
     assert program.stdout is not None
-    with contextlib.suppress(BrokenPipeError), program.stdin as asked:  # it may have died before it read
+    with contextlib.suppress(BrokenPipeError), program.stdin as asked:  # it may have died already
         json.dump({**request, "asked_by": os.getpid()}, asked)
     for line in program.stdout:
         answer = json.loads(line)
@@ -84,7 +84,7 @@ def _give_up(program: subprocess.Popen[str], late: threading.Event) -> None:
 
 def _end(program: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(program.pid, signal.SIGKILL)  # it leads a separate session
+        os.killpg(program.pid, signal.SIGKILL)  # the program leads a separate session
     program.wait()
 
 

@@ -72,7 +72,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources that a job started from here would find."""
+    """The resources that a job which is started here would find."""
 
     cpus: int
     memory: int | None = None  # bytes that the processes of this machine (or container) share
@@ -105,7 +105,7 @@ def allowed() -> int | None:
     """Return how many devices POSTTRAIN_DEVICES allows jobs to have; None: all.
 
     Raises:
-        InputError: its value is not a number of devices.
+        InputError: the value of POSTTRAIN_DEVICES is not a number of devices.
     """
     given = os.environ.get(DEVICES_VARIABLE)
     if not given:
@@ -121,7 +121,7 @@ def allowed() -> int | None:
 def local_devices() -> Devices:
     """Return the devices for jobs of this machine, each for one job at a time; empty without a GPU.
 
-    POSTTRAIN_DEVICES limits them; without a GPU it simulates that many, so that sharing can be tried anywhere.
+    POSTTRAIN_DEVICES limits their number; without a GPU it simulates that many, so sharing can be tried anywhere.
 
     Raises:
         InputError: POSTTRAIN_DEVICES is not a number of devices.
@@ -141,8 +141,8 @@ def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ..
     """Return the GPUs that a job would see.
 
     Args:
-        answer: of `nvidia-smi`; None: it did not answer, so device files are counted.
-        environment: its CUDA_VISIBLE_DEVICES selects GPUs by index or by (a prefix of) a UUID.
+        answer: the output of `nvidia-smi`; None: it did not answer, so device files are counted.
+        environment: the variables; CUDA_VISIBLE_DEVICES selects GPUs by index or by (a prefix of) a UUID.
     """
     if answer is None:
         found = {str(index): Gpu() for index in range(len(glob.glob("/dev/nvidia[0-9]*")) or 1)}
@@ -189,7 +189,7 @@ class Package:
     """An installed distribution: `Package("2.13.0", ">=3.10", ("numpy>=1.26",))`."""
 
     version: str
-    python: str = ""  # the versions of Python it declares
+    python: str = ""  # the versions of Python that it declares
     requires: tuple[str, ...] = ()  # requirements, with their markers
 
 
@@ -209,14 +209,14 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """Facts about NVIDIA devices that need no torch, and the devices that torch sees, if it was asked."""
+    """Facts about NVIDIA devices that are read without torch, and the devices that torch sees, if it was queried."""
 
     files: int = 0  # device files /dev/nvidia0 …
     listed: int | None = None  # by nvidia-smi; None: it is not installed
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
-    torch: int | None = None  # devices that torch sees; None: it was not asked or did not answer
-    torch_name: str = ""  # of the first
-    torch_trouble: str = ""  # why it did not answer
+    torch: int | None = None  # number of devices that torch sees; None: it was not queried or did not answer
+    torch_name: str = ""  # name of the first device
+    torch_trouble: str = ""  # why torch did not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def read_machine(*, probe: bool = False) -> ClusterFacts:
     """Return the facts of this machine.
 
     Args:
-        probe: also ask torch, in another process (seconds).
+        probe: also query torch, in another process, which takes seconds.
     """
     host = socket.gethostname()
     usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -287,7 +287,7 @@ def read_machine(*, probe: bool = False) -> ClusterFacts:
 
 
 def ask_ray(address: str) -> RayAnswer:
-    """Join a running Ray cluster briefly, in another process; Ray itself refuses a cluster of another version."""
+    """Return a running Ray cluster's answer to a brief join, in another process; Ray rejects other versions itself."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _RAY_PROBE, address],
@@ -329,7 +329,7 @@ def _packages() -> dict[str, Package]:
 
 
 def _resolve(host: str) -> tuple[str, ...]:
-    """Return the addresses of a host name, in the resolver's order. A broken resolver is not waited for."""
+    """Return the addresses of a host name, in the resolver's order, without waiting for a broken resolver."""
     answers: list[str] = []
 
     def ask() -> None:

@@ -28,11 +28,11 @@ class Executor(Protocol):
       NOT_VISIBLE_YET, and a job is LOST only on proof that no process of it runs;
     - never restarts an ended or lost job for a caller: that is a new attempt. A restart by the executor itself (a
       requeue) keeps the name, and counts as another incarnation;
-    - lets the job outlive the process that submitted it;
+    - starts jobs that outlive the process that submitted them;
     - never gives a device to two jobs, even of different users: a job has the devices of its `gang` from its start
       until its end;
-    - refuses a spec that it cannot meet in full, and ignores no part of it;
-    - ends a job after its `max_seconds`, and waits `grace_seconds` before it kills one;
+    - rejects a spec that it cannot meet in full, and ignores no part of it;
+    - ends a job after its `max_seconds`, and waits `grace_seconds` before it kills the job;
     - adds `environment` and the values of `secrets` to the executor's environment and runs
       `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
@@ -52,22 +52,23 @@ class Executor(Protocol):
     def idempotent(self) -> bool:
         """Whether submitting a name again finds the existing job, even if two processes submit at the same time.
 
-        If not, a caller that submits again before absence is proven may start a second job of that name.
+        If false, a caller that submits again before absence is certain may start a second job of that name.
         """
 
     @property
     def images(self) -> bool:
-        """Whether its jobs can run in an image that a spec names, with access only to their own folder and to the
-        paths that their order names. If not, a spec with an image is refused.
+        """Whether its jobs can run in an image that a spec names; false: a spec with an image is rejected.
+
+        Such jobs have access only to their own folder and to the paths that their order names.
         """
 
     def submit(self, spec: JobSpec) -> Submission:
         """Create the job of that name, or find it.
 
         Raises:
-            InputError: it requires something that this executor never provides.
-            CapacityError: devices that it needs are taken; it was not started, and a retry is safe.
-            InfrastructureError: it was refused or could not be started; nothing runs, and a retry is safe.
+            InputError: the spec requires something that this executor never provides.
+            CapacityError: devices that the job needs are taken; it was not started, and a retry is safe.
+            InfrastructureError: the job was rejected or could not be started; no job runs, and a retry is safe.
             WorkspaceError: the attempt folder cannot be written.
         """
 
@@ -75,16 +76,17 @@ class Executor(Protocol):
         """Return one observation for each job, in order, with as few requests to the back-end as possible.
 
         Raises:
-            InfrastructureError: no answer, which proves nothing about the jobs.
+            InfrastructureError: the back-end does not answer, which proves nothing about the jobs.
         """
 
     def signal(self, job: JobRef, word: Signal) -> None:
-        """Write a request to the job's mailbox and return immediately. A job that starts late still obeys it.
+        """Write an order to the job's mailbox and return immediately. A job that starts late still obeys it.
 
-        `job.mailbox` is the mailbox's place: the job may have rewritten the order in its folder.
+        `job.mailbox` is the mailbox's place, since the job may have rewritten `job.json` in its folder.
 
         Raises:
-            InfrastructureError, WorkspaceError: the request could not be written.
+            InfrastructureError: the store of the mailbox does not answer.
+            WorkspaceError: the order could not be written.
         """
 
     def kill(self, job: JobRef) -> None:
@@ -92,17 +94,17 @@ class Executor(Protocol):
 
         Raises:
             InfrastructureError: the request may not have arrived.
-            DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
+            DeadlineError: the job survived the kill (a process stuck in the kernel, an unreachable node).
         """
 
     def list(self, prefix: str) -> list[Listed]:
-        """Return its jobs that may still run and whose names begin with `prefix`."""
+        """Return the executor's jobs that may still run and whose names begin with `prefix`."""
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """Return the job's output from `cursor` on: whole lines, as many as fit a page; empty without a log."""
 
     def capacity(self) -> Capacity:
-        """Return the devices that it assigns, and their current holders.
+        """Return the devices that the executor assigns, and their current holders.
 
         Raises:
             InfrastructureError: the devices cannot be read.
@@ -127,14 +129,14 @@ class Trainer(Protocol):
         """
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """Return how many accelerators of its machine a job of the stage computes on, if there are any.
+        """Return the number of its machine's accelerators on which a job of the stage computes, if there are any.
 
         Args:
-            params: as `check` normalised them.
+            params: the parameters that `check` normalised.
         """
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
-        """Return the module to run, its devices, and the environment that it needs before its first import."""
+        """Return the module to run, its devices, and the variables that it needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """Return the result that the job wrote; None: no result yet."""

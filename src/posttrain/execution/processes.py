@@ -1,7 +1,7 @@
 """Operating-system processes by identity, and the environments that they get.
 
-A pid alone may be reused by another process. Linux only (`/proc`). Imports only the standard library: the supervisor
-imports this and must start fast.
+An identity is more than a pid, which another process may reuse. Linux only (`/proc`). The module imports only the
+standard library, since the supervisor imports it and must start fast.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 from posttrain.domain.jobspec import SECRET_NAME
 
 HEARTBEAT_SECONDS = 0.25  # between two heartbeats of a supervisor
-LEAVING_SECONDS = 60.0  # for a job to end after its result: freeing a GPU, leaving a cluster
+LEAVING_SECONDS = 60.0  # time for a job to end after its result: freeing a GPU, leaving a cluster
 _CONTROLS = (
     "WANDB_",
     "MLFLOW_",
@@ -37,7 +37,7 @@ _ALLOWED_BEGINNINGS = (
     *("OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "RAY_"),
 )
 _KEYS = ("AWS_", "AZURE_", "GOOGLE_", "PG")
-NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # even if an admin names them
+NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # variables that jobs never get, even if an admin names them
 _PR_SET_DUMPABLE = 4
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: the program no longer runs
@@ -55,7 +55,7 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_a_server(environment: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """Return the part of a server's environment that its jobs get: the machine's variables and the named ones; no keys.
+    """Return the part of a server's environment that its jobs get: the machine's variables and `named` ones, no keys.
 
     Args:
         named: additional variables for jobs, set by an admin; never those of the control side.
@@ -89,7 +89,7 @@ def alive(pid: int, expected: str) -> bool:
 def send(pid: int, expected: str, number: int) -> None:
     """Send a signal to exactly this process; do nothing if it has ended."""
     try:
-        handle = os.pidfd_open(pid)  # keeps the pid from being reused between check and signal
+        handle = os.pidfd_open(pid)  # prevents reuse of the pid between check and signal
     except (ProcessLookupError, PermissionError):
         return
     try:
@@ -104,7 +104,7 @@ def send(pid: int, expected: str, number: int) -> None:
 def kill_group(leader: int, expected: str) -> bool:
     """Kill the process group of `leader` (a pid with its identity); return whether all its processes have ended.
 
-    A pid is not reused while a group of that number has members: if another process has it, the group has ended.
+    A pid is not reused while a group of that number has members: if another process has the pid, the group has ended.
     """
     if identity(leader) not in (None, expected) or not group(leader):
         return True
@@ -149,5 +149,5 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may contain any character, brackets too
+    fields = text[text.rindex(")") + 2 :].split()  # the name before these may contain any character, including brackets
     return fields[0], int(fields[2]), int(fields[19])

@@ -1,5 +1,6 @@
-"""Reader of a run in an MLflow store (a folder, an SQLite file, a server), with the mlflow package. The store is not
-changed: SQLite files are read through a copy, folders through links.
+"""Reader of a run in an MLflow store (a folder, an SQLite file, a server), with the mlflow package.
+
+The store is not changed: SQLite files are read through a copy, folders through links.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _SQLITE = "sqlite:///"
 _RUNS = 1000
-_SHOWN = 8  # of several runs
+_SHOWN = 8  # runs in the error if there are several
 _MOST_FOLDERS = 10_000  # among artifacts
 _PRIVATE_TAGS = ("mlflow.user", "mlflow.log-model.history", "mlflow.note.content")
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
@@ -54,10 +55,11 @@ def read_mlflow(where: str, run: str | None) -> OutsideRun:
 
     Args:
         where: a folder with `mlruns` or `mlflow.db`, an SQLite file, or a tracking URI.
-        run: its id or name; None: the only one.
+        run: the run's id or name; None: the only run of the store.
 
     Raises:
-        InputError: mlflow is not installed, no store, no such run, or several; an adapter among the artifacts.
+        InputError: mlflow is not installed, there is no store or no such run, several runs match, or an artifact is an
+            adapter.
     """
     try:
         from mlflow.exceptions import MlflowException
@@ -99,7 +101,8 @@ def _place(where: str) -> Path | None:
     """Return the folder of a file store or the SQLite file; None: a server.
 
     Raises:
-        NotFoundError, InputError: the path is not a store.
+        NotFoundError: the path does not exist.
+        InputError: the path is not a store.
     """
     if "://" in where and not where.startswith(("sqlite:", "file:")):
         return None
@@ -200,7 +203,7 @@ def _inputs(run: Run, base: Path | None) -> Iterator[Named]:
 
 
 def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) -> FoundModel | None:
-    """Return the model among the artifacts: the newest checkpoint, else the last by name."""
+    """Return the model among the artifacts: the newest checkpoint, else the last model by name."""
     found: list[tuple[int, str, Path, Path]] = []
     for location in _locations(client, run):
         root = _local(location, base, run)
@@ -236,7 +239,7 @@ def _locations(client: MlflowClient, run: Run) -> list[str]:
 
 
 def _local(location: str, base: Path | None, run: Run) -> Path | None:
-    """Return a local folder; for a moved store, the corresponding folder in it."""
+    """Return the local folder of a location; for a store that was moved, the corresponding folder in it."""
     parts = urlsplit(location)
     if parts.scheme not in ("", "file"):
         return None

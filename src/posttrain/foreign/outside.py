@@ -24,7 +24,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError, NotFoundError
 
-MODEL_FILES = re.compile(  # of a folder in Hugging Face format; other files are the trainer's
+MODEL_FILES = re.compile(  # files of a folder in Hugging Face format; other files are the trainer's
     r"(?!adapter_).*\.safetensors(\.index\.json)?|(generation_|tokenizer_|preprocessor_|processor_)?config\.json"
     r"|tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
     r"|chat_template\.(jinja|json)|README\.md|LICENSE(\.\w+)?|NOTICE(\.\w+)?"
@@ -50,14 +50,14 @@ _FILES = "files"
 
 @dataclass(slots=True)
 class Points:
-    """Metrics by step, in the order of recording: entry i is of `names[metric[i]]`."""
+    """Metrics by step, in the order of recording; the metric of entry i is `names[metric[i]]`."""
 
     names: list[str] = field(default_factory=list)
     metric: array[int] = field(default_factory=lambda: array("l"))
     step: array[int] = field(default_factory=lambda: array("q"))
     at: array[float] = field(default_factory=lambda: array("d"))  # seconds since the epoch; NaN: unknown
     value: array[float] = field(default_factory=lambda: array("d"))
-    strange: int = 0  # number of values that are NaN or infinite; they are kept
+    strange: int = 0  # number of values that are NaN or infinite; they are retained
     _places: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -76,7 +76,11 @@ class Points:
         self.strange += not math.isfinite(value)
 
     def add_row(self, row: Mapping[str, Any], step: int, place: str, at: float = math.nan) -> int:
-        """Append the numbers of a row, metric → value; return the count of other entries. Raises as `number_of`."""
+        """Append the numbers of a row, metric → value; return the number of other entries.
+
+        Raises:
+            InputError: a number is beyond the range of floats.
+        """
         found = {metric: number_of(value, place) for metric, value in row.items()}
         for metric, number in found.items():
             if number is not None:
@@ -86,19 +90,19 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A base model or data set that the run names: by name only, or as a local file."""
+    """A base model or data set that the run names, either by name only or as a local file."""
 
     role: str  # base model | data set
     name: str
-    path: Path | None = None  # of its bytes
-    said: str = ""  # further information of the run
+    path: Path | None = None  # the path of its bytes
+    said: str = ""  # further information in the run
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """The files of a model in a run."""
 
-    files: Mapping[str, Path]  # by their names in a folder of Hugging Face format
+    files: Mapping[str, Path]  # name in a folder of Hugging Face format → file
     place: str  # description and reason of the choice: `checkpoint-20, the newest of 2 checkpoints`
 
 
@@ -116,7 +120,7 @@ class OutsideRun:
     model: FoundModel | None = None
     read: Mapping[str, Path] = field(default_factory=dict)  # the files that were read, by name
     named: tuple[Named, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)  # file → why
+    left_out: Mapping[str, str] = field(default_factory=dict)  # omitted file → why
     notes: tuple[str, ...] = ()
 
 
@@ -190,7 +194,7 @@ def number_of(value: Any, place: str) -> float | None:
     """Return a number as a float; None for any other value.
 
     Raises:
-        InputError: a number beyond the range of floats.
+        InputError: the number is beyond the range of floats.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -204,10 +208,11 @@ def number_of(value: Any, place: str) -> float | None:
 
 
 def run_folder(path: Path, what: str) -> Path:
-    """Return a folder to read, with its own links resolved.
+    """Return the resolved path of a folder to read.
 
     Raises:
-        NotFoundError: it does not exist. InputError: it cannot be listed.
+        NotFoundError: the folder does not exist.
+        InputError: the folder cannot be listed.
     """
     try:
         folder = path.expanduser().resolve()
@@ -220,10 +225,10 @@ def run_folder(path: Path, what: str) -> Path:
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """Return `path`, a plain file that is in `folder` after its links are resolved.
+    """Return `path`, after a check that it is a plain file in `folder` once its links are resolved.
 
     Raises:
-        InputError: it is outside, or not a plain file.
+        InputError: the file is outside of the folder, or not a plain file.
     """
     name = os.path.relpath(path, folder)
     try:
@@ -243,7 +248,7 @@ def read_bytes(path: Path, folder: Path, most: int) -> bytes:
     """Return the bytes of a file in the folder.
 
     Raises:
-        InputError: a link out of the folder, not readable, or larger than `most` bytes.
+        InputError: the file is a link out of the folder, not readable, or larger than `most` bytes.
     """
     name = os.path.relpath(path, folder)
     try:
@@ -256,10 +261,10 @@ def read_bytes(path: Path, folder: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
-    """Return a JSON map in the folder, NaN and Infinity as Python writes them.
+    """Return the JSON map in a file of the folder; NaN and Infinity are accepted, as Python writes them.
 
     Raises:
-        InputError: as `read_bytes`; truncated, or not a map.
+        InputError: the file is a link out of the folder, unreadable, larger than `most` bytes, truncated or not a map.
     """
     name, data = os.path.relpath(path, folder), read_bytes(path, folder, most)
     try:
@@ -275,13 +280,13 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
     """Return the files of a model at `place` in `folder`; empty: no model.
 
     Raises:
-        InputError: an adapter, weights as pickles only, or a link out of the folder.
+        InputError: the model is an adapter, has only pickled weights, or has a link out of the folder.
     """
     names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
     where = place.name if place != folder else "the folder"
     if "adapter_config.json" in names and "config.json" not in names:
         raise InputError(
-            f"{folder}: {where} holds an adapter (adapter_config.json), not a whole model; merge it into its base"
+            f"{folder}: {where} contains an adapter (adapter_config.json), not a whole model; merge it into its base"
             " (peft: merge_and_unload(), save_pretrained(NEW)) and add that: posttrain asset add model:NAME NEW"
         )
     if "config.json" not in names:
@@ -297,7 +302,7 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
 
 
 def why_left_out(name: str) -> str:
-    """Return why a file next to a model is left out."""
+    """Return why a file next to a model is omitted."""
     return "a pickle, which Posttrain never opens" if name.endswith(PICKLES) else "not part of a model"
 
 
@@ -337,7 +342,7 @@ def carried(folder: Path) -> OutsideRun:
     """Return the run that `carry` wrote.
 
     Raises:
-        InputError: not such a run, or it names files outside the folder.
+        InputError: the folder has no such run, or the run names files outside the folder.
     """
     folder = folder.resolve()
     said = read_json(folder / RUN, folder, _MOST)

@@ -1,4 +1,4 @@
-"""Settings in the files of other trainers, by their dotted names, and drafts of the run files that are made from them.
+"""Settings in the files of other trainers, by dotted names, and drafts of the run files into which they are converted.
 
 Settings are read from YAML, shell commands and Python. A Python script is parsed, never executed: a computed value is
 not a setting. A `Draft` is an unfinished run file with the notes to report about it.
@@ -25,19 +25,19 @@ from posttrain.domain.rendering import stop_fault
 from posttrain.foreign.outside import flat
 
 _OVERRIDE = re.compile(r"^\+{0,2}([a-z_][\w.]*)=(.*)$", re.DOTALL)
-# a line that only sets a variable; before a command on the same line it is the command's environment
+# a line that only sets a variable; before a command on the same line, a variable is in the command's environment
 _ASSIGNED = re.compile(
     r"""^[ \t]*(?:export\s+)?([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|]*)[ \t]*(?:#.*)?$""", re.MULTILINE
 )
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _MOST_BYTES = 4 * 2**20
-_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset", "dataset_name")  # left for a person to fill in
-_FUNCTIONS = ("reward_funcs", "reward_func")  # a name there is a function, not a value
-_PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # an argument of such a class is reported as a whole
+_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset", "dataset_name")  # values that a person must fill in
+_FUNCTIONS = ("reward_funcs", "reward_func")  # settings in which a name is a function, not a value
+_PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # arguments of these classes are reported as a whole
 _LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
 _TRAINED = "model args data_collator train_dataset eval_dataset processing_class"
 _REWARDED = "model reward_funcs args train_dataset eval_dataset processing_class"
-PLACES = {  # class → its first parameters in order, as of TRL 1.16; other positional arguments are reported
+PLACES = {  # class → its first parameters in the order of TRL 1.16; other positional arguments are reported
     "SFTTrainer": f"{_TRAINED} compute_loss_func compute_metrics callbacks optimizers",
     "RewardTrainer": f"{_TRAINED} compute_metrics callbacks optimizers",
     "DPOTrainer": f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
@@ -53,14 +53,14 @@ WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (
 
 @dataclass(slots=True)
 class Settings:
-    """The settings of a file; `take` marks a setting as read, `left` returns the unread ones."""
+    """The settings of a file; `take` marks a setting as read, and `left` returns the unread settings."""
 
     source: str  # the file, for messages
     values: dict[str, Any]
-    notes: list[str] = field(default_factory=list)  # what the file does besides settings; not carried over
-    unknown: dict[str, str] = field(default_factory=dict)  # settings by variables that the file does not set
-    words: tuple[str, ...] = ()  # names of programs, classes and subcommands in it: `trl`, `grpo`, `GRPOTrainer`
-    starts: bool = True  # importing the file would train
+    notes: list[str] = field(default_factory=list)  # other effects of the file, which are not converted
+    unknown: dict[str, str] = field(default_factory=dict)  # settings that use variables which the file does not set
+    words: tuple[str, ...] = ()  # names of programs, classes and subcommands in the file: `trl`, `grpo`, `GRPOTrainer`
+    starts: bool = True  # whether importing the file would train
     taken: set[str] = field(default_factory=set)
 
     def here(self, name: str) -> str | None:
@@ -89,16 +89,16 @@ class Settings:
             raise InputError(f"{self.source}: {names[0]} must be a number, got {value!r}; write the number") from error
 
     def count(self, *names: str, default: int) -> int:
-        """Return a whole number. Raises as `number`."""
+        """Return a whole number. Raises InputError if the value is not a number."""
         return int(self.number(*names, default=default))
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        """Return true or false, of any spelling."""
+        """Return a boolean, in any spelling."""
         value = self.take(*names, default=default)
         return value if isinstance(value, bool) else str(value).strip().lower() in ("true", "1", "yes", "")
 
     def given(self, *names: str) -> bool:
-        """Whether one of these names is set; all of them count as read."""
+        """Return whether one of these names is set; all of them count as read."""
         return self.take(*names) is not None
 
     def left(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def read_settings(path: Path) -> Settings:
     """Return the settings of a `.yaml`, `.yml` or `.json` file, a `.py` script, or a file of shell commands.
 
     Raises:
-        InputError: no such file, not readable in the format of its suffix, or no setting in it.
+        InputError: there is no such file, it is not readable in the format of its suffix, or it has no setting.
     """
     try:
         data = path.read_bytes()
@@ -203,7 +203,7 @@ def _typed(text: str) -> Any:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
         return text
-    if isinstance(value, str):  # YAML 1.1 reads 1e-6 as text
+    if isinstance(value, str):  # YAML 1.1 readers return 1e-6 as text
         with suppress(ValueError):
             return float(value)
     return value
@@ -237,13 +237,13 @@ def _of_python(text: str, source: str) -> Settings:
 
 
 class _Script:
-    """The settings in the calls of a script: literals, and names that the script binds once to a literal."""
+    """The settings in the calls of a script: literals, and names that the script binds exactly once, to a literal."""
 
     def __init__(self, module: ast.Module) -> None:
         self.values: dict[str, Any] = {}
         self.unknown: dict[str, str] = {}
         self.notes: list[str] = []
-        self._rows: list[ast.expr] = []  # `train_dataset`, where it has no keyword
+        self._rows: list[ast.expr] = []  # positional values of `train_dataset`
         self._nodes = list(ast.walk(module))
         assigned = [(node.targets, node.value) for node in self._nodes if isinstance(node, ast.Assign)]
         bound = [(one.id, value) for targets, value in assigned for one in targets if isinstance(one, ast.Name)]
@@ -252,7 +252,7 @@ class _Script:
         self._names = {n: value for n, value in bound if times[n] == 1 and not (n in used and _is_mutable(value))}
 
     def read(self, settings: Iterable[tuple[str | None, ast.expr]], prefix: str = "") -> None:
-        """Read keywords, and those behind `**` where a dict of the script lists them; others are noted by name."""
+        """Read keywords, and those behind `**` if a dict of the script lists them; others are noted by name."""
         for name, value in settings:
             if name:
                 self._set(prefix + name, value)
@@ -282,7 +282,7 @@ class _Script:
         """Read the arguments of `load_dataset`: of the call that makes `train_dataset`, or of the first call."""
         given = [node.value for node in self._nodes if isinstance(node, ast.keyword) and node.arg == "train_dataset"]
         parts: list[ast.expr] = [*self._rows, *given][:1]
-        for part in parts:  # grows by the values of its names; a name defined by itself is bound twice
+        for part in parts:  # grows by the values of its names; ends, since a name defined by itself is bound twice
             used = [node.id for node in ast.walk(part) if isinstance(node, ast.Name) and node.id in self._names]
             parts += [self._names[name] for name in used if self._names[name] not in parts]
         behind = [node for part in parts for node in ast.walk(part)]
@@ -296,7 +296,7 @@ class _Script:
             self._set(_LOADED.get(str(name), f"load_dataset.{name}"), value)
 
     def _pairs(self, node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-        """Return the keywords that `**node` sets; None: not readable from the script."""
+        """Return the keywords that `**node` sets; None: they cannot be read from the script."""
         node = self._names.get(node.id, node) if isinstance(node, ast.Name) else node
         if isinstance(node, ast.Dict):
             keys = [None if key is None else str(_literal(key, self._names)) for key in node.keys]
@@ -338,8 +338,9 @@ def _is_mutable(node: ast.expr) -> bool:
 
 
 def _used(nodes: list[ast.AST]) -> set[str]:
-    """Return names that are read elsewhere than behind `**` or as an argument of a call with settings: under another
-    name or in a function the script may change their values.
+    """Return names that are read elsewhere than behind `**` or as an argument of a call with settings.
+
+    The script may change their values, under another name or in a function.
     """
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     read = [call for call in calls if ast.unparse(call.func).rpartition(".")[2].endswith(_READ)]
@@ -352,7 +353,7 @@ def _used(nodes: list[ast.AST]) -> set[str]:
 
 
 def _starts(module: ast.Module) -> bool:
-    """Whether importing the script trains: by code outside functions, classes and `if __name__ == "__main__":`."""
+    """Return whether importing the script trains, by code outside functions, classes and `if __name__ == …`."""
     defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
     inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     done = [one for one in module.body if not isinstance(one, inside) and "__name__ ==" not in ast.unparse(one)]
@@ -361,7 +362,7 @@ def _starts(module: ast.Module) -> bool:
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, *, functions: bool = False) -> Any:
-    """Return a literal, or the name of a function where one is expected; None for a computed value."""
+    """Return a literal, or the name of a function if a function is expected; None for a computed value."""
     with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ast.literal_eval(node)
     if isinstance(node, ast.List | ast.Tuple):
@@ -376,7 +377,7 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, 
         found = _literal(known, names, depth - 1, functions=functions) if known is not None and depth else None
         return node.id if found is None and known is None and functions else found
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") and node.args:
-        return _literal(node.args[0], names, depth)  # represents a model or a tokenizer by its name
+        return _literal(node.args[0], names, depth)  # the name represents a model or a tokenizer
     if not isinstance(node, ast.Attribute):
         return None
     if functions or ast.unparse(node.value) == "torch":
@@ -392,13 +393,13 @@ class Draft:
     trainer: str  # TRL | verl
     run: dict[str, Any]
     carried: list[str] = field(default_factory=list)  # "num_generations: 8 → group_size: 8"
-    changed: list[str] = field(default_factory=list)  # carried over with another meaning, or missing
+    changed: list[str] = field(default_factory=list)  # converted with a different meaning, or missing
     fill_in: list[str] = field(default_factory=list)  # a person's tasks before the first run
     dropped: list[str] = field(default_factory=list)  # settings without a counterpart, with their values
     inert: list[str] = field(default_factory=list)  # names without effect on the result: devices, output
 
     def carry(self, theirs: str, value: Any, ours: str, result: Any) -> None:
-        """Record a setting that was carried over."""
+        """Record a setting that was converted."""
         self.carried.append(f"{theirs}: {_short(value)} → {ours}: {_short(result)}")
 
     def model(self, settings: Settings, name: Any, revision: str) -> str:
@@ -412,7 +413,7 @@ class Draft:
         return folder or f"hf:{name}@{revision}"
 
     def stops(self, settings: Settings, stage: dict[str, Any], *names: str) -> None:
-        """Carry over the stop strings of a response, from the first of these settings that is set."""
+        """Convert the stop strings of a response, from the first of these settings that is set."""
         name = next((name for name in names if settings.given(name)), None)
         given = settings.take(*names)
         found = tuple([given] if isinstance(given, str) else given if isinstance(given, list | tuple) else [given])
@@ -434,12 +435,12 @@ class Draft:
         ours: Mapping[str, str] = MappingProxyType({}),
         same: Mapping[str, tuple[Any, ...]] = MappingProxyType(WHOLE),
     ) -> Draft:
-        """Record what became of every setting that the file sets; unset ones are not reported.
+        """Record the conversion of every setting that the file sets; unset settings are not reported.
 
         Args:
             told: setting → why it has no counterpart; it changes the result or the output for people.
-            harmless: settings of where and how to compute, or what to print: without effect on the result.
-            ours: setting that was taken → the fields of the run file that it became, separated by spaces.
+            harmless: settings of where and how to compute, or what to print, without effect on the result.
+            ours: converted setting → the resulting fields of the run file, separated by spaces.
             same: setting of `told` → the values that match the behaviour here.
         """
         self.changed += settings.notes
@@ -463,7 +464,7 @@ class Draft:
         return self
 
     def _taken(self, settings: Settings, ours: Mapping[str, str]) -> None:
-        """Record for each setting that was read the field that it became, else list it as without effect."""
+        """Record the resulting field of each setting that was read; without one, list it as without effect."""
         ((_, stage),) = self.run.get("stages", {"": {}}).items()
         reported = {line.partition(":")[0] for line in (*self.changed, *self.carried)}
         for name, value in settings.values.items():
@@ -490,7 +491,7 @@ class Draft:
 
 
 def _told(told: Mapping[str, str], name: str) -> str | None:
-    """Return why a setting has no counterpart, by its whole name, a suffix of it or its first part."""
+    """Return why a setting has no counterpart, by its whole name, a suffix of the name or its first part."""
     parts = name.split(".")
     ends = (*(".".join(parts[at:]) for at in range(len(parts))), parts[0])
     return next((told[end] for end in ends if end in told), None)
@@ -502,12 +503,12 @@ def _at(tree: Any, path: str) -> Any:
 
 
 def plainly(number: float) -> float:
-    """Return 2 for 2.0, as people write it."""
+    """Return the number in the form that people write: 2 for 2.0."""
     return int(number) if number.is_integer() else number
 
 
 def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -> int:
-    """Return a share of a stage's steps as steps; where their number is unknown, a placeholder to replace."""
+    """Return a share of a stage's steps as steps; if their number is unknown, a placeholder to replace."""
     if share and steps is None:
         draft.fill_in.append(
             f"warmup_steps: {theirs} is {share:g} of the steps, which posttrain plan counts; "
@@ -517,7 +518,7 @@ def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -
 
 
 class _Plain(yaml.SafeDumper):
-    """A dumper that writes numbers as people do."""
+    """A YAML dumper that writes numbers in the form that people use."""
 
 
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:

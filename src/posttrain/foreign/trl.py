@@ -1,7 +1,6 @@
 """TRL's scripts, configurations and command lines (its names and defaults as of version 1.16) as a run.yaml.
 
-Where a default of TRL differs from run.yaml's, the value is written out, so that a short file requests the same
-training here.
+If a default of TRL differs from run.yaml's, the value is written out, so a short file requests the same training here.
 """
 
 import math
@@ -24,7 +23,7 @@ _AGGREGATIONS = {
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 _BUILDERS = ("json", "csv", "parquet", "arrow")  # builders of `load_dataset`, which read `data_files`
-_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
+_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # functions of trl.rewards
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
 _PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
 _NEVER_CUT = "`plan` refuses a longer row; rows are never truncated"
@@ -160,7 +159,7 @@ _BECOMES = {  # fields of the run file → the settings that map to them
     "label_smoothing": "label_smoothing",
 }
 _OURS = {name: fields for fields, names in _BECOMES.items() for name in names.split()}
-_HARMLESS = frozenset(  # without effect on the result
+_HARMLESS = frozenset(  # settings without effect on the result
     (  # noqa: SIM905
         "output_dir overwrite_output_dir logging_steps logging_strategy logging_first_step report_to run_name "
         "do_train do_eval do_predict push_to_hub hub_model_id hub_strategy hub_always_push hub_private_repo "
@@ -188,13 +187,13 @@ _HARMLESS = frozenset(  # without effect on the result
 
 
 def from_trl(settings: Settings, rows: int | None = None) -> Draft:
-    """Return a run file of one stage that trains as the TRL file does.
+    """Return a run file with one stage that trains as the TRL file does.
 
     Args:
-        rows: of the training data; None: unknown, so shares of the steps cannot be converted to steps.
+        rows: number of rows of the training data; None: unknown, so shares of the steps cannot be converted to steps.
 
     Raises:
-        InputError: a trainer without a counterpart here, or a value that is not a number.
+        InputError: the trainer has no counterpart here, or a value is not a number.
     """
     kind = _trainer(settings)
     name = re.sub(r"[^a-z0-9_-]+", "-", Path(settings.source).stem.lower()).strip("-_") or kind
@@ -222,7 +221,7 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     same = {**_SAME, "disable_dropout": (kind in ("dpo", "grpo", "rloo"),)}
     if kind not in ("grpo", "rloo"):
-        same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass whatever the value
+        same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass, whatever the value
     return draft.close(settings, _CHANGES, _HARMLESS, _OURS, same)
 
 
@@ -275,7 +274,7 @@ def _data(settings: Settings, draft: Draft) -> str:
 
 
 def _files(settings: Settings, split: str) -> list[Any]:
-    """Return the `data_files` of a split, also where the file names several splits."""
+    """Return the `data_files` of a split, even if the file names several splits."""
     given = settings.take("data_files") or settings.take(f"data_files.{split}")
     return given if isinstance(given, list) else [given] if given else []
 
@@ -333,7 +332,7 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
-    """Set `steps` or `epochs` of the stage; return the number of steps, or None where it is unknown."""
+    """Set `steps` or `epochs` of the stage; return the number of steps, or None if it is unknown."""
     most = settings.count("max_steps", default=-1)
     epochs = settings.number("num_train_epochs", default=3.0)
     if most > 0:  # TRL counts optimiser steps; a step here has `mini_batches` of them
@@ -355,7 +354,7 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
         draft.changed.append(f"lr_scheduler_type: {schedule}: not supported, linear here")
     warmup = settings.number("warmup_steps", default=0.0)
     share = settings.number("warmup_ratio", default=0.0)
-    if 0 < warmup < 1:  # a share of the steps, as of transformers 5
+    if 0 < warmup < 1:  # a share of the steps, as in transformers 5
         warmup, share = 0.0, warmup
     warmup = math.ceil(warmup / parts) or share_of_steps(draft, "warmup", share, steps)
     if schedule == "cosine_with_min_lr":
@@ -433,7 +432,7 @@ def _weight(settings: Settings, value: Any) -> float:
 
 
 def _one_of_several(settings: Settings, draft: Draft, function: str | None, number: int) -> Any:
-    """Return the source of one of several functions: a package, or `reward.py` next to the run file."""
+    """Return the source of a function in a list of several: a package, or `reward.py` next to the run file."""
     module, _, name = (function or "").rpartition(".")
     if function in _REWARDS or (module and "/" not in module):
         return _installed(draft, f"{module or 'trl.rewards'}:{name}")

@@ -27,7 +27,7 @@ from posttrain.foreign.outside import (
 STATE, ARGUMENTS, CARD = "trainer_state.json", "training_args.bin", "README.md"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _MOST_STATE, _MOST_CARD = 2**31, 2**20  # bytes
-_STATE_PARAMS = (  # of trainer_state.json
+_STATE_PARAMS = (  # fields of trainer_state.json
     *("epoch", "eval_steps", "global_step", "logging_steps", "max_steps", "num_input_tokens_seen"),
     *("num_train_epochs", "save_steps", "total_flos", "train_batch_size", "best_metric", "best_global_step"),
 )
@@ -40,12 +40,13 @@ _STAGES = {"sft": "sft", "grpo": "grpo", "dpo": "dpo", "rloo": "rloo", "kto": "k
 def read_trl_output(path: Path) -> OutsideRun:
     """Return the run of an `output_dir`.
 
-    The model is the one at its root, else that of the best checkpoint, else that of the newest. Metrics are those of
-    the newest `trainer_state.json`, which includes all earlier ones.
+    The model is the one at the root of the folder, else that of the best checkpoint, else that of the newest
+    checkpoint. Metrics are those of the newest `trainer_state.json`, which includes all earlier ones.
 
     Raises:
-        NotFoundError: no such folder.
-        InputError: no run of that kind; an adapter; an unreadable file, or a link out of the folder.
+        NotFoundError: there is no such folder.
+        InputError: the folder has no run of that kind, the model is an adapter, a file is unreadable, or a link leads
+            out of the folder.
     """
     folder = run_folder(path, "a TRL or transformers run (its output_dir)")
     checkpoints = _checkpoints(folder)
@@ -136,7 +137,7 @@ def _config_tools(files: Mapping[str, Path], folder: Path) -> dict[str, str]:
 def _left_out(
     folder: Path, place: Path | None, files: Mapping[str, Path], state: Path | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield files next to the model that are left out, and why."""
+    """Yield (file, reason) for files next to the model that are omitted."""
     for where in dict.fromkeys(filter(None, (folder, place))):
         for path in sorted(where.iterdir()):
             if path.name == CARD or path in (state, place, files.get(path.name)):
@@ -175,11 +176,11 @@ def _front_matter(text: str) -> Mapping[str, Any]:
 
 
 def _below(text: str, head: str) -> str:
-    """Return the text below a heading, up to the next one."""
+    """Return the text below a heading, up to the next heading."""
     return text.partition(head)[2].partition("\n#")[0]
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the names of a value or list, without other values and without `None`."""
+    """Return the texts in a value or list, without other values and without `None`."""
     found = value if isinstance(value, list) else [value]
     return [name for name in found if isinstance(name, str) and name.strip() and name != "None" and len(name) <= 300]

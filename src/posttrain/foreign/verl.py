@@ -1,6 +1,6 @@
 """verl's hydra settings (YAML or command-line overrides; its names and defaults as of version 0.6) as a run.yaml.
 
-Where a default of verl differs from run.yaml's, the value is written out.
+If a default of verl differs from run.yaml's, the value is written out.
 """
 
 import re
@@ -50,7 +50,7 @@ _CHANGES = {
     "custom_cls.path": "rows are read unchanged; write another file",
     "val_files": "add an evaluate stage with a suite, and a gate on it",
 }
-_HARMLESS = frozenset(  # without effect on the result
+_HARMLESS = frozenset(  # settings without effect on the result
     (  # noqa: SIM905
         "strategy use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
         "use_torch_compile log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
@@ -69,13 +69,13 @@ _HARMLESS = frozenset(  # without effect on the result
 
 
 def from_verl(settings: Settings, rows: int | None = None) -> Draft:
-    """Return a run file of one stage that trains as the verl settings do.
+    """Return a run file with one stage that trains as the verl settings do.
 
     Args:
-        rows: of the training data; None: unknown, so shares of the steps cannot be converted to steps.
+        rows: number of rows of the training data; None: unknown, so shares of the steps cannot be converted to steps.
 
     Raises:
-        InputError: an advantage estimator without a counterpart here, or a value that is not a number.
+        InputError: the advantage estimator has no counterpart here, or a value is not a number.
     """
     name = str(settings.take("trainer.experiment_name", default=Path(settings.source).stem))
     name = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:40] or "verl"
@@ -200,7 +200,7 @@ def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> N
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
-    """Set `steps` or `epochs` of the stage; return the number of steps, or None where it is unknown."""
+    """Set `steps` or `epochs` of the stage; return the number of steps, or None if it is unknown."""
     most = settings.count("trainer.total_training_steps", default=-1)
     epochs = settings.number("trainer.total_epochs", default=30.0)
     if most > 0:

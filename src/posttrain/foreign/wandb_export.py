@@ -41,7 +41,7 @@ _OWN = (_STEP, _TIME, "_runtime", "_wandb")
 _TABLES = (".csv", ".jsonl", ".ndjson", ".parquet")
 _CONFIGS = ("config.yaml", "config.yml", "config.json")
 _MOST_CONFIG = 2**24  # bytes
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # strings of numbers that JSON lacks
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # strings for numbers that JSON lacks
 _RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-.+")
 _SHOWN = 8
 Row = Mapping[str, Any]
@@ -74,8 +74,8 @@ def read_wandb_export(path: Path) -> OutsideRun:
     """Return the run in the files of a W&B run.
 
     Raises:
-        NotFoundError: no such folder.
-        InputError: no run, several runs, wandb not installed where it is needed, unreadable files.
+        NotFoundError: there is no such folder.
+        InputError: there is no run or several runs, wandb is needed and not installed, or a file is unreadable.
     """
     folder = _the_run(run_folder(path, "a W&B run, or of its exported history"))
     notes: list[str] = []
@@ -222,7 +222,7 @@ class _Log:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """The history; the other attributes are set once it was read to its end."""
+        """Yield the rows of the history; the other attributes are set after the last row."""
         try:
             for data in records(self._path):
                 record = self._record.FromString(data)
@@ -263,7 +263,7 @@ def _config(folder: Path) -> tuple[dict[str, Any], Path | None]:
             if not (path.is_symlink() or path.exists()):
                 continue
             value = read_json(path, folder, _MOST_CONFIG) if name.endswith(".json") else _yaml(path, folder)
-            if "architectures" not in value:  # else it is a model's
+            if "architectures" not in value:  # otherwise the configuration is a model's
                 return {key: _unwrapped(item) for key, item in value.items() if key != "wandb_version"}, path
     return {}, None
 
@@ -280,7 +280,7 @@ def _yaml(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _unwrapped(item: Any) -> Any:
-    """Return the value of a W&B item `lr: {desc: …, value: 0.1}`."""
+    """Return the value of a W&B item such as `lr: {desc: …, value: 0.1}`."""
     return item["value"] if isinstance(item, dict) and "value" in item and item.keys() <= {"desc", "value"} else item
 
 
@@ -291,7 +291,7 @@ def _tools(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model(folder: Path, notes: list[str]) -> FoundModel | None:
-    """Return the model among the files: the last by path."""
+    """Return the model among the files: the last one by path."""
     below = [path for where in (folder, folder / "files") if where.is_dir() for path in sorted(where.iterdir())]
     places = [folder, folder / "files", *(path for path in below if path.is_dir() and not path.is_symlink())]
     found = {place: files for place in dict.fromkeys(places) if (files := model_files(place, folder))}

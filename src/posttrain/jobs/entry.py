@@ -1,11 +1,11 @@
 """Entry points of jobs, and of programs that answer a waiting process (`execution.foreground`).
 
 Around its work every job reads the order, opens the store, catches errors, and writes its result last. A job first
-claims the attempt's `start`: where another process has it, or a tombstone exists, it exits with `ANOTHER_RUNS` and
-computes nothing. Else it writes a `result.json`, for failures too, and then exits 0; an exit without a result means
-that the process was lost. A failure is one line in the result and a full traceback in the log. Nothing here imports
-torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports the job's body
-(`bodies`), the only deferred import.
+claims the attempt's `start`: if another process has claimed it, or a tombstone exists, the job exits with
+`ANOTHER_RUNS` and computes nothing. Otherwise it writes a `result.json`, also after a failure, and then exits with 0;
+an exit without a result means that the process was lost. A failure is one line in the result and a full traceback in
+the log. Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then
+`lazily` imports the job's body (`bodies`), the only deferred import.
 
 A program that answers a waiting process reads one request and answers in lines.
 """
@@ -68,7 +68,7 @@ from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _BROKEN = (errno.EROFS, errno.EIO)
-# beginning of torch's message, where it raises no OutOfMemoryError
+# beginning of torch's message if it does not raise OutOfMemoryError
 _NO_ROOM = re.compile(
     r"(\[enforce fail at [^]]+\][^:]*)?DefaultCPUAllocator: |(CUDA|HIP|XPU|MPS)( error:| backend)? out of mem"
 )
@@ -88,17 +88,18 @@ class Job:
     blobs: BlobStore
     stopping: Callable[[], bool]  # whether a stop was requested, by an order or SIGTERM
     folder: Path
-    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and the most of the next step
+    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and the maximum of the next step
     deadline: float | None = None  # seconds since the epoch
-    begun: float = 0.0  # processor seconds of its process before its order was read
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its rewards; removed from its environment
+    begun: float = 0.0  # processor seconds of the process before the order was read
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its rewards; not in its environment
 
     def input(self, slot: str) -> Path:
         """Return the local path of an input, fetched and verified.
 
         Raises:
             InputError: the order has no such slot.
-            NotFoundError, IntegrityError: the blob is missing or corrupt.
+            NotFoundError: the blob is missing.
+            IntegrityError: the blob is corrupt.
         """
         if slot not in self.order.inputs:
             raise InputError(
@@ -138,7 +139,7 @@ class Job:
         print(f"start: {whole:.2f} s of processor time, {self.begun:.2f} s of it before the order was read")
 
     def fingerprint(self) -> str:
-        """Return the digest of the job's identity (`domain.manifest`): a checkpoint of another job is refused."""
+        """Return the digest of the job's identity (`domain.manifest`); a checkpoint with another one is rejected."""
         order = self.order
         return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs, order.image))
 
@@ -150,8 +151,8 @@ def run(attempt_dir: str, body: Body) -> int:
     """Run one job to its `result.json`.
 
     Returns:
-        The exit code: 0 once there is a result, of any status; `ANOTHER_RUNS` where another process has the attempt or
-        it was cancelled; `NO_SPACE`, `NO_MEMORY` or 1 when no result could be written.
+        The exit code: 0 if there is a result, of any status; `ANOTHER_RUNS` if another process has the attempt or the
+        attempt was cancelled; `NO_SPACE`, `NO_MEMORY` or 1 if no result could be written.
     """
     started, begun = time.time(), time.process_time()
     attempt = AttemptFolder(Path(attempt_dir), job=True)
@@ -184,7 +185,7 @@ def run(attempt_dir: str, body: Body) -> int:
 
             def work() -> JobResult:
                 _refuse_other_package(order)
-                # through its server, or directly with its user's rights
+                # through the server, or directly with the user's rights
                 return body(job(blobs=ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)))
 
             result = _guarded(work)
@@ -217,7 +218,7 @@ def main(body: Body) -> NoReturn:
 
 
 def lazily(name: str) -> Callable[[Any], Any]:
-    """Return a function that imports `module:Name` when it is called: then the environment is settled."""
+    """Return a function that imports `module:Name` when it is called, after the environment is settled."""
 
     def call(given: Any) -> Any:
         with loading():
@@ -228,7 +229,7 @@ def lazily(name: str) -> Callable[[Any], Any]:
 
 
 def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
-    """Whether this process becomes the attempt's job; else the log names the process that is."""
+    """Return whether this process becomes the attempt's job; if not, the log names the process that is."""
     held = attempt.mailbox.start(order.epoch, identity(os.getpid()) or "")
     if held is None:
         return True
@@ -269,7 +270,7 @@ def loading() -> Iterator[None]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Classify an exception: the control side acts by the class, and by whether the same signature repeats."""
+    """Return the failure that an exception means; the control side acts by its class, and by repeated signatures."""
     kind, message, where = _class_of(error), _one_line(error), _innermost(error)
     if kind is FailureClass.BUG and not isinstance(error, PosttrainError):
         message = f"{type(error).__name__} at {where}: {message}; see log.txt"
@@ -287,7 +288,7 @@ def _refuse_other_package(order: JobOrder) -> None:
     """Check that this package is in the attested environment, since PYTHONPATH does not reach jobs.
 
     Raises:
-        InputError: it is imported from another place.
+        InputError: the package is imported from another place.
     """
     attested = pinned(order.environment, Path(order.cache_dir)) if order.environment else None
     own = os.path.realpath(PACKAGES / "posttrain")
@@ -303,7 +304,7 @@ def _guarded(work: Callable[[], JobResult]) -> JobResult:
         return work()
     except Exception as error:
         if isinstance(error, MemoryError):
-            traceback.clear_frames(error.__traceback__)  # the result needs the memory that they hold
+            traceback.clear_frames(error.__traceback__)  # the result needs the memory that the frames hold
         return failed(error)
 
 
@@ -338,7 +339,7 @@ def _one_line(error: BaseException) -> str:
         return f"cannot write {error.filename or 'to the attempt folder'}: {error.strerror}; free space and retry"
     if isinstance(error, MemoryError):
         most = getrusage(RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-        return f"out of memory; its process held {most:.2f} GiB at most. {error}".removesuffix(". ")[:500]
+        return f"out of memory; its process used {most:.2f} GiB at most. {error}".removesuffix(". ")[:500]
     return (" ".join(str(error).split()) or type(error).__name__)[:500]
 
 
@@ -350,7 +351,7 @@ def _innermost(error: BaseException) -> str:
 
 @contextmanager
 def _sigterm_noted() -> Iterator[Callable[[], bool]]:
-    """Make SIGTERM a request to stop instead of a kill; yield a function that returns whether it came."""
+    """Make SIGTERM a request to stop instead of a kill; yield a function that returns whether SIGTERM came."""
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
@@ -360,9 +361,9 @@ def _sigterm_noted() -> Iterator[Callable[[], bool]]:
 
 
 def serve(program: Program) -> None:
-    """Answer the single request on standard input, and die with the requesting process.
+    """Answer the single request on standard input; end if the requesting process ends.
 
-    All other output, that of C libraries included, goes to standard error.
+    All other output, including that of C libraries, goes to standard error.
     """
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

@@ -11,7 +11,7 @@ from posttrain.domain.errors import PosttrainError
 from posttrain.jobs.entry import settle_environment
 from posttrain.store.attempts import AttemptFolder
 
-_GIVEN = os.environ.get("OMP_NUM_THREADS", "")  # of the job that it starts for: OpenMP reads it when torch is loaded
+_GIVEN = os.environ.get("OMP_NUM_THREADS", "")  # the number for the first job: OpenMP reads it when torch is loaded
 _THREADS = int(_GIVEN) if _GIVEN.isdigit() and int(_GIVEN) > 0 else 1
 settle_environment(_THREADS)
 
@@ -28,7 +28,7 @@ _LOADED = (AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers, i
 
 
 def ready(attempt_dir: str) -> bool:
-    """Whether a job can run in a fork of this process: it needs the number of threads that torch was loaded with."""
+    """Return whether a job can run in a fork of this process, which requires torch's number of threads."""
     try:
         order = AttemptFolder(Path(attempt_dir)).read_order()
     except PosttrainError:

@@ -4,9 +4,9 @@
 
     free ──start──▶ running ──complete──▶ ready ──take──▶ trained
       ▲                │
-      └──────drop──────┘        (its place is free again at most `refills` times; then it stays empty)
+      └──────drop──────┘        (the place is free again at most `refills` times; then it stays empty)
 
-A batch is trained by one step; it has a place for each of its prompts. This module does not use tokens, weights or
+A batch is trained by one step, and has a place for each of its prompts. This module does not use tokens, weights or
 time, so tests can try any schedule.
 """
 
@@ -28,9 +28,9 @@ class Entry:
 
     key: int  # its position in the data stream
     batch: int  # the step that trains it
-    version: int  # of the policy that samples it, in steps trained
+    version: int  # version of the policy that samples it, in steps trained
     ready: bool = False  # sampled and scored
-    again: int = 0  # how many groups its place lost before
+    again: int = 0  # how many groups its place has lost
 
 
 @final
@@ -38,9 +38,9 @@ class Entry:
 class Pace:
     """The progress of a stage: `Pace(step=12, version=12, steps=240, prompts=32, held=(…), given_up={})`."""
 
-    step: int  # the next one to train
-    version: int  # of the sampling policy, in steps trained
-    steps: int  # of the stage
+    step: int  # the next step to train
+    version: int  # version of the sampling policy, in steps trained
+    steps: int  # number of steps of the stage
     prompts: int  # groups of a batch
     held: tuple[Entry, ...]
     given_up: tuple[int, ...] = ()  # the batch of every place that stays empty
@@ -61,18 +61,18 @@ class Admitted:
 
     batch: int
     count: int
-    again: bool  # some replace dropped groups
+    again: bool  # whether some prompts replace dropped groups
 
 
 class AdmissionPolicy(Protocol):
-    """Decides by the progress of a stage only. A prompt is assigned to one batch when it starts."""
+    """Decides only by the progress of a stage. A prompt is assigned to one batch when it starts."""
 
     @property
     def lag(self) -> int:
         """The maximum number of steps that a trained sample may be behind."""
 
     def capacity(self, prompts: int) -> int:
-        """Return how many groups the buffer must be able to hold; a smaller one could wait forever."""
+        """Return the minimum capacity of the buffer in groups; a smaller buffer could wait forever."""
 
     def admit(self, pace: Pace) -> tuple[int, int]:
         """Return a batch and how many of its prompts may start now, possibly 0."""
@@ -84,7 +84,7 @@ class AdmissionPolicy(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Exact lag: version max(0, t − lag) samples the whole of batch t, one batch after the other.
+    """Exact lag: version max(0, t − lag) samples the whole batch t, and batches are sampled in order.
 
     With lag 0 a step samples the batch that it trains. The result depends on the seed only, not on the time of calls.
     """
@@ -92,7 +92,7 @@ class InOrder:
     lag: int = 0
 
     def capacity(self, prompts: int) -> int:
-        """Return the groups of the trained batch and of those ahead."""
+        """Return the number of groups in the batch that is trained and in the batches ahead."""
         return (self.lag + 1) * prompts
 
     def admit(self, pace: Pace) -> tuple[int, int]:
@@ -116,12 +116,12 @@ class Buffer(Generic[T]):
 
     Args:
         policy: decides which prompts start and which groups are trained.
-        prompts: groups of a batch.
-        steps: of the stage.
+        prompts: the number of groups of a batch.
+        steps: the number of steps of the stage.
         refills: how often a place may be filled again after its group was dropped.
 
     Every key is started once, and then trained once or dropped once. Places that were never filled come first, then
-    those that lost the fewest groups, so that the result does not depend on how many prompts start at a time.
+    those that lost the fewest groups, so the result does not depend on how many prompts start at a time.
     """
 
     policy: AdmissionPolicy
@@ -131,11 +131,11 @@ class Buffer(Generic[T]):
     _entries: dict[int, Entry] = field(default_factory=dict)
     _values: dict[int, T] = field(default_factory=dict)
     _given_up: list[int] = field(default_factory=list)
-    _newest: int = -1  # key that was started
+    _newest: int = -1  # the newest key that was started
     _lost: dict[int, list[int]] = field(default_factory=dict)  # batch → refills so far of each place to fill again
 
     def __post_init__(self) -> None:
-        """Refuse a policy whose buffer cannot hold a whole batch: it would wait forever."""
+        """Reject a policy whose buffer is smaller than a batch, since it would wait forever."""
         if (room := self.policy.capacity(self.prompts)) < self.prompts:
             name = type(self.policy).__name__
             raise InputError(f"{name} must hold a whole batch ({self.prompts} groups), got a capacity of {room}")
@@ -148,7 +148,8 @@ class Buffer(Generic[T]):
         """Return the prompts that may start now.
 
         Raises:
-            InputError: the policy admits prompts of a past batch, of one beyond its lag, or more than there are places.
+            InputError: the policy admits prompts of a past batch or of a batch beyond its lag, or more prompts than
+                there are places.
         """
         pace = self.pace(step, version)
         batch, count = self.policy.admit(pace)
@@ -159,14 +160,14 @@ class Buffer(Generic[T]):
         if not step <= batch <= last:
             raise InputError(f"{name} must admit prompts of batch {step} to {last}, got batch {batch}")
         if not 0 < count <= free:
-            raise InputError(f"{name} must admit what a batch lacks ({free} of batch {batch}), got {count}")
+            raise InputError(f"{name} must admit the groups that a batch lacks ({free} of batch {batch}), got {count}")
         return Admitted(batch, count, again=count > free - len(self._lost.get(batch, ())))
 
     def start(self, keys: Sequence[int], batch: int, version: int) -> None:
         """Record that these prompts are being sampled.
 
         Raises:
-            InputError: one was started before, or has no place.
+            InputError: a prompt was started before, or has no place.
         """
         lost = self._lost.get(batch, [])
         fresh = self.prompts - self.pace(0, 0).filled(batch) - len(lost)
@@ -174,7 +175,9 @@ class Buffer(Generic[T]):
             if key <= self._newest or key in self._entries:
                 raise InputError(f"prompt {key} must be started once, got it again after {self._newest}; admit others")
             if len(self._entries) >= self.policy.capacity(self.prompts):
-                raise InputError(f"the buffer must hold at most {len(self._entries)} groups, got prompt {key} besides")
+                raise InputError(
+                    f"the buffer must hold at most {len(self._entries)} groups, got one more for prompt {key}"
+                )
             again = 0 if place < fresh or not lost else lost.pop(lost.index(min(lost))) + 1
             self._entries[key], self._newest = Entry(key, batch, version, again=again), key
 
@@ -187,7 +190,7 @@ class Buffer(Generic[T]):
         self._entries[key], self._values[key] = replace(self._running(key), ready=True), value
 
     def drop(self, key: int) -> None:
-        """Drop a group from training; its place is free again, or stays empty once it was refilled `refills` times.
+        """Drop a group from training; its place is free again, or stays empty after `refills` refills.
 
         Raises:
             InputError: it was not running.
@@ -203,7 +206,7 @@ class Buffer(Generic[T]):
         """Remove and return the groups that the policy selected for a step.
 
         Raises:
-            InputError: one is not ready, was taken before, is of another batch, or exceeds the policy's lag; or the
+            InputError: a group is not ready, was taken before, is of another batch, or exceeds the policy's lag; or the
                 selection omits groups of the batch, which would never be trained.
         """
         name, lag, chosen = type(self.policy).__name__, self.policy.lag, set(keys)
@@ -260,7 +263,7 @@ class Buffer(Generic[T]):
         self._lost = {batch: list(places) for batch, places in (lost or {}).items()}
 
     def copied(self) -> Buffer[T]:
-        """Return a copy, to which the caller can go back."""
+        """Return a copy, which the caller can restore later."""
         return replace(
             self,
             _entries=dict(self._entries),
@@ -273,6 +276,6 @@ class Buffer(Generic[T]):
         entry = self._entries.get(key)
         if entry is None or entry.ready:
             raise InputError(
-                f"prompt {key} must be running, got one that is not; it was answered twice, or never asked"
+                f"prompt {key} must be running, got one that is not; it was answered twice, or never requested"
             )
         return entry

@@ -31,7 +31,7 @@ class CostModel:
     `CostModel(7700, 1)`: attention over 7700 tokens costs as much as all their other computation.
 
     Raises:
-        InputError: a negative factor, or both zero.
+        InputError: a factor is negative, or both factors are zero.
     """
 
     linear: int
@@ -49,15 +49,16 @@ class CostModel:
 
         One forward pass over n tokens takes 2·`parameters`·n FLOPs in matrix products (Kaplan et al. 2020, table 1)
         and 4·`layers`·`attention_width`·n²/2 in attention: scores and weighted sum, half of them masked. A backward
-        pass takes twice both, so the ratio stays; it is rounded to `quadratic` = 1, which keeps the integers small.
+        pass takes twice as many of each, so the ratio is the same. It is rounded to `quadratic` = 1, which keeps the
+        integers small.
 
         Args:
-            parameters: of the layers, without embeddings.
-            layers: with attention.
+            parameters: the number of parameters of the layers, without embeddings.
+            layers: the number of layers with attention.
             attention_width: heads × head dimension.
 
         Raises:
-            InputError: a number below 1.
+            InputError: a number is below 1.
         """
         least = min(parameters, layers, attention_width)
         if least < 1:
@@ -91,7 +92,7 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """Heaviest load over mean load: 1.0 is even, 1.1 leaves the mean part idle for a tenth of its time."""
+        """Heaviest load over mean load: 1.0 if all are equal; at 1.1 the mean part is idle for a tenth of its time."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
@@ -111,8 +112,8 @@ class Assignment:
 def balance(costs: Sequence[int], parts: int) -> Assignment:
     """Split items into parts of nearly equal costs, by a fast heuristic.
 
-    Each item, the costliest first, goes to the part with the least load so far (LPT). Then the heaviest part moves an
-    item to a light part, or exchanges two, while that lowers its load, for a bounded number of times.
+    Each item, the costliest first, goes to the part with the least load so far (LPT). Then items of the heaviest part
+    are moved to, or exchanged with, light parts while that lowers its load, for a bounded number of times.
 
     For m parts, Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), proves for LPT
 
@@ -122,11 +123,11 @@ def balance(costs: Sequence[int], parts: int) -> Assignment:
     at most 1e-4 above Karmarkar-Karp differencing's, in a third of its time or less (`benchmarks/dispatch.py`).
 
     Args:
-        costs: of each item, >= 0.
-        parts: their number, >= 1; there may be fewer items.
+        costs: the cost of each item, >= 0.
+        parts: the number of parts, >= 1; there may be fewer items.
 
     Raises:
-        InputError: a negative cost, or no part.
+        InputError: a cost is negative, or there is no part.
     """
     if parts < 1:
         raise InputError(f"parts to balance over must be >= 1, got {parts}")
@@ -172,7 +173,7 @@ def _exchange(shards: list[list[_Item]], loads: list[int]) -> None:
 
 
 def _best_swap(heavy: list[_Item], light: list[_Item], gap: int) -> tuple[_Item, _Item] | None:
-    """Return an item of each part (or none of the light one) whose swap minimises the heavier part; None: no gain.
+    """Return the items of the heavy and light part (or of the heavy one only) with the best swap; None: no gain.
 
     A swap that moves d of the gap leaves the parts gap - 2·d apart, so d should be close to gap / 2 and must be within
     0 < d < gap to lower the heavier part.
@@ -204,20 +205,20 @@ def micro_batches(
 
     Their number is that of first-fit decreasing, or of cutting the items in order if that needs fewer: at most
     11/9·fewest possible + 6/9 (Dósa 2007). No two micro-batches of first-fit would fit into one, so with T tokens and
-    budget B there are also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
+    budget B there are also at most max(1, ceil(2·T/B) - 1). `at_least` raises the number for ranks that step together.
 
     Args:
         lengths: tokens of each item.
-        costs: of each item.
+        costs: cost of each item.
         token_budget: tokens of a micro-batch; an item that exceeds it is a separate micro-batch.
         at_least: minimum number of micro-batches, unless there are fewer items.
 
     Returns:
-        Every item once; items ascend within a micro-batch, and the costliest micro-batch is first, so that the k-th
-        micro-batches of several ranks are similar and a lack of memory shows first.
+        The micro-batches, with every item once. Items ascend within a micro-batch. The costliest micro-batch is first,
+        so the k-th micro-batches of several ranks are similar, and a lack of memory appears in the first one.
 
     Raises:
-        InputError: lengths and costs that differ in number, a negative one, a budget or `at_least` below 1.
+        InputError: lengths and costs differ in number, a value is negative, or the budget or `at_least` is below 1.
     """
     if len(lengths) != len(costs):
         raise InputError(f"micro-batches need one cost per item ({len(lengths)}), got {len(costs)}")

@@ -1,1 +1,1 @@
-"""Pure arithmetic: estimates of tokens, time and memory."""
+"""Estimates of tokens, time and memory by pure arithmetic."""

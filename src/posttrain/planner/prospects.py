@@ -1,12 +1,12 @@
-"""Estimate the cost of stages, and whether the declared budget suffices for a run. Pure arithmetic.
+"""Estimates of the cost of stages, and whether the declared budget suffices for a run. Pure arithmetic.
 
-A certain shortfall refuses a run, a probable one warns. Certain is the minimum that a stage spends: one token for every
-document it reads or answers and, before its last step, the room that the step may need (a job ends before a step that
-could exceed its budget). Probable is the cost of earlier stages of its kind, but at least the certain cost. The maximum
-of a stage is neither: a run may end long before.
+A certain shortfall rejects a run; a probable shortfall is a warning. The certain cost is the minimum that a stage
+spends: one token for every document that it reads or answers and, before its last step, the tokens that the step may
+need (a job ends before a step that could exceed its budget). The probable cost is that of earlier stages of its kind,
+but at least the certain cost. A stage's maximum is not used, because a run may end long before.
 
-The probable cost of a stage comes from its declared work and from earlier stages of its kind. Nothing is guessed:
-without history there are no seconds, and tokens only if the declared work bounds them.
+The probable cost of a stage is computed from its declared work and from earlier stages of its kind. Without history
+there is no estimate of seconds, and one of tokens only if the declared work limits them.
 """
 
 import math
@@ -56,13 +56,14 @@ class Estimate:
     tokens: int | None
     seconds: float | None
     basis: str
-    history: int = field(default=0)  # number of earlier stages in the estimate
+    history: int = field(default=0)  # number of earlier stages used
     most: int | None = None  # maximum tokens of the declared work, as without history; None: unknown
 
 
 def comparable(one: Workload, other: Workload) -> bool:
-    """Return whether a unit of both costs the same: not with other answer lengths or passes, and not if only one has a
-    known number of documents.
+    """Return whether a unit of both costs the same.
+
+    It does not with different answer lengths or passes, or if the number of documents is known for only one.
     """
     if ("documents" in one.work) != ("documents" in other.work):
         return False
@@ -113,7 +114,7 @@ class Concern:
 
 
 def certain_shortfall(limit: int | None, least: Mapping[str, int], kinds: Mapping[str, str]) -> str | None:
-    """Return why the run cannot end within its limit of tokens; None: it may.
+    """Return why the run cannot end within its limit of tokens; None if it may.
 
     Args:
         limit: declared tokens; None: no limit.

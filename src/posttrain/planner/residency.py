@@ -14,16 +14,16 @@ gathered              none                                                      
 ====================  ========================================================  =======================================
 
 Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
-al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. Every rank opens the whole of a model that
-will be sharded, in its compute dtype, and converts it to float32 layer by layer while sharding it: b N in the phase
-`start`, one role after the other. A frozen role holds b N on every rank. A rollout that shares a pool of one rank with
-the policy reads the policy's weights; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads ×
-head_dim × b for each token of the rows decoded together, which are as many as `runtime.kv_cache` holds. A row's tokens
-count in whole pages of 128 on a GPU, on a CPU in the slot that it ends in: of 128, 256, 512 … positions, of which the
-last is cut to the longest row of a call. Their number is doubled as rows arrive, and slots remain when a row moves
-on to the next class, while `kv_cache` has room. Prompts are read before their rows are decoded, at most
-`PREFILL_TOKENS` at a time: their keys and values are held outside the cache until rows take them, together with the
-widest values of one layer: its norm's, its projections' or its MLP's.
+al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients in float32. Every rank opens a whole model before sharding, in
+its compute dtype, and converts it to float32 layer by layer: b N in the phase `start`, one role after the other. A
+frozen role holds b N on every rank. A rollout that shares a pool of one rank with the policy reads the policy's
+weights; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the
+rows decoded together, whose number `runtime.kv_cache` limits. A row's tokens count in whole pages of 128 on a GPU, and
+on a CPU in the slot that the row ends in: of 128, 256, 512 … positions, of which the last is cut to the longest row of
+a call. The number of slots is doubled as rows arrive, and slots remain when a row moves to the next class, while
+`kv_cache` has room. Prompts are read before their rows are decoded, at most `PREFILL_TOKENS` at a time: until rows use
+them, their keys and values are outside the cache, together with the widest values of one layer (of its norm, its
+projections or its MLP).
 
 Activations are estimated, not certain: autograd keeps for one layer, per token, about 7 hidden + 5 (heads + kv_heads) ×
 head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the approach is that
@@ -33,12 +33,13 @@ For a process that trains or evaluates on a CPU, the total computed here is with
 memory (tests measure it). The logits count twice, in float32; above `CHUNKED_LOGITS` of them, a chunk's temporaries and
 the head's gradient in float32.
 
-A teacher's likeliest tokens stay with it in the machine's memory, 8 bytes each, from the phase `teacher` to the last
-update. Each rank that learns also has those of its documents there, unless both are one process, and one of the
-teacher's parts while it fetches them. They count if ranks compute on CPUs, at `max_new_tokens` a response.
+A teacher's likeliest tokens stay in the teacher's memory on the machine, 8 bytes each, from the phase `teacher` to the
+last update. Each learning rank also stores those of its documents there, unless learner and teacher are one process,
+and one of the teacher's parts while it fetches them. They count if ranks compute on CPUs, at `max_new_tokens` per
+response.
 
-While asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; trained weights
-and a rollout's copy stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts,
+A sleeping frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; trained weights and a
+rollout's copy stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts,
 allocator fragments, collective buffers, data sets, checkpoints being written, and a reward function's processes.
 
 Whether a placement is feasible is checked before anything starts, against the machine or a cluster. The available
@@ -46,8 +47,8 @@ resources have the form of Ray's cluster resources::
 
     {"CPU": 32.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
 
-`accelerator_type:…` means that some node has devices of this kind, not how many; so for a kind only its presence can be
-checked, and for GPUs their number.
+`accelerator_type:…` means that some node has devices of this kind, without their number. Therefore only the presence of
+a kind can be checked, and the number of all GPUs.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again 
 BUCKET_BYTES = 2**26  # of weights sent to a rollout at a time (`engine.weights.stream`)
 CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries: the size of the head's gradient within these bounds
 KV_AHEAD = 16  # tokens that a GPU decodes between two checks for ended rows (`engine.rollout.backends.native`)
-KV_RESERVE = 16  # a 16th of the cache is reserved for rows that grow (there)
+KV_RESERVE = 16  # a 16th of the cache is reserved for growing rows (see `KV_AHEAD`)
 KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.rollout.kv_pages.PAGE`)
 KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.rollout.kv_slots`)
 PREFILL_TOKENS = 8192  # of prompts read at a time (`engine.rollout.backends.native`)
-_SLOT_STEPS = (32, 16, 128)  # narrowest slot, which is also the step above the third number; step below it
+_SLOT_STEPS = (32, 16, 128)  # narrowest slot and step of widths above the third number; step below it
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
-_TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
+_TRAINED = ("policy", "critic", "reward_model")  # roles in the phase `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's names of kinds
 _SHARED = ("policy", "critic", "reference", "reward_model")  # roles whose ranks can share one batch's tokens
@@ -97,7 +98,7 @@ class Shape:
         """Read a `config.json` in the Llama style; return None if it lacks these sizes.
 
         Args:
-            parameters: as counted in the weights; else computed for a gated MLP without biases.
+            parameters: number counted in the weights; otherwise computed for a gated MLP without biases.
         """
         text = {**config, **(config.get("text_config") or {})}
         try:
@@ -144,19 +145,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that a role holds in a phase: `Held("update", "main", "policy", "optimizer", 800, estimated=False)`."""
+    """The bytes of a role's part in a phase: `Held("update", "main", "policy", "optimizer", 800, estimated=False)`."""
 
     phase: str
     pool: str
     role: str
     part: str  # whole | weights | masters | optimizer | gradients | gathered | copy | kv cache | …
     bytes: int  # of one rank
-    estimated: bool  # an estimate that depends on the rows; else certain
+    estimated: bool  # whether it is an estimate that depends on the rows; otherwise it is certain
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest phase of a pool: bytes of one rank, and how many of them are certain."""
+    """The fullest phase of a pool: bytes of one rank, and the certain part of them."""
 
     pool: str
     device: str  # cpu | cuda
@@ -171,7 +172,7 @@ class Residency:
     """The table of one stage, phase by phase."""
 
     held: tuple[Held, ...]
-    peaks: tuple[Peak, ...]  # in the order of the pools; bytes and certain bytes are both the highest of any phase
+    peaks: tuple[Peak, ...]  # in the order of the pools; bytes and certain bytes are each the maximum over phases
 
     def total(self, phase: str, pool: str, role: str) -> int:
         """Return the bytes that a role holds on one rank."""
@@ -199,10 +200,10 @@ def resident(
 
     Args:
         load: the stage.
-        shapes: of the model of each role; a role without a shape is left out.
-        prompt_tokens: of a typical prompt (or demonstration), for the key-value cache and for batches that do not fill
-            a micro-batch; 0: unknown.
-        longest_prompt: of the longest one; 0: all are typical.
+        shapes: role → shape of its model; a role without a shape is left out.
+        prompt_tokens: tokens of a typical prompt (or demonstration), for the key-value cache and for batches that do
+            not fill a micro-batch; 0: unknown.
+        longest_prompt: tokens of the longest prompt; 0: all are typical.
         gpu_there: whether `device: auto` of collocated roles becomes cuda.
     """
     pools = load.placement.pools(load.roles)
@@ -242,10 +243,10 @@ def width_of(load: Load, device: str) -> int:
 
 
 def row_positions(tokens: int, device: str, longest: int = 0) -> int:
-    """Return how many positions of keys and values a row of this many tokens takes.
+    """Return the positions of keys and values that a row of `tokens` tokens takes.
 
-    On a GPU whole pages: also for tokens decoded before the next check for ended rows, and for the row's copy of its
-    prompt's last page. On a CPU the whole slot that it ends in; each class of slots is twice the previous one.
+    On a GPU these are whole pages, including tokens decoded before the next check for ended rows, and the row's copy of
+    its prompt's last page. On a CPU it is the slot that the row ends in; each class of slots is twice the previous one.
 
     Args:
         longest: tokens of the longest row that is decoded in the same call; 0: this one.
@@ -334,7 +335,7 @@ class _Pool:
             if self._ranks > 1:
                 yield "gathered", width * min(shape.parameters, shape.unit_parameters), False
             if phase == "weights":
-                yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False  # on its way to the rollout
+                yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False  # sent to the rollout
             if phase.startswith("update"):
                 own = 4 * math.ceil(shape.parameters / self._ranks)
                 last = 2 * shape.parameters if self._ranks == 1 and width == 2 else 0
@@ -359,9 +360,10 @@ class _Pool:
         return each * math.ceil(load.documents / self._ranks) + part
 
     def _cached(self, rows: int, row: int, shape: Shape) -> int:
-        """Return the bytes of keys and values of `rows` rows. On a CPU this includes, within `kv_cache`, the doubled
-        slots after each read of prompts, the slots of shorter classes that rows left, and a second copy of one layer
-        while a class grows.
+        """Return the bytes of keys and values of `rows` rows.
+
+        On a CPU this includes, within `kv_cache`, the doubled slots after each read of prompts, the slots of shorter
+        classes that rows left, and a second copy of one layer while a class grows.
         """
         if self.device == "cuda" or not self._prompt:
             return rows * row
@@ -415,7 +417,7 @@ def infeasible(
     roles: Collection[str] = ROLES,
     where: str = "this machine",
 ) -> list[str]:
-    """Return why these pools cannot be started, one line each; empty: they can.
+    """Return why these pools cannot be started, one line each; empty if they can.
 
     Args:
         available: total resources, in Ray's form, including those in use.
@@ -449,7 +451,7 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
 
     Args:
         load: the stage.
-        shape: of the policy's model (or of the only one); None: unknown, so heads are not checked.
+        shape: of the policy's (or the only) model; None: unknown, so heads are not checked.
     """
     found: list[str] = []
     parallel = load.sequence_parallel
@@ -479,7 +481,7 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
 
 
 def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | None) -> list[str]:
-    """Return why the certain part of the memory does not fit, one line each. Estimates refuse nothing.
+    """Return why the certain part of the memory does not fit, one line each. Estimates are not considered.
 
     Args:
         peaks: of one stage.
@@ -488,7 +490,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
     """
     found = [
         f"memory: one rank of {_called(peak.pool)} needs at least {gib(peak.certain)} on its GPU, "
-        f"it has {gib(device)}; use more ranks, or give roles separate pools"
+        f"which has {gib(device)}; use more ranks, or give roles separate pools"
         for peak in peaks
         if device is not None and peak.device == "cuda" and peak.certain > device
     ]

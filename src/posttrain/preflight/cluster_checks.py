@@ -1,7 +1,7 @@
 """Checks of one machine's facts for problems of communicating ranks, before a run.
 
 The checks run on every machine of a cluster. They read no system state (`execution.machine` collects the facts), so
-that every bad case can be tested. A `Check` is one finding of `doctor`.
+every bad case can be tested. A `Check` is one finding of `doctor`.
 """
 
 import re
@@ -19,9 +19,9 @@ _EXTRAS = ("", "ray", "torch")  # Posttrain's extras, and transformers' extra th
 _RAY_PORTS = {6379: "head", 8265: "dashboard", 10001: "client"}
 _RAY_WORKERS = (10002, 19999)
 _RAY_PROCESSES = re.compile(r"gcs_server|raylet|^ray\b|ray::")
-_OBJECT_STORE = 0.3  # of memory: Ray's default
+_OBJECT_STORE = 0.3  # share of memory: Ray's default
 _TINY_SHARED, _LITTLE_SHARED = 64 * _MIB, 2 * _GIB
-_FULL = 0.1  # of the size is free
+_FULL = 0.1  # share of the size that is free
 _FEW_FILES = 4096
 _VIRTUAL = ("docker", "lo", "virbr")  # NCCL uses these only without other interfaces
 
@@ -123,7 +123,7 @@ def _real_interfaces(facts: ClusterFacts) -> list[Interface]:
 
 
 def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, remedy: str) -> Check:
-    """Check interfaces that a variable names. NCCL's may be prefixes, `=name` or, to exclude, `^prefix`."""
+    """Check the interfaces that a variable names: names or prefixes, `=name` or, to exclude interfaces, `^prefix`."""
     written = f"{variable}={','.join(words)}"
     nccl = name == "nccl"
     excluded = nccl and words[0].startswith("^")
@@ -148,7 +148,7 @@ def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, r
 
 
 def check_ports(facts: ClusterFacts) -> Check:
-    """Check that Ray's own ports are free, and that its workers' range and that of outgoing connections are apart."""
+    """Check that Ray's own ports are free, and that the ranges of workers and outgoing connections are disjoint."""
     listening = facts.listening or {}
     taken = {port: by for port, by in listening.items() if port in _RAY_PORTS}
     strangers = [f"{port} ({_RAY_PORTS[port]}) by {by}" for port, by in taken.items() if not _RAY_PROCESSES.search(by)]
@@ -192,7 +192,7 @@ def check_master_port(facts: ClusterFacts) -> Check:
 def check_shared_memory(facts: ClusterFacts) -> Check:
     """Check that /dev/shm has room for Ray's object store, NCCL and torch's workers.
 
-    Without room Ray uses a folder on a disk. NCCL between GPUs fails, so only there the check fails.
+    Without room, Ray uses a folder on a disk, but NCCL between GPUs fails, so the check fails only with GPUs.
     """
     if facts.shared is None:
         return Check("shm", "ok", "no /dev/shm on this system; Ray keeps its objects in a temporary folder")
@@ -235,7 +235,7 @@ def check_devices(gpus: Gpus) -> Check:
 
 
 def _hidden(visible: str | None, there: int) -> str:
-    """Return the fault of CUDA_VISIBLE_DEVICES, empty without one; CUDA stops reading at the first unknown device."""
+    """Return the fault of CUDA_VISIBLE_DEVICES; empty: no fault. CUDA stops reading at the first unknown device."""
     if visible is None:
         return ""
     words = [word.strip() for word in visible.split(",")]
@@ -243,7 +243,10 @@ def _hidden(visible: str | None, there: int) -> str:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {there} device(s)" if there else ""
     beyond = next((word for word in words if word.lstrip("-").isdecimal() and not 0 <= int(word) < there), None)
     if beyond is not None:
-        return f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, there are {there}; CUDA ignores it and the rest"
+        return (
+            f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, there are {there}; CUDA ignores this device and "
+            "those after it"
+        )
     if len(set(words)) < len(words):
         return f"CUDA_VISIBLE_DEVICES={visible} names a device twice; CUDA then shows none"
     return ""

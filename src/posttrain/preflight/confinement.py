@@ -1,8 +1,8 @@
 """Checks of rewards before a run: confinement on this machine, imports in their cells, and the form of their calls.
 
 Workers in other processes test whether the machine confines rewards, and whether the rewards and dataflows of a run can
-be imported in their cells. The workspace caches the results: the first until the next boot, the second for the same
-bytes in the same environment.
+be imported in their cells. The workspace caches the result on confinement until the next boot, and results on imports
+for the same bytes in the same environment.
 
 The dialect of a reward must be known, and its parameters must be available. Its source is parsed, never executed
 (`data.refs`).
@@ -44,7 +44,7 @@ from posttrain.store.trees import tree_listing
 from posttrain.workspace.settings import OpenWorkspace
 
 _PROBE = "posttrain.sandbox.probe"
-_SECONDS = 120.0  # for a worker on a busy machine
+_SECONDS = 120.0  # maximum for a worker on a busy machine
 _REMEDY = "run where the kernel allows user namespaces, or trust your rewards: posttrain init --rewards trusted"
 
 
@@ -63,14 +63,14 @@ def confinement(cache: Path | None = None) -> Confinement:
     """Return the tested confinement, cached until the next boot in the folder `cache`.
 
     Raises:
-        InfrastructureError: the worker gave no answer.
+        InfrastructureError: the worker did not answer.
     """
     memory = cache / "confinement" / _machine() if cache else None
     known = read_json(memory) if memory else None
     if known is None:
         known = _ask()
         if memory:
-            with suppress(WorkspaceError):  # read-only: it is tested again next time
+            with suppress(WorkspaceError):  # a read-only workspace: tested again next time
                 make_folder(memory.parent)
                 write_json(memory, known)
     return Confinement(bool(known["whole"]), tuple(known["notes"]))
@@ -80,7 +80,7 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
     """Yield notes for a person about the confinement of a run's rewards.
 
     Raises:
-        InputError: they cannot be confined, and the workspace does not trust them.
+        InputError: the rewards cannot be confined, and the workspace does not trust them.
     """
     here, imaged = list[str](), list[str]()
     for stage in planned.manifest.stages:
@@ -96,11 +96,11 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
 def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> None:
     """Import every reward, judge and dataflow of a run that runs on this machine, each in a cell.
 
-    Without a whole cell nothing is imported; then the job reports errors.
+    Without complete confinement nothing is imported; then the job reports errors.
 
     Raises:
-        InputError: an import fails; names the stage.
-        InfrastructureError: the workers gave no answer.
+        InputError: an import fails; the message names the stage.
+        InfrastructureError: the workers did not answer.
     """
     memory = workspace.root / "cache" / "imports"
     with tempfile.TemporaryDirectory(prefix="posttrain-imports-") as scratch:
@@ -121,7 +121,7 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
     for (stage, _), line in zip(asked, found, strict=True):
         if line:
             raise InputError(f"{source}: stages.{stage}: {line}; fix it, or install the packages that it imports")
-    with suppress(WorkspaceError):  # read-only: they are imported again next time
+    with suppress(WorkspaceError):  # a read-only workspace: imported again next time
         make_folder(memory)
         for place in asked:
             write_json(keys[place], {})
@@ -161,7 +161,7 @@ def _import_order(
 
 
 def _import_key(order: Mapping[str, Any]) -> str:
-    """Return the cache key of an import: of the source, and of everything that it may import."""
+    """Return the cache key of an import, from the source and everything that it may import."""
     placed = {key: value for key, value in order.items() if key not in ("place", "files")}
     folders = {path: str(os.stat(path).st_mtime_ns) for path in sorted(set(sys.path)) if os.path.isdir(path)}
     return digest_json([placed, sorted(order["files"]), folders, _machine()]).removeprefix("sha256:")
@@ -199,7 +199,7 @@ def _answer(words: list[str], given: str, seconds: float) -> Any:
 
 
 def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source: Path) -> None:
-    """Refuse a reward with a secret that is not set here, or that a server does not give to its project.
+    """Reject a reward with a secret that is not set here, or that a server does not assign to the run's project.
 
     Raises:
         InputError: a reward has such a secret.
@@ -228,7 +228,7 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
 class UsedReward:
     """The call of a planned reward's function."""
 
-    place: str  # of the function, for errors
+    place: str  # the function's name in errors
     signature: Signature
     dialect: str
     unknown: str = ""  # why the call is unknown before the stage starts
@@ -252,15 +252,16 @@ class UsedReward:
 
 
 def read_reward(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path) -> UsedReward:
-    """Parse a planned reward, which is in the store or, named by its path, on disk only.
+    """Parse a planned reward, which is in the store or, if the run file has its path, on disk only.
 
     Args:
-        word: its name in the run file.
+        word: the reward's name in the run file.
         folder: the base of relative paths.
 
     Raises:
-        InputError: its signature is of no known dialect, or cannot be called by name.
-        NotFoundError, IntegrityError: its bytes are missing or corrupt; names the reward.
+        InputError: the signature has no known dialect, or the function cannot be called by name.
+        NotFoundError: the reward's bytes are missing; the message names the reward.
+        IntegrityError: the reward's bytes are corrupt; the message names the reward.
     """
     source = str(ref.meta.get("source") or "reward.py")
     entry, wanted = ref.meta.get("entry"), ref.meta.get("dialect") or AUTO

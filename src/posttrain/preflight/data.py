@@ -1,11 +1,11 @@
 """Checks of data sets before a run: fit to base model and stages, lengths, repeated rows, contamination, counts.
 
-A successful check is cached in the workspace under a key of its inputs, so that submitting again costs nothing.
+A successful check is cached in the workspace under a key of its inputs, so a repeated submission does not check again.
 
 The lengths of a stage's documents are counted by the tokenizer of its initial model, else by characters. A model that
-the run initialises has no tokenizer yet. Its tokenizer will have one token for every character, three for a chat turn's
-marks and one for the end of an answer, and the lengths are counted that way; for a model whose tokenizer cannot be read
-here, a subword vocabulary needs a quarter of that.
+the run initialises has no tokenizer yet; its tokenizer will have one token for every character, three for a chat turn's
+marks and one for the end of an answer, and the lengths are counted that way. For a model whose tokenizer cannot be read
+here, a quarter of that number is assumed, as for a subword vocabulary.
 
 The data sets of a run are checked for repeated rows and for suites seen in training. The number of documents of each
 data set of a run file is determined before any job runs.
@@ -62,7 +62,7 @@ from posttrain.workspace.settings import OpenWorkspace
 
 _FORM = "posttrain.fit/3"  # a change invalidates the cache
 _LOOKED_AT = 200_000  # rows of one data set that are checked; the job checks the rest
-_MEASURED = 256  # rows of one data set, evenly over it
+_MEASURED = 256  # rows of one data set, evenly spaced
 _TURN, _BEGUN, _END = 3, 2, 1  # tokens of a chat turn's marks, of an answer's prefix, of its end
 READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
 
@@ -103,21 +103,22 @@ class _Shelf:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a model, wherever they are."""
+    """The files of a model in the store or on disk."""
 
     sizes: Mapping[str, int]  # path in the model's folder → bytes
     read: Read
 
 
 def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> ModelFiles:
-    """Return the files of a planned base model, which is in the store or, named by its path, on disk only.
+    """Return the files of a planned base model, which is in the store or, if the run file has its path, on disk only.
 
     Args:
-        word: its name in the run file; None: in the store.
+        word: the model's name in the run file; None: the model is in the store.
         folder: the base of relative paths.
 
     Raises:
-        NotFoundError, IntegrityError: its listing is missing or corrupt.
+        NotFoundError: the model's listing is missing.
+        IntegrityError: the model's listing is corrupt.
     """
     parsed = parse_ref(word, "model") if word is not None else None
     if parsed is not None and parsed.on_disk:
@@ -130,10 +131,10 @@ def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folde
 
 
 def word_of(ref: InputRef, model: str | None) -> str | None:
-    """Return the run file's name of a model whose files may be outside of the store; None: they are in it.
+    """Return the run file's name of a model whose files may be outside the store; None: the files are in the store.
 
     Args:
-        model: its name of the base model, the only one that may be a path.
+        model: the run file's name of the base model, which is the only name that may be a path.
     """
     if ref.name.startswith("hf:"):
         return ref.name
@@ -141,14 +142,15 @@ def word_of(ref: InputRef, model: str | None) -> str | None:
 
 
 def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> Rows:
-    """Return the rows of a planned data set, which is in the store or, named by its path, on disk only.
+    """Return the rows of a planned data set, which is in the store or, if the run file has its path, on disk only.
 
     Args:
-        word: its name in the run file; None: in the store.
+        word: the data set's name in the run file; None: the data set is in the store.
         folder: the base of relative paths.
 
     Raises:
-        NotFoundError, IntegrityError: its bytes are missing or corrupt; names the data set.
+        NotFoundError: bytes are missing; the message names the data set.
+        IntegrityError: bytes are corrupt; the message names the data set.
     """
     parsed = parse_ref(word, "dataset") if word is not None else None
     if parsed is not None and parsed.on_disk:
@@ -170,10 +172,11 @@ def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
 
 
 def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:
-    """Return the first row of a registered data set; empty when it has no rows.
+    """Return the first row of a registered data set; empty if it has no rows.
 
     Raises:
-        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+        NotFoundError: the bytes are missing.
+        IntegrityError: the bytes are corrupt.
     """
     with scratch(_scratch_place(workspace), "posttrain-row-") as scratched:
         first = next(iter(stored_files(_stored(workspace, ref, scratched)).values()))
@@ -182,7 +185,7 @@ def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:
 
 
 def _scratch_place(workspace: OpenWorkspace) -> Path:
-    """Return a folder of the workspace, whose disk holds the data anyway; a temporary one if it is read-only."""
+    """Return a folder of the workspace, whose disk has room for the data; a temporary folder if it is read-only."""
     return Path(tempfile.gettempdir()) if workspace.read_only else workspace.root / "cache" / "scratch"
 
 
@@ -202,8 +205,9 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source:
         source: the run file.
 
     Raises:
-        InputError: with file, field, data set, row, constraint and value.
-        NotFoundError, IntegrityError: bytes of an asset are missing or corrupt; names file, field and asset.
+        InputError: a row does not fit; the message has file, field, data set, row, constraint and value.
+        NotFoundError: bytes of an asset are missing; the message names file, field and asset.
+        IntegrityError: bytes of an asset are corrupt; the message names file, field and asset.
     """
     shelf, found = _Shelf(workspace, spec, source), list[str]()
     for stage in planned.manifest.stages:
@@ -237,7 +241,7 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
                 if used.asks_turns and TURNS in columns:
                     yield (
                         f"rewards.{word}: {used.place} receives the column turns of {data.name}, not the turns of the "
-                        "policy; rename the column to receive those"
+                        "policy; rename the column to receive the policy's turns"
                     )
 
 
@@ -256,14 +260,14 @@ def _check(
     with located(place):
         try:
             _check_rows(looked_at, base, data.name, needs)
-        except InputError as error:  # name the data set's file with the row
+        except InputError as error:  # adds the data set's file to the row
             raise type(error)(rows.located(str(error), data.name)) from error
     if len(looked_at) < len(used):
         yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
     elif base.ref and not base.tokenizer:
         yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
     else:
-        with suppress(WorkspaceError):  # a plan needs no place to write
+        with suppress(WorkspaceError):  # a plan also works in a read-only workspace
             make_folder(memory.parent)
             write_atomic(memory, b"")
 
@@ -292,13 +296,13 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
 
 
 def base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
-    """Return the registered model from which the stage's model is trained; None for one that the run initialises."""
+    """Return the registered model from which the stage's model is trained; None: the run initialises the model."""
     ref = origin(manifest, stage, "model")
     return ref if isinstance(ref, InputRef) else None
 
 
 def origin(manifest: Manifest, stage: StageManifest, slot: str) -> InputRef | StageManifest:
-    """Return the origin of a stage's model: a registered one, or the stage that initialises one."""
+    """Return the origin of a stage's model: a registered model, or the stage that initialises the model."""
     while slot in stage.inputs and stage.inputs[slot].source == "stage":
         stage, slot = manifest.stage(stage.inputs[slot].name), "model"
     return stage.inputs.get(slot, stage)
@@ -312,15 +316,16 @@ class Lengths:
         self._opened: dict[str, PlanTokenizer | None] = {}
 
     def counted(self, stage: StageManifest) -> bool:
-        """Whether its model's tokenizer counts the stage's tokens."""
+        """Return whether its model's tokenizer counts the stage's tokens."""
         return self._tokenizer(stage) is not None
 
     def of_rows(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> tuple[float, float] | None:
-        """Return mean and maximum of tokens of a data set's documents, from a sample of rows: prompt and answer where
-        it is trained on, else the prompt.
+        """Return mean and maximum of the tokens of a data set's documents, from a sample of rows.
+
+        A document is prompt and answer if the stage trains on the answer, else the prompt.
         """
         needs, parts = self._planned.contracts[stage.name].rows.get(slot), kind_of(stage.kind).sizes
-        if needs is None:  # of an installed kind without row needs
+        if needs is None:  # an installed kind that declares no needs of rows
             needs = RowNeeds(learn="completion" in parts, pairs="chosen" in parts)
         tokenizer, seen = self._tokenizer(stage), rows[:: max(1, len(rows) // _MEASURED)]
         found = [length for row in seen for length in _lengths(row, needs, tokenizer)]
@@ -341,7 +346,7 @@ class Lengths:
 
 
 def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iterator[float]:
-    """Yield the lengths of a row's documents; none where it cannot be rendered, which the check of the fit reports."""
+    """Yield the lengths of a row's documents; none if the row cannot be rendered, which `check_fit` reports."""
     try:
         if tokenizer is None:
             yield from _characters(row, needs)
@@ -378,7 +383,7 @@ def _begun(prompt: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Count the characters of a text or of messages with turn marks; the caller counts an answer's own marks."""
+    """Return the characters of a text, or of messages with turn marks; the caller adds an answer's own marks."""
     if value is None:
         return 0
     if isinstance(value, str):
@@ -399,7 +404,7 @@ def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
     """Return the function that counts the data sets of a run file.
 
     Args:
-        source: the file; relative paths start at its folder.
+        source: the run file; relative paths start at its folder.
     """
 
     def count(ref: InputRef, word: str, turns: bool) -> int:
@@ -414,10 +419,10 @@ def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A plan's facts about one data set."""
+    """The facts that a plan uses about one data set."""
 
     rows: int | None
-    read: tuple[Row, ...] | None  # None: too many, or its bytes are elsewhere
+    read: tuple[Row, ...] | None  # None: there are too many, or the bytes are elsewhere
 
     @property
     def items(self) -> int | None:

@@ -34,7 +34,7 @@ RECIPE = "recipe"
 
 
 def refuse_lock(path: Path) -> None:
-    """Refuse a locked manifest where a run file is expected.
+    """Reject a locked manifest where a run file is expected.
 
     Raises:
         InputError: the file is a locked manifest.
@@ -44,10 +44,10 @@ def refuse_lock(path: Path) -> None:
 
 
 def write_lock(manifest: Manifest, path: Path) -> None:
-    """Write the canonical manifest, so that the file's SHA-256 is the manifest's digest.
+    """Write the canonical manifest; the file's SHA-256 is the manifest's digest.
 
     Raises:
-        InputError: the name lacks the suffix of locks, so `posttrain run` would not recognise it.
+        InputError: the name lacks the suffix of locks, so `posttrain run` would not recognise the file.
         WorkspaceError: the path cannot be written.
     """
     if not is_lock(path):
@@ -62,12 +62,12 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
     """Return a locked manifest, checked against this workspace and this version.
 
     Args:
-        again: whether to start another run, even if its run exists.
+        again: whether to start another run even if a run of the manifest exists.
 
     Raises:
-        InputError: not a manifest, not as its channel's policy requires, or, unless its run exists already, locked with
-            other engine sources, with parameters that its trainers refuse, with a placement that is not possible here,
-            with an executor that is not installed, or with a budget or a gate that no run of it could meet.
+        InputError: the file is not a manifest, or does not meet its channel's policy. Unless a run of it exists: it was
+            locked with other engine sources, its trainers reject the parameters, its placement is not possible here,
+            its executor is not installed, or no run could meet its budget or a gate.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -81,7 +81,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
     there = bool(workspace.ledger.runs(manifest_digest=manifest.digest))
     if again or not there:
         _refuse_unmet(manifest, path, workspace)
-    if there and not again:  # the admitted run continues
+    if there and not again:  # the existing run continues
         return Planned(manifest, {})
     workspace.refuse_missing_executor()
     refuse_image(manifest.image, workspace, path)
@@ -96,7 +96,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
 
 
 def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None:
-    """Refuse a stage with declared outputs other than its kind's, such as measurements that gates would read."""
+    """Reject a stage that declares other outputs than its kind, such as measurements that gates would read."""
     wanted = dict(contract.outputs)
     if stage.outputs != wanted:
         raise InputError(
@@ -106,7 +106,7 @@ def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None
 
 
 def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
-    """Refuse a lock that was made under a policy other than the channel's, or edited since."""
+    """Reject a lock that was made under a policy other than the channel's, or edited since."""
     policy = policy_of(workspace.stores, manifest.release.channel) if manifest.release else None
     if policy is not None:
         with located(f"{path}"):
@@ -155,6 +155,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     refuse_oversized(manifest, path)
     loads = {name: contract.load for name, contract in contracts.items() if contract.load}
     refuse_judges_without_scores(manifest, workspace, path)
-    tuple(check_teachers(manifest, workspace, path))  # its warnings were reported at locking
+    tuple(check_teachers(manifest, workspace, path))  # the warnings were reported at locking
     refuse_infeasible(manifest, loads, workspace, path)
     return contracts

@@ -1,6 +1,6 @@
 """Outlook of a run: cached stages, its cost, the power of its gates, and whether its budget suffices.
 
-A run that can never succeed is refused. A run that will probably fail gets a warning that names the first change to
+A run that can never succeed is rejected. A run that will probably fail gets a warning that names the first change to
 make. Nothing here writes.
 
 Before any job runs, `gates_power` computes whether gates can decide with the items of their suites. Stop strings that
@@ -42,7 +42,7 @@ from posttrain.preflight.data import Dataset, Lengths, read_datasets, registered
 from posttrain.workspace.settings import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
-_STAGES_LOOKED_AT = 5  # of the comparable ones
+_STAGES_LOOKED_AT = 5  # maximum number of comparable stages that are read
 _COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
 _NOW = " computes it now"
@@ -105,7 +105,7 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
 
 
 def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> PowerNote:
-    """Return the power; an arithmetic error must not end a command, since the gate itself will judge."""
+    """Return the power; an arithmetic error is caught, since the gate can judge without this forecast."""
     try:
         return gate_power(rule, items, possible, channel_empty=empty)
     except (ArithmeticError, ValueError) as error:
@@ -115,8 +115,8 @@ def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> P
 def other_stops(manifest: Manifest) -> Iterator[str]:
     """Yield one warning for each suite whose stop strings differ from those that its model was trained with.
 
-    A suite inherits no setting of the stage that it measures, so without the strings the model generates until its end
-    of sequence, which training never required.
+    A suite inherits no settings of the stage that it measures. Without the strings the model generates until its end of
+    sequence, which training never required.
     """
     for stage in manifest.stages:
         model, suites = stage.inputs.get("model"), stage.params.get("suites")
@@ -148,7 +148,7 @@ class Outlook:
     datasets: Mapping[str, Dataset]  # by digest
     cached: Mapping[str, StageRecord | None]  # stage → the earlier stage of the reused result
     estimates: Mapping[str, Estimate]
-    least: Mapping[str, int]  # stage that will certainly compute → minimum of its tokens
+    least: Mapping[str, int]  # stage that will certainly be computed → its minimum number of tokens
     power: tuple[PowerNote, ...]
     concerns: tuple[Concern, ...]
     unanswered: tuple[str, ...] = ()  # lines about suites with rows without answers
@@ -175,7 +175,7 @@ class Outlook:
 def look_ahead(
     planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path, *, verified: bool = True
 ) -> Outlook:
-    """Return the outlook by data, cache, earlier runs and gates.
+    """Return the outlook of a run, from data, cache, earlier runs and gates.
 
     Args:
         spec: the parsed run file; None: a locked manifest, whose data is in the store.
@@ -183,7 +183,9 @@ def look_ahead(
         verified: whether a cached result counts only after all its bytes were hashed again.
 
     Raises:
-        InputError, NotFoundError, IntegrityError: a data set cannot be read; names file, field and data set.
+        InputError: a data set is invalid; the message names file, field and data set.
+        NotFoundError: bytes of a data set are missing; the message names file, field and data set.
+        IntegrityError: bytes of a data set are corrupt; the message names file, field and data set.
     """
     manifest = planned.manifest
     datasets = read_datasets(planned, spec, workspace, source)
@@ -220,11 +222,11 @@ def look_ahead(
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
-    """Refuse a run that cannot succeed, whatever it learns.
+    """Reject a run that cannot succeed, whatever its model learns.
 
     Raises:
-        InputError: its budget is less than its minimum of tokens, or even the best possible evidence of its suites
-            would not pass a gate.
+        InputError: the budget is below the run's minimum of tokens, or even the best possible evidence would not pass a
+            gate.
     """
     kinds = {stage.name: stage.kind for stage in manifest.stages}
     if short := certain_shortfall(manifest.budget.tokens, outlook.least, kinds):
@@ -245,10 +247,10 @@ def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Datase
 class _CacheState:
     """The cache state of a stage before its run starts."""
 
-    key: str | None = None  # equal for stages with equal results; None: its inputs are unknown yet
+    key: str | None = None  # equal for stages with equal results; None: the inputs are unknown yet
     record: StageRecord | None = None  # the earlier stage of the reused result
-    free: str = ""  # why it costs nothing although its result does not exist yet
-    doubtful: bool = False  # it may be reused: an input is made elsewhere, so its bytes are unknown
+    free: str = ""  # why the stage costs nothing although its result does not exist yet
+    doubtful: bool = False  # whether reuse is uncertain: an input is made elsewhere, so its bytes are unknown
 
 
 def _cache_states(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> dict[str, _CacheState]:
@@ -287,7 +289,7 @@ def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: boo
 def _bound(
     stage: StageManifest, found: Mapping[str, _CacheState], workspace: OpenWorkspace
 ) -> dict[str, InputBlob] | None:
-    """Return the inputs that the stage would get now; None when an input is unknown yet.
+    """Return the inputs that the stage would get now; None: an input is unknown yet.
 
     A future output is represented by a placeholder derived from its cache key, only for comparison.
     """
@@ -340,7 +342,7 @@ def _estimate(
 def workload(
     stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset], lengths: Lengths | None = None
 ) -> Workload:
-    """Return the work of a stage with the sizes of its rows; without `lengths` only its amount."""
+    """Return the work of a stage with the sizes of its rows; without `lengths`, only the amount of work."""
     own = {slot: datasets[str(ref.digest)] for slot, ref in dataset_slots(stage)}
     counts = {slot: d.items if stage.measures else d.rows for slot, d in own.items()}
     if stage.measures and None not in counts.values():
@@ -377,7 +379,7 @@ def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str
             stage = earlier.stage(row.name)
             try:
                 work = workspace.jobs.trainers[stage.trainer].check(stage.kind, stage.params).work
-            except (InputError, KeyError):  # by a version with other parameters
+            except (InputError, KeyError):  # a stage of a version with other parameters
                 continue
             refs = [ref for _, ref in dataset_slots(stage)]
             datasets = {str(ref.digest): Dataset(registered_rows(workspace, ref), None) for ref in refs}
@@ -393,7 +395,7 @@ def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None
     if last.resume is not None:
         try:
             inherited = tokens_inherited(workspace.blobs, last)
-        except (InputError, IntegrityError):  # collected, or damaged
+        except (InputError, IntegrityError):  # deleted by garbage collection, or damaged
             return None
     seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None
     return inherited + last.tokens, seconds

@@ -1,7 +1,7 @@
 """Checks of placements, images, teachers and judges before a run.
 
-Each check answers a question: Is the placement of every stage possible, and what will be resident where? Is the run's
-image allowed, and can its jobs run in it? Does a teacher have the student's tokens? Does the model that judges
+Each check answers a question: Is the placement of every stage possible, and which models will be resident where? Is the
+run's image allowed, and can jobs run in it? Does a teacher have the student's tokens? Does the model that judges
 responses score them?
 """
 
@@ -34,7 +34,7 @@ from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import OpenWorkspace
 
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
-_SPECIAL_TOKENS = 7  # of a model that `init_model` makes, in addition to its characters
+_SPECIAL_TOKENS = 7  # tokens of a model that `init_model` makes, in addition to its characters
 _JUDGE = "reward_model"
 _SLOT, _TOKENIZER = "teacher", "tokenizer.json"
 
@@ -51,20 +51,22 @@ class Seen:
 def refuse_infeasible(
     manifest: Manifest, loads: Mapping[str, Load], workspace: OpenWorkspace, source: Path, model: str | None = None
 ) -> None:
-    """Refuse a run whose stages could not be started, or could not hold their models.
+    """Reject a run whose stages could not be started, or whose models would not fit into memory.
 
     For a stage that names a cluster, only constraints independent of the cluster are checked; the job checks the
-    cluster itself, before it starts any process. Whether Ray is installed is checked for jobs in this environment; for
-    an image, and for the jobs of an installed executor, `plan` warns.
+    cluster before it starts any process. For jobs in this environment Ray must be installed; for jobs in an image or of
+    an installed executor, `plan` only warns.
 
     Args:
-        loads: by stage.
+        loads: stage → load.
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: it is in the store.
+        model: the base model's name in the run file; None: the model is in the store.
 
     Raises:
-        InputError: with file, stage, role, the requested and available resources, and the next action.
-        NotFoundError, IntegrityError: the base model's listing is missing or corrupt.
+        InputError: a stage is infeasible; the message has file, stage, role, requested and available resources, and the
+            next action.
+        NotFoundError: the base model's listing is missing.
+        IntegrityError: the base model's listing is corrupt.
     """
     for stage in manifest.stages:
         if _asks_for_a_gpu(stage) and not gpu_visible():
@@ -97,10 +99,10 @@ def _asks_for_a_gpu(stage: StageManifest) -> bool:
 
 
 def refuse_oversized(manifest: Manifest, source: Path) -> None:
-    """Refuse a new model that does not fit into this machine's memory.
+    """Reject a new model that does not fit into this machine's memory.
 
     Raises:
-        InputError: with its parameters, its bytes and this machine's memory.
+        InputError: the model does not fit; the message has its parameters, its bytes and this machine's memory.
     """
     for stage in manifest.stages:
         shape = _made(stage)
@@ -114,8 +116,9 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
 
 
 def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
-    """Return warnings where the estimate exceeds the memory; certain excess was refused before. Of a cluster only the
-    kinds of GPUs are known, so nothing is refused.
+    """Return warnings if the estimate exceeds the memory; a certain excess was rejected before.
+
+    For a cluster only the kinds of GPUs are known, so no stage is rejected.
     """
     missing = _missing_ray(settled.load)
     if settled.load.ray_address is not None:
@@ -133,7 +136,7 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
 
 
 def ray_is_installed() -> bool:
-    """Whether the package ray is installed in this environment, without importing it."""
+    """Return whether the package ray is installed in this environment, without importing it."""
     return importlib.util.find_spec("ray") is not None
 
 
@@ -175,7 +178,7 @@ def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path
 def role_shapes(
     manifest: Manifest, stage: StageManifest, load: Load, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> dict[str, Shape]:
-    """Return the shape of each role's model; roles without a model or with one of unknown shape are left out."""
+    """Return the shape of each role's model; roles without a model or with a model of unknown shape are omitted."""
     slots = {role: role if role in NAMED_MODELS and role in stage.inputs else "model" for role in load.roles}
     slots.pop("reward", None)
     found = {role: _shape(manifest, stage, slot, workspace, source, model) for role, slot in slots.items()}
@@ -194,7 +197,7 @@ def _shape(
 def stored_config(
     ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> tuple[dict[str, Any], int]:
-    """Return a model's `config.json` and the bytes of its weights; empty where its files are not available."""
+    """Return a model's `config.json` and the bytes of its weights; empty if the files are not available."""
     word = word_of(ref, model)
     if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
         return {}, 0
@@ -215,8 +218,9 @@ def fallback_warnings(
     """Return warnings about the engine's slower fall-backs for the stage's models, as far as their config shows.
 
     Args:
-        roles: of the stage; includes `rollout` where it generates responses.
-        source, model: as in `refuse_infeasible`.
+        roles: the roles of the stage, including `rollout` if the stage generates responses.
+        source: the run file or lock, for errors.
+        model: the base model's name in the run file; None: the model is in the store.
     """
     named = [slot for slot in NAMED_MODELS if slot in stage.inputs]
     found = []
@@ -232,7 +236,7 @@ def fallback_warnings(
 
 
 def _made(stage: StageManifest) -> Shape | None:
-    """Return the shape of the model that a stage initialises; None: it initialises none."""
+    """Return the shape of the model that a stage initialises; None: the stage initialises no model."""
     if not kind_of(stage.kind).from_nothing:
         return None
     names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
@@ -250,13 +254,13 @@ def _map(data: bytes | None) -> dict[str, Any]:
 
 
 def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> None:
-    """Refuse an image that the project does not allow, or that no executor here can run.
+    """Reject an image that the project does not allow, or that no executor here can run.
 
     A request of a remote client may name only images that an admin allowed. A local user may name any image until the
     project has a list.
 
     Raises:
-        InputError: with the field, the constraint, the value and the next action.
+        InputError: the image is not usable; the message has field, constraint, value and next action.
     """
     if image is None:
         return
@@ -286,16 +290,16 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
 def refuse_judges_without_scores(
     manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
 ) -> None:
-    """Refuse a stage whose `reward_model` generates text: every response would get the same reward.
+    """Reject a stage whose `reward_model` generates text, since every response would get the same reward.
 
-    A channel's model is known once the stage is bound; then its job checks it.
+    A channel's model is unknown until the stage is bound, so the stage's job checks it.
 
     Args:
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: it is in the store.
+        model: the base model's name in the run file; None: the model is in the store.
 
     Raises:
-        InputError: with file, stage and judge.
+        InputError: a judge generates text; the message names file, stage and judge.
     """
     for stage in manifest.stages:
         if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
@@ -308,7 +312,7 @@ def refuse_judges_without_scores(
 def scores(
     manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> bool | None:
-    """Whether the model in a slot scores responses; None: unknown yet."""
+    """Return whether the model in a slot scores responses; None: unknown yet."""
     ref = stage.inputs[slot]
     if ref.source == "stage":
         made = manifest.stage(ref.name).kind
@@ -320,18 +324,18 @@ def scores(
 def check_teachers(
     manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
 ) -> Iterator[str]:
-    """Refuse a stage whose `teacher` generates no text, has tokens unlike the student's, or fewer than `top_k`;
-    yield a warning where both are one model.
+    """Yield a warning for each teacher that is the same model as its student; reject unusable teachers.
 
-    The stage's job checks models unknown to the plan: a channel's, one without `tokenizer.json`, one of two models of
-    which the other is made in this run.
+    A teacher is unusable if it generates no text, has other tokens than the student, or fewer than `top_k` tokens. The
+    stage's job checks models that the plan cannot read: a channel's model, a model without `tokenizer.json`, or a pair
+    of which this run makes exactly one.
 
     Args:
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: it is in the store.
+        model: the base model's name in the run file; None: the model is in the store.
 
     Raises:
-        InputError: with file, stage and teacher.
+        InputError: a teacher is unusable; the message names file, stage and teacher.
     """
     for stage in manifest.stages:
         if _SLOT in stage.inputs:
@@ -351,15 +355,15 @@ class _Asked:
         self._source, self._model, self._name = source, model, stage.inputs[_SLOT].name
 
     def scores(self) -> str:
-        """Return why the teacher generates no text; empty: it does."""
+        """Return why the teacher generates no text; empty: it generates text."""
         if not scores(self._manifest, self._stage, _SLOT, self._workspace, self._source, self._model):
             return ""
         return f"{_SLOT}: must generate text, got {self._name}, which scores responses; name a model that generates"
 
     def speaks_otherwise(self) -> str:
-        """Return why its tokens differ from the student's; empty: no difference found."""
+        """Return why the teacher's tokens differ from the student's; empty: no difference was found."""
         began = [origin(self._manifest, self._stage, slot) for slot in ("model", _SLOT)]
-        if len({type(one) for one in began}) > 1:  # one is made in this run, the other exists: the job compares them
+        if len({type(one) for one in began}) > 1:  # this run makes only one of the two models: the job compares them
             return ""
         found = [self._tokens(one) for one in began]
         if None in found or found[0] == found[1]:
@@ -379,7 +383,7 @@ class _Asked:
         return f"top_k: must be at most {min(sizes)}, the tokens of the vocabulary, got {asked}; lower it"
 
     def is_the_student(self) -> Iterator[str]:
-        """Yield a warning where both are one model: the student then learns nothing."""
+        """Yield a warning if teacher and student are the same model, since the student then learns nothing."""
         student, teacher = self._stage.inputs.get("model"), self._stage.inputs[_SLOT]
         if student is None or student.source != teacher.source:
             return
@@ -397,7 +401,7 @@ class _Asked:
         return size if isinstance(size, int) else None
 
     def _tokens(self, began: InputRef | StageManifest) -> Mapping[str, Any] | None:
-        """Return token → id where available; for a newly initialised model its characters."""
+        """Return token → id, if available; for a newly initialised model its characters."""
         if isinstance(began, StageManifest):
             characters = began.params.get("characters")
             return dict.fromkeys(str(characters)) if characters else None
@@ -415,5 +419,5 @@ def _vocabulary(data: bytes | None) -> Mapping[str, Any] | None:
         known, added = found["model"]["vocab"], found.get("added_tokens") or []
         tokens = known if isinstance(known, dict) else {token: at for at, (token, _) in enumerate(known)}
         return {**tokens, **{each["content"]: each["id"] for each in added}}
-    except (ValueError, TypeError, KeyError):  # the job, which loads it, reports the error
+    except (ValueError, TypeError, KeyError):  # the job, which loads the tokenizer, reports the error
         return None

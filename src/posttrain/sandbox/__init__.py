@@ -1,1 +1,1 @@
-"""The cell in which a user's code runs (today rewards), the process in it, and its calls."""
+"""The cell in which a user's code (currently rewards) runs, the process in it, and calls to the process."""

@@ -1,13 +1,13 @@
 """Restrictions of a reward's process, and bounds on the memory and processes of its cell.
 
-Before its code runs, the process permanently gives up capabilities, system calls and, without a separate file system,
-access to files. Three kernel mechanisms are used through their plain interfaces, because the worker has the standard
-library only: `capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). They cannot be undone,
-and child processes inherit them.
+Before the reward's code runs, the process permanently gives up capabilities, system calls and, without a separate file
+system, access to files. Three kernel mechanisms are used through their plain interfaces, because the worker has only
+the standard library: `capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). They cannot be
+undone, and child processes inherit them.
 
-Memory and the number of processes are bounded for a whole cell, and for root too, whom rlimits do not bind. A cgroup
-(version 2) bounds them where one may be created; else the process that waits for the cell checks its processes ten
-times a second. Between two checks only the limits of each process bound a cell.
+Memory and the number of processes are bounded for the whole cell, also for root, to whom rlimits do not apply. A cgroup
+(version 2) bounds them if one can be created; otherwise the process that waits for the cell checks its processes ten
+times a second. Between two checks, only the limits of each process bound a cell.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DENIED = {
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
-    "memfd_create": (319, 279),  # memory that no process owns would escape the watch
+    "memfd_create": (319, 279),  # memory that no process owns is not counted by `Watch`
     "memfd_secret": (447, 447),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
@@ -90,26 +90,26 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 INTERVAL = 0.1  # seconds between checks
 OVER_MEMORY, OVER_PROCESSES = 97, 98  # the cell's exit codes
-_RESIDENT = ("RssAnon:", "RssShmem:", "VmSwap:")  # memory that only this process holds, in KiB
+_RESIDENT = ("RssAnon:", "RssShmem:", "VmSwap:")  # memory of this process alone, in KiB
 _CONTROLLERS = Path("/sys/fs/cgroup")
 
 
 def give_up_privileges(libc: Any) -> None:
-    """Drop all capabilities, and gain none by executing a privileged file."""
+    """Drop all capabilities; executing a privileged file no longer grants any."""
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     libc.capset(ctypes.byref(header), ctypes.byref(none))
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
-    """Refuse the system calls of `_DENIED`, and sockets: all, or those that a network namespace does not isolate.
+    """Deny the system calls of `_DENIED`, and sockets: all, or those that a network namespace does not isolate.
 
     Requires `give_up_privileges` first.
 
     Args:
-        apart: whether this process has separate namespaces; without them System V IPC is refused too.
-        sockets: whether to allow the families of `_FAMILIES`; without namespaces those of `_INTERNET`, because unix
-            sockets would reach the machine's.
+        apart: whether this process has separate namespaces; without them System V IPC is denied too.
+        sockets: whether to allow the families of `_FAMILIES`; without namespaces only those of `_INTERNET`, because
+            unix sockets would reach those of the machine.
 
     Returns:
         The missing restrictions, as text.
@@ -126,7 +126,7 @@ def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
 
 
 def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
-    """Return a classic BPF program: every rule loads, compares and returns, or continues with the next."""
+    """Return a classic BPF program: every rule loads, compares, and returns or continues with the next rule."""
     refuse = _ERRNO | errno.EPERM
     rules = [
         _step(_LOAD, _ARCH_AT),
@@ -158,7 +158,7 @@ def _sockets(apart: bool, refuse: int) -> list[bytes]:
 
 
 def _of(number: int, rules: list[bytes]) -> list[bytes]:
-    """Return rules for one system call; its number is loaded before and after."""
+    """Return rules for one system call; its number is loaded before and after them."""
     return [_step(_EQUAL, number, 0, len(rules) + 1), *rules, _step(_LOAD, _NUMBER_AT)]
 
 
@@ -168,7 +168,7 @@ def _argument(place: int) -> bytes:
 
 
 def _when(test: int, value: int, then: int) -> list[bytes]:
-    """Return `then` where the test holds, else continue."""
+    """Return rules: `then` if the test holds, else continue."""
     return [_step(test, value, 0, 1), _step(_RETURN, then)]
 
 
@@ -205,8 +205,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], ports: Sequence[int] = ()) -> list[str]:
     """Restrict this process to these paths by Landlock; return the missing restrictions, as text.
 
-    Requires `give_up_privileges` first. Where the kernel supports it, TCP (except to `ports`, of any host), abstract
-    unix sockets and signals to processes outside are refused as well.
+    Requires `give_up_privileges` first. If the kernel supports it, TCP (except to `ports`, of any host), abstract unix
+    sockets and signals to processes outside are denied as well.
     """
     abi = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
@@ -259,7 +259,7 @@ class Watch:
         self._root, self._memory, self._processes, self._proc = root, memory, processes, proc
 
     def over(self) -> int | None:
-        """Return the exit code of the exceeded bound; None: none is exceeded."""
+        """Return the exit code of the exceeded bound, or None."""
         tasks, held = 0, 0
         for pid in below(self._root, self._proc):
             found = _status(self._proc / str(pid))
@@ -270,7 +270,7 @@ class Watch:
 
 
 def _status(process: Path) -> tuple[int, int]:
-    """Return threads and held bytes of a process; zeros for one that has ended."""
+    """Return the threads and bytes of a process; zeros if it has ended."""
     try:
         lines = (process / "status").read_text(errors="replace").splitlines()
     except OSError:
@@ -341,7 +341,7 @@ class Group:
         (self.folder / "cgroup.procs").write_text("0")
 
     def passed(self) -> int | None:
-        """Return the exit code of the memory bound if the kernel killed at it, else None."""
+        """Return the exit code of the memory bound if the kernel killed a process at it, else None."""
         with contextlib.suppress(OSError, ValueError):
             events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             if int(events.get("oom_kill", "0")):

@@ -1,6 +1,6 @@
 """The cell in which a reward's code runs, its file system, and its connections to declared hosts.
 
-The cell reaches nothing else, and no process of it outlives it:
+The code has no other connections, and no process of the cell outlives it:
 
 ::
 
@@ -8,14 +8,14 @@ The cell reaches nothing else, and no process of it outlives it:
     job ── keeper ────────── reward      without: the keeper adopts processes that the reward detaches
 
 The keeper runs none of the reward's code. It waits for the end of its child or for SIGTERM, which the job sends to
-close the cell and the kernel sends when the job dies. Then it kills all its descendants, waits until they have ended,
-and exits with its child's exit code (128 + n for signal n). With a PID namespace the kernel kills every process in it
-when pid 1 ends; without one the keeper is a child subreaper: orphaned processes become its children. Where no cgroup
-bounds the cell's memory and processes, the keeper checks both ten times a second.
+close the cell and the kernel sends when the job dies. The keeper then kills all its descendants, waits until they have
+ended, and exits with its child's exit code (128 + n for signal n). With a PID namespace, the kernel kills every process
+in it when pid 1 ends; without a namespace the keeper is a child subreaper, so orphaned processes become its children.
+If no cgroup bounds the cell's memory and processes, the keeper checks both ten times a second.
 
-With namespaces the reward has its own root, a network of the declared hosts only, and sees no other process and no
-foreign shared memory. Without them Landlock and a system call filter restrict it as far as they can
-(`sandbox.barriers`), and `Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
+With namespaces the reward has a separate root, a network of only the declared hosts, and no access to other processes
+and their shared memory. Without namespaces, Landlock and a system call filter restrict it as far as they can
+(`sandbox.barriers`), and `Confinement.whole` is false: `plan` rejects this unless the workspace trusts its rewards.
 
 Standard library only; single-threaded, because it forks.
 
@@ -26,12 +26,12 @@ The file system of a reward is a separate root that contains only what it needs,
     /usr /bin /lib …       the system's programs and libraries          read-only
     sys.prefix …           the interpreter and its environment          read-only, at their own paths
     /reward                its source and the files that the run declares  read-only
-    /etc                   a few files made here, certificates, time zone  read-only
+    /etc                   a few generated files, certificates, time zone  read-only
     /dev                   null, zero, full, random, urandom; a separate shm
     /proc                  of the cell's PID namespace                  read-only; empty where the kernel refuses one
     /tmp                   its scratch: home and working folder         bounded in bytes
 
-Pid 1 of the cell builds it, with the capabilities of its user namespace; standard library only.
+Pid 1 of the cell builds this root, with the capabilities of its user namespace, using only the standard library.
 
 The job connects a cell only to the hosts that its reward declares. The listening sockets are in the cell's network
 namespace, which has no other route; the job accepts and connects, with one thread per direction. The reward uses the
@@ -63,7 +63,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SHARED_MEMORY = 256 * 2**20  # bytes of /dev/shm
 _INODES = 65536
 _MOUNT = 0x00020000  # CLONE_NEWNS
-_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC = 1, 2, 4, 8  # MS_… and MOUNT_ATTR_… alike
+_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC = 1, 2, 4, 8  # values of both MS_… and MOUNT_ATTR_…
 _REMOUNT, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 32, 4096, 16384, 1 << 18, 2
 _SET_ATTRIBUTES, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 _WHOLE_TREE = 0x8000  # AT_RECURSIVE
@@ -96,7 +96,7 @@ def move_in(
     Args:
         base: an empty folder.
         readable: existing files and folders that the reward needs, at their own paths.
-        hidden: folders that are empty for the reward where they are inside a readable one.
+        hidden: folders inside readable ones that are empty for the reward.
         source: the folder that becomes `/reward`.
         scratch: bytes of `/tmp`.
         hosts: name → address, for `/etc/hosts`.
@@ -105,7 +105,7 @@ def move_in(
         The missing parts, as text.
 
     Raises:
-        OSError: the kernel refuses a step; by then this process may have its own mount namespace.
+        OSError: the kernel denies a step; this process may already have a separate mount namespace.
     """
     _done(libc.unshare(_MOUNT), "unshare")
     _mount(libc, None, "/", None, _RECURSIVE | _PRIVATE)
@@ -123,7 +123,7 @@ def move_in(
     _devices(libc, root)
     _settings(root, hosts)
     (root / "proc").mkdir(exist_ok=True)
-    inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root, its owner could write even /proc/sys
+    inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # otherwise root, which owns proc, could write /proc/sys
     missing = libc.mount(b"proc", os.fsencode(root / "proc"), b"proc", inert, None)
     _mount(libc, None, base, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
     os.chdir(base)
@@ -137,7 +137,7 @@ def move_in(
 
 
 def _show(libc: Any, root: Path, path: str) -> None:
-    """Make a path of the machine visible at the same place; links stay links."""
+    """Make a path of the machine visible at the same path; links stay links."""
     place = root / path[1:]
     if not os.path.lexists(path) or os.path.lexists(place):
         return
@@ -176,7 +176,7 @@ def _devices(libc: Any, root: Path) -> None:
     for name in _DEVICES:
         (folder / name).touch()
         _mount(libc, f"/dev/{name}", str(folder / name), None, _BIND)
-        # devices stay writable on a read-only mount, but root cannot change the mode of the machine's device
+        # devices are writable on a read-only mount, but root cannot change the mode of the machine's device
         _mount(libc, None, str(folder / name), None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_EXEC)
     for name, target in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
         (folder / name).symlink_to(f"/proc/{target}")
@@ -215,11 +215,11 @@ class CellPlan:
 
     base: str  # an empty folder of the job, over which the root is mounted
     source: str  # a folder with the reward's source and declared files
-    scratch: str  # a folder of the job, in which the reward works without a separate root
+    scratch: str  # the reward's working folder if it has no separate root
     readable: Sequence[str]  # interpreter, environment
-    hidden: Sequence[str]  # empty for the reward where they are inside a readable one
+    hidden: Sequence[str]  # folders inside readable ones that are empty for the reward
     limits: Mapping[str, int]  # RLIMIT_… → value, of each process
-    memory: int  # bytes of all its processes and its scratch
+    memory: int  # bytes of all processes and scratch
     processes: int  # threads included
     scratch_bytes: int
     hosts: Mapping[str, str]  # declared hosts → their address in the cell
@@ -230,10 +230,10 @@ class CellPlan:
 class Confinement:
     """The confinement that was achieved."""
 
-    whole: bool  # with namespaces and a separate root; else notes list the missing parts
+    whole: bool  # with namespaces and a separate root; if not, notes list the missing parts
     notes: tuple[str, ...]
     home: str  # its scratch
-    source: str  # where the folder `source` is now
+    source: str  # path of the folder `source` in the cell
     listeners: tuple[socket.socket, ...] = ()  # one per port
 
 
@@ -241,8 +241,8 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
     """Return in the confined process; the calling process becomes its keeper and never returns.
 
     Args:
-        parent: the job's process; this one ends with it.
-        plan: what the reward needs.
+        parent: the job's process; the calling process ends when it ends.
+        plan: the settings of the cell.
     """
     if sys.platform != "linux":
         notes = ("the reward can read, write and reach what its user can: cells need Linux", *_limit(plan.limits))
@@ -254,7 +254,7 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
     notes = _unshare(libc)
     apart = not notes
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # after unshare: a change of credentials clears it
+    libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # after unshare, because a change of credentials clears it
     if os.getppid() != parent:
         os._exit(1)  # the parent died before prctl took effect
     watch = None if group else Watch(os.getpid(), plan.memory, plan.processes)
@@ -306,9 +306,9 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
 
 
 def _unshare(libc: Any) -> list[str]:
-    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return the gaps as text."""
+    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return missing parts as text."""
     trial = os.fork()
-    if not trial:  # a trial, since a partly entered namespace cannot be left
+    if not trial:  # tried in a child, because a namespace cannot be left
         os._exit(_unshare_as_user(libc))
     why = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
     if not why:
@@ -348,7 +348,7 @@ def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
 
 
 def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
-    """Return in a child that dies with this process; this process runs `stay(child)`."""
+    """Fork; return in the child, which dies with this process, while this process runs `stay(child)`."""
     this = os.getpid()
     child = os.fork()
     if child:
@@ -359,9 +359,9 @@ def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
 
 
 def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, last: Callable[[], None]) -> NoReturn:
-    """Wait for SIGTERM, an exceeded bound or the child's end, then kill and remove everything of the cell.
+    """Wait for SIGTERM, an exceeded bound or the child's end, then kill the cell's processes and remove its folder.
 
-    Where the child is pid 1 of a namespace, only the child is killed: the kernel kills the rest.
+    If the child is pid 1 of a namespace, only the child is killed, and the kernel kills the rest.
     """
     code = _wait(child, watch)
     while True:
@@ -380,7 +380,7 @@ def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, las
 
 
 def _sweep(job: int, folder: Path) -> None:
-    """Remove the folder of a job that died or is exiting: its pipes close before its children are reparented."""
+    """Remove the folder of a job that died or is exiting (pipes close before children are reparented)."""
     said = _stat(Path("/proc", str(job)))
     if os.getppid() != job or (said and int(said[6]) & _EXITING):
         shutil.rmtree(folder, ignore_errors=True)
@@ -403,7 +403,7 @@ def _wait(child: int, watch: Watch | None) -> int:
 
 
 def _collect(child: int) -> int | None:
-    """Reap every ended process; return the child's exit code if it is one of them."""
+    """Reap all ended processes; return the child's exit code if the child is among them."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -417,7 +417,7 @@ def _collect(child: int) -> int | None:
 
 
 def _unreaped(child: int) -> list[int]:
-    """Return the child, unless it was reaped: then another process may have its pid."""
+    """Return the child's pid, unless it was reaped, because another process may then have this pid."""
     try:
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -449,7 +449,7 @@ def _own_tasks() -> int:
 
 
 def _stat(process: Path) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty for a process that has ended."""
+    """Return the fields of /proc/PID/stat, beginning with the state; empty if the process has ended."""
     try:
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -485,7 +485,7 @@ class Relay:
             threading.Thread(target=self._accept, args=(listener, destination), daemon=True).start()
 
     def close(self) -> None:
-        """End every connection, and accept no more."""
+        """End all connections, and stop accepting."""
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept

@@ -2,7 +2,7 @@
 
 Standard library only: this runs inside the reward worker. A call arrives as one JSON object with `prompts`,
 `completions`, `rows` and optionally `prompt_ids`, `completion_ids`; the function's parameter names determine its
-dialect (`domain.rewards.DIALECTS`, the table that `plan` reads too):
+dialect (`domain.rewards.DIALECTS`, the table that `plan` also reads):
 
 ========== =============================================== ===================================================
 dialect    detected by                                     called with
@@ -17,15 +17,16 @@ verifiers  `state`, `parser`, `task` or `info`             messages for chat row
 row        `completion` (or `response`)                    strings; prompt, completion, answer, row columns
 ========== =============================================== ===================================================
 
-A reward can also be an object: a class with `__call__`, or one of the following. Only the object's own methods are
+A reward can also be an object: an instance with `__call__`, or one of the following. Only the object's methods are
 used.
 
 * A rubric of verifiers 0.1 to 0.3 (`vf.Rubric(funcs=[…], weights=[…], parser=…)`, its subclasses and groups), or an
-  environment that has one: its own `score_rollout` is called, and its functions are the components.
-* A task of verifiers 0.4 (`class T(vf.Task[D])` with `@vf.reward` methods): it is created from the row, and its own
-  `score` is called on a trace of prompt and completion.
+  environment that has one: `score_rollout` is called, and the rubric's functions are the components.
+  * A task of verifiers 0.4 (`class T(vf.Task[D])` with `@vf.reward` methods): it is created from the row, and `score`
+  is
+    called on a trace of prompt and completion.
 
-verifiers 0.1 to 0.3 log an exception of a reward function and count it as 0.0; here it is an error.
+  verifiers 0.1 to 0.3 log an exception of a reward function and count it as 0.0; here the exception is an error.
 """
 
 import asyncio
@@ -106,7 +107,7 @@ def _verifiers(call: Call, index: int) -> Arguments:
 
 
 def _map(value: Any) -> dict[str, Any]:
-    """Return a map, also from its JSON text, as some data sets store it."""
+    """Return a map, also from JSON text, as which some data sets store it."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -114,7 +115,7 @@ def _map(value: Any) -> dict[str, Any]:
 
 
 class PlainParser:
-    """The `parser` of a function without one: verifiers' default, which returns texts as they are."""
+    """The default `parser`, as in verifiers: it returns texts unchanged."""
 
     def parse(self, text: str) -> str:
         """Return the text."""
@@ -125,7 +126,7 @@ class PlainParser:
         return [message for message in completion if message.get("role") == "assistant"]
 
     def parse_answer(self, completion: Any) -> str | None:
-        """Return a text itself, or the content of the assistant's last message."""
+        """Return a text unchanged, or the content of the assistant's last message."""
         if isinstance(completion, str):
             return completion
         said = self.get_assistant_messages(completion)
@@ -202,7 +203,7 @@ class Binder:
         """Return the keyword arguments of one call.
 
         Raises:
-            SignatureError: a parameter without default that is not provided.
+            SignatureError: a parameter without a default is not provided.
         """
         for name in self.signature.required:
             if name not in offered:
@@ -217,7 +218,7 @@ class NoRewardError(Exception):
 
 
 def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[..., Any], str | None]:
-    """Return the function for the object of a reward's entry, and its dialect where it is known.
+    """Return the function for the object of a reward's entry, and its dialect if it is known.
 
     Args:
         namespace: names of the reward's module.
@@ -242,7 +243,7 @@ def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[...,
 
 
 def _parsing(function: Callable[..., Any], parser: Any) -> Callable[..., Any]:
-    """Return the function with its own file's parser as an argument."""
+    """Return the function with the parser of its file as an argument."""
 
     @functools.wraps(function)
     def score(**given: Any) -> Any:

@@ -1,6 +1,6 @@
 """The port of rewards, and a fake one.
 
-Every implementation of a reward takes one call and returns one score per completion. The fake reward is a Python
+Every implementation of a reward receives a call and returns one score per completion. The fake reward is a Python
 callable in the caller's process, for tests of code that uses rewards; it cannot be killed.
 """
 
@@ -20,7 +20,7 @@ class RewardError(JobFailedError):
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """Completions to score; every field holds one entry per completion, with members of a group adjacent.
+    """Completions to score; every field has one entry per completion, and members of a group are adjacent.
 
     Example: `RewardCall(prompts=["Q: sort 31"], completions=["A: 13"], rows=[{"prompt": …, "answer": "13"}])`
     """
@@ -39,7 +39,7 @@ class RewardCall:
         for name in ("prompts", "rows", "prompt_ids", "completion_ids", "turns", "turn_spans"):
             value = getattr(self, name)
             if value is not None and len(value) != wanted:
-                raise InputError(f"RewardCall.{name} must hold one entry per completion ({wanted}), got {len(value)}")
+                raise InputError(f"RewardCall.{name} must have one entry per completion ({wanted}), got {len(value)}")
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -53,14 +53,14 @@ class Score:
     """One completion's reward: `Score(0.5)`, `Score(None)` (the function declined), `Score.failed("error", "…")`.
 
     A completion without a score is left out of its group; it does not count as zero. The part of a score that is not
-    `at` a token is of the response as a whole, and counts at its last token.
+    in `at` belongs to the whole response, and counts at its last token.
     """
 
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
-    status: Status = "ok"  # none: no score and no failure; error: it raised, died or returned no number
+    status: Status = "ok"  # none: no score, no failure; error: it raised, died or returned no number
     message: str = ""  # of a failure: one line
-    parts: Mapping[str, Score] = field(default_factory=dict)  # of a weighted sum: the score of each reward
+    parts: Mapping[str, Score] = field(default_factory=dict)  # for a weighted sum: score of each reward
     at: Mapping[int, float] = field(default_factory=dict)  # response token → its part of the score
 
     def __post_init__(self) -> None:
@@ -82,41 +82,41 @@ class RewardFunction(Protocol):
     """Scores completions.
 
     Every implementation returns exactly one `Score` per completion, in order, each finite or None. A completion on
-    which the reward's code raises, hangs, dies or returns no number has the status `error` or `timeout`, and the
-    others are scored nevertheless; a batched function that raises is called again with fewer completions until each
-    failing one is isolated. It raises `RewardError` (never returns an invented zero) when more than `allowed`
-    completions fail, when all do, and when an answer is for an unknown completion; `InputError` when the function does
-    not exist; and `InfrastructureError` when its process is repeatedly killed from outside. The same call must return
-    the same scores, or a resumed run would differ from an uninterrupted one: a reward must not depend on earlier calls,
-    the clock or the network. `close` may be called twice; scoring after it is an `InputError`.
+    which the reward's code raises, hangs, dies or returns no number has the status `error` or `timeout`; the other
+    completions are still scored. A batched function that raises is called again with fewer completions until each
+    failing one is isolated. An implementation raises `RewardError` (and never invents a zero) if more than `allowed`
+    completions fail, if all fail, or if an answer is for an unknown completion; `InputError` if the function does not
+    exist; and `InfrastructureError` if its process is repeatedly killed from outside. The same call must return the
+    same scores, or a resumed run would differ from an uninterrupted one: a reward must not depend on earlier calls, the
+    clock or the network. `close` may be called twice; scoring after `close` is an `InputError`.
     """
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for a person about its execution, e.g. that the network could not be cut off."""
+        """Notes for users about the execution, e.g. that the network could not be cut off."""
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
         """Score one batch, of which at most `allowed` completions may fail.
 
         Args:
-            places: the indices of its completions in the step of which it is a part; then the caller checks whether all
-                failed. None: it is the whole step.
+            places: the indices of the completions in their step, if the batch is a part of it; the caller then checks
+                whether all failed. None: the batch is the whole step.
         """
 
     def close(self) -> None:
-        """Release its resources; kills a worker."""
+        """Release all resources; kill the worker."""
 
 
 def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) -> None:
-    """Raise where too many completions failed, or all of them.
+    """Raise if too many completions failed, or all.
 
     Args:
         scores: the scores so far.
-        total: completions of the step; None where the scores are only a part of it.
-        allowed: the number that may fail.
+        total: completions of the step; None if the scores are only a part of it.
+        allowed: the number of completions that may fail.
 
     Raises:
-        RewardError: with the first failure's line.
+        RewardError: too many failed; the message has the first failure's line.
     """
     failed = [score for score in scores if score.failed]
     if failed and (len(failed) > allowed or len(failed) == total):
@@ -159,8 +159,10 @@ def probe_call(
     turns: int = 1,
     count: int = 4,
 ) -> RewardCall:
-    """Return a call of the first rows with the rows' own answers: scored before step 1, so a broken reward fails within
-    seconds instead of after an hour. The scores are not used; with several turns each turn is the answer.
+    """Return a call of the first rows with the rows' answers as completions.
+
+    It is scored before step 1, so a broken reward fails within seconds instead of after an hour. The scores are not
+    used. With several turns, each turn is the answer.
 
     Args:
         encode: returns the tokens of a response, at least one; by default one per character, and an end.
@@ -175,10 +177,10 @@ def probe_call(
 
 
 def try_out(reward: RewardFunction, call: RewardCall) -> None:
-    """Refuse a reward that fails on every completion of a synthetic call (`probe_call`).
+    """Reject a reward that fails on every completion of a synthetic call (`probe_call`).
 
     Raises:
-        RewardError: with the first failure's line.
+        RewardError: all completions failed; the message has the first failure's line.
     """
     scores = reward.score(call, len(call), range(len(call)))
     if scores and all(score.failed for score in scores):
@@ -214,7 +216,7 @@ class ScriptedReward:
         return scores
 
     def _scored(self, call: RewardCall, chosen: list[int]) -> list[Score]:
-        """Score all in one call; where it raises, one by one."""
+        """Score all in one call; if it raises, one by one."""
         try:
             answers = list(self._function(part_of(call, chosen)))
         except Exception as error:

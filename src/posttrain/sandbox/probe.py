@@ -23,7 +23,7 @@ from posttrain.sandbox.process import LOAD_TIMEOUT, open_reward
 from posttrain.sandbox.protocol import Fault
 from posttrain.sandbox.session import EndedError, LateError, NotConfinedError, Provision, Session, lay_out
 
-_RECIPE_TIMEOUT = 120.0  # seconds: it imports the engine
+_RECIPE_TIMEOUT = 120.0  # seconds; importing the engine takes long
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def _session(source: Path, scratch: str, hidden: list[Path]) -> Session:
 
 
 def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
-    """Return in one line why it cannot be imported; empty where it can. Limits of the cell do not count."""
+    """Return one line on why the code cannot be imported, or an empty text. Limits of the cell do not count."""
     place = Path(asked["place"])
     try:
         if asked["recipe"]:

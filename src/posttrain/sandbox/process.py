@@ -1,7 +1,7 @@
 """A reward function in one or several separate processes, and weighted sums of rewards.
 
-The process is killed when it exceeds its deadline, and started again after a kill. `placement: {reward: {cpus: 8}}`
-runs several processes in parallel. `reward: {right: 1.0, brief: 0.2}` combines rewards into one: total = Σ wᵢ · rᵢ.
+A process that exceeds its deadline is killed and started again. `placement: {reward: {cpus: 8}}` runs several processes
+in parallel. `reward: {right: 1.0, brief: 0.2}` combines rewards: total = Σ wᵢ · rᵢ.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _PAUSE = 0.2  # seconds before a restart
 class ProcessReward:
     """A reward function in a worker process; see `open_reward`."""
 
-    notes: tuple[str, ...]  # what could not be confined, as text
-    confined: bool  # whether it has namespaces and a separate root
+    notes: tuple[str, ...]  # missing restrictions, as text
+    confined: bool  # whether the worker has namespaces and a separate root
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class ProcessReward:
         """Score one batch, with the time-out for each request; see `RewardFunction.score`.
 
         Raises:
-            RewardError: more than `allowed` completions failed, or all; an answer for an unknown completion.
-            InfrastructureError: its process was repeatedly killed from outside.
+            RewardError: more than `allowed` completions failed, or all; an answer is for an unknown completion.
+            InfrastructureError: the process was repeatedly killed from outside.
         """
         if not len(call):
             return []
@@ -130,7 +130,7 @@ class ProcessReward:
     # --- one request --------------------------------------------------------------------------------------------------
 
     def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> _Fault | None:
-        """Score a part into `found`. Return None when all of it is scored, else the fault of the rest.
+        """Score a part into `found`. Return None if all of it is scored, else the fault.
 
         A worker that was killed from outside is started again and receives the same request.
         """
@@ -158,7 +158,7 @@ class ProcessReward:
                 own = self._killed_at[-3:] == [session.at] * 3 and session.at in at  # three times at one completion
                 if not error.killed or (own and self.dialect not in BATCHED):
                     return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, at[0])
-                for i in chosen:  # all are scored again, for the same random numbers
+                for i in chosen:  # all are scored again, so that random numbers are the same
                     found.pop(i, None)
                 self._count_kill(error)
             except MalformedError as error:
@@ -190,7 +190,7 @@ class ProcessReward:
     def _again(self, call: RewardCall, left: list[int], fault: _Fault, found: dict[int, Score]) -> list[list[int]]:
         """Return the next requests after a failure: smaller parts, until each failing completion is isolated.
 
-        For a function that scores one completion after another the worker reports the completion it was at; a batched
+        If a function scores one completion after another, the worker reports the completion that failed; a batched
         function is called per prompt, then per completion. A slow batch is not a hanging completion: a completion that
         timed out in the middle of a part is scored alone, with the full time-out.
         """
@@ -245,7 +245,7 @@ class ProcessReward:
                 ) from None
             except MalformedError as error:
                 raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
-            if self._closed:  # by another thread in the meantime
+            if self._closed:  # another thread has closed it
                 session.close()
                 raise InputError(f"{self._name} is closed; open it again to score")
             self._session, self.confined, self.notes = session, session.confined, session.notes
@@ -283,11 +283,11 @@ class ProcessReward:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """Why a part could not be scored as a whole."""
+    """The reason why a part could not be scored as a whole."""
 
     score: Score
     at: int  # the completion that the worker reported
-    first: int  # the first one of the part
+    first: int  # the first completion of the part
 
 
 class _PartFailedError(Exception):
@@ -313,39 +313,41 @@ def open_reward(
     """Start a worker for one reward function; the caller closes it when the job ends.
 
     The function may be written in any dialect of `sandbox.dialects`. It runs with a minimal environment in a cell
-    (`sandbox.cell`): a read-only root with the interpreter, its environment, its own source and declared files; a
-    bounded scratch folder as home; a network of declared hosts only, no other processes; bounds on memory, processes
-    and output. `notes` lists what the kernel does not provide, `confined` is true where it provides all. The worker and
-    its descendants end when it is closed, when it exceeds its time-out, and when the thread that opened it ends. The
-    function must return the same scores for the same call; therefore Python's and numpy's global generators are seeded
-    from the call.
+    (`sandbox.cell`): a read-only root with the interpreter, its environment, the reward's source and declared files; a
+    bounded scratch folder as home; a network of only the declared hosts; no other processes; bounds on memory,
+    processes and output. `notes` lists the restrictions that the kernel does not provide; `confined` is true if it
+    provides all. The worker and its descendants end when the reward is closed, when it exceeds its time-out, and when
+    the thread that opened it ends. The function must return the same scores for the same call; therefore Python's and
+    numpy's global generators are seeded from the call.
 
     Args:
         path: the source file, or a folder that is the reward.
-        entry: `function`, `file.py:function` or `file.py:`; without a function name it is `score`, `compute_score` or
-            the only public function; without a file name a folder must hold `reward.py` or one Python file.
+        entry: `function`, `file.py:function` or `file.py:`. Without a function name, the function is `score`,
+            `compute_score` or the only public function; without a file name, a folder must have `reward.py` or one
+            Python file.
         timeout: seconds for each request.
-        dialect: one of `DIALECTS` where the parameter names are ambiguous; `auto` reads them.
-        name: its name in errors, e.g. `reward:exact@1`.
-        source: the file's original name for error messages, when `path` is a blob named by its digest.
-        hidden: folders that the reward finds empty, wherever they are, such as the workspace.
+        dialect: a name from `DIALECTS` if the parameter names are ambiguous; `auto` determines the dialect from them.
+        name: the reward's name in errors, e.g. `reward:exact@1`.
+        source: the file's original name for error messages, if `path` is a blob named by its digest.
+        hidden: folders that are empty for the reward, such as the workspace.
         provision: files, hosts and secrets that the run declares.
-        confined: refuse to run its code where the kernel cannot confine it.
+        confined: whether to reject the reward if the kernel cannot confine it completely.
 
     Raises:
-        InputError: no such file or function, not Python, parameters of no dialect, an unknown dialect; not confined.
-        RewardError: its code raises or hangs while it is imported.
-        InfrastructureError: its process is repeatedly killed from outside.
+        InputError: the file or function does not exist; the file is not Python; the dialect is unknown, or none has
+            these parameters; the reward is not confined.
+        RewardError: the reward's code raises or hangs while it is imported.
+        InfrastructureError: the process is repeatedly killed from outside.
     """
     return ProcessReward(path, entry, timeout, dialect or "auto", name, source, hidden, provision, confined)
 
 
 @final
 class ParallelReward:
-    """A `RewardFunction` over equal functions, each in its own process.
+    """A `RewardFunction` of equal functions, each in a separate process.
 
-    Completions of one prompt stay together, because a function may compare them. Which *other* prompts a function gets
-    depends on the number of processes, so a score must not depend on them.
+    Completions of one prompt stay together, because a function may compare them. The number of processes determines
+    which *other* prompts a function gets, so a score must not depend on them.
 
     Args:
         functions: at least one; closed with this object.
@@ -357,7 +359,7 @@ class ParallelReward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for a person, of one process."""
+        """Notes for users, of one process."""
         return self._functions[0].notes
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
@@ -397,11 +399,11 @@ class ParallelReward:
 
 @final
 class WeightedReward:
-    """A `RewardFunction` over several; each scores every completion, one function after another.
+    """A weighted sum of several reward functions; each scores every completion, one function after another.
 
-    A completion on which a function fails has no score, whatever the others return. A function that returns `None` adds
-    nothing, as in TRL; where all return `None` there is no score. The sum is rounded once (`math.fsum`), so the written
-    order is irrelevant, and a single reward with weight 1 scores as it does alone, bit for bit.
+    A completion on which any function fails has no score. A function that returns `None` adds nothing, as in TRL; if
+    all return `None` there is no score. The sum is rounded once (`math.fsum`), so the order is irrelevant, and a single
+    reward with weight 1 scores as it does alone, bit for bit.
 
     Args:
         parts: name → weight and function; at least one; closed with this object.
@@ -412,7 +414,7 @@ class WeightedReward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for a person, of all functions, each line once."""
+        """Notes for users, of all functions, each line once."""
         return tuple(dict.fromkeys(note for _, function in self._parts.values() for note in function.notes))
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:

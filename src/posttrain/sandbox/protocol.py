@@ -1,6 +1,6 @@
 """Messages between job and reward worker, and the numbers in a reward's answer.
 
-A message is JSON behind an 8-byte big-endian length, over a socket pair:
+A message is JSON after an 8-byte big-endian length, over a socket pair:
 
 ::
 
@@ -11,15 +11,15 @@ A message is JSON behind an 8-byte big-endian length, over a socket pair:
     answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
-The reward's code can write to the socket too, so the job trusts no message: an answer is bounded in bytes, must have
-one of these shapes, and carries the id of the request; any other answer is malformed, and ends the worker. In addition
-to the socket the two share eight bytes, in which the worker writes the completion that it is at: the cause when it dies
-or hangs.
+The reward's code can also write to the socket, so the job trusts no message: an answer is bounded in bytes, must have
+one of these shapes and the id of the request; any other answer is malformed, and ends the worker. Job and worker also
+share eight bytes, in which the worker writes the number of the completion being scored: this one is the cause if the
+worker dies or hangs.
 
-The answer of a reward's code for one completion is reduced to numbers: its score, components, and the tokens that
-earned it.
+A reward's answer for one completion is reduced to numbers: score, components, and the tokens at which the score was
+earned.
 
-Standard library only: this runs inside the reward worker, and in part again in the job, which trusts no worker.
+Standard library only: this runs in the reward worker, and in part again in the job, which trusts no worker.
 """
 
 import json
@@ -36,7 +36,7 @@ TURNS, TOKENS = "turn_scores", "token_scores"
 OWN = ("score", TURNS, TOKENS)  # keys of a mapping; its other numbers are components
 MAX_COMPONENTS = 64
 MAX_PLACES = 2**16  # tokens of one completion with a score
-MOST = 1e30  # maximum of a score: with the largest weights it fits float32
+MOST = 1e30  # maximum of a score; with the largest weights it fits float32
 _LAST = 10**7  # maximum token index of a response of unknown length
 Spans = Sequence[Sequence[int]]  # [first token, end) of every turn; empty: one turn of unknown length
 MAX_REQUEST = 256 * 2**20  # bytes
@@ -60,7 +60,7 @@ def plain(answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
         spans: the token spans of its turns.
 
     Raises:
-        AnswerError: another type, not finite, or a place at which no score can be earned.
+        AnswerError: a value has a wrong type, is not finite, or is at a place at which no score can be earned.
     """
     components: dict[str, float] = {}
     at: dict[int, float] = {}
@@ -88,7 +88,7 @@ def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
         sampled: [r] whether the policy sampled each token.
 
     Raises:
-        AnswerError: a token outside the response, or one that the policy did not sample.
+        AnswerError: a token is outside the response, or was not sampled by the policy.
     """
     for token in at:
         if not 0 <= token < len(sampled):
@@ -121,7 +121,7 @@ def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict
 
 
 def _by_turn(given: Any, subject: str, spans: Spans) -> list[tuple[int | None, float]]:
-    """Return the last token of each turn and its score; for a single turn no token: all of it counts at the end."""
+    """Return the last token of each turn and its score; nothing for a single turn, whose score counts at the end."""
     scores, turns = given.tolist() if hasattr(given, "tolist") else given, max(len(spans), 1)
     if not isinstance(scores, list | tuple):
         raise AnswerError(f"{TURNS} as a list of numbers for {subject}, got {type(scores).__name__}")
@@ -164,7 +164,7 @@ def _finite(name: str, given: Any, subject: str) -> float:
 
 
 def _number_of(value: Any) -> float | None:
-    """Return a Python float for any real scalar, including numpy's and torch's; None for everything else."""
+    """Return a Python float for any real scalar, including numpy's and torch's; None for other values."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
         value = value.item()
     try:
@@ -178,7 +178,7 @@ class MalformedError(Exception):
 
 
 class Channel(Protocol):
-    """The two methods of a connected socket that messages need."""
+    """The methods of a connected socket that are needed for messages."""
 
     def sendall(self, data: bytes, /) -> None:
         """Write everything."""
@@ -205,7 +205,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer for one completion: a score, or one line of error."""
+    """The answer for one completion: a score, or an error line."""
 
     at: int
     score: float | None
@@ -237,8 +237,8 @@ class Fault:
 class Redactor:
     """Replaces the values of secrets by their names, in the output and the answers of a reward.
 
-    It finds a value as it is, with its whitespace collapsed, each of its longer lines, and any of these as JSON, as
-    `repr` and as JSON of `repr`, in either quotes.
+    It finds the value, the value with collapsed whitespace, each of its longer lines, and any of these as JSON, as
+    `repr` and as JSON of `repr`, with either kind of quotes.
     """
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
@@ -276,7 +276,7 @@ def send(channel: Channel, value: Any) -> None:
 
 
 def send_answers(channel: Channel, request: int, answers: Iterator[Mapping[str, Any]], seconds: float = 0.02) -> None:
-    """Write answers as they arrive, those of about `seconds` in one message."""
+    """Write answers as they arrive; answers within about `seconds` share a message."""
     held: list[bytes] = []
     size, due = 0, time.monotonic() + seconds
     try:
@@ -300,8 +300,8 @@ def receive_request(channel: Channel) -> Any:
     """Read one request.
 
     Raises:
-        EOFError: the other end closed.
-        ValueError: too long, or not JSON.
+        EOFError: the other end was closed.
+        ValueError: the request is too long, or not JSON.
     """
     return json.loads(_frame(channel, MAX_REQUEST))
 
@@ -310,11 +310,11 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
     """Read one answer to the request `expected`.
 
     Args:
-        clean: applied to its bytes before they are parsed.
+        clean: applied to the bytes before they are parsed.
 
     Raises:
-        EOFError: the other end closed.
-        MalformedError: too long, not JSON, of no known shape, or an answer to another request.
+        EOFError: the other end was closed.
+        MalformedError: the answer is too long, is not JSON, has an unknown shape, or answers a different request.
     """
     try:
         value = json.loads(clean(_frame(channel, MAX_ANSWER)))

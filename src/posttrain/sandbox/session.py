@@ -1,9 +1,8 @@
-"""One worker process of a reward from start to end, the layout of its cell, and the folder of an open reward.
+"""One worker process of a reward, the layout of its cell, and the folder of an open reward.
 
-Messages have deadlines. The job determines the layout before the cell exists.
-
-The layout is the part of this machine that a reward may see. When a job is killed, its keeper removes the folder of its
-open reward; failing that, the next reward does.
+Messages have deadlines. The job determines the layout, which is the part of this machine that a reward may read, before
+the cell exists. If a job is killed, its keeper removes the folder of its open reward; if the keeper cannot, the next
+reward removes it.
 """
 
 import fcntl
@@ -39,20 +38,20 @@ LIMITS: Mapping[str, int] = {
     "RLIMIT_FSIZE": 2**30,  # bytes per file written
     "RLIMIT_NOFILE": 256,
 }
-MEMORY = 8 * 2**30  # bytes of all its processes together, but at most half of the machine's
+MEMORY = 8 * 2**30  # bytes of all processes together, at most half of the machine's memory
 PROCESSES = 256  # processes and threads that the reward may have
 SCRATCH = 2**30  # bytes that it may write
-LOOPBACK = "127.0.0.1"  # of the job's machine, where a reward declares it; it has no hostname
+LOOPBACK = "127.0.0.1"  # the job's machine, if a reward declares it; it has no hostname
 _PACKAGE = Path(__file__).resolve().parents[2]  # the folder of the package posttrain, which contains the worker
 PREFIX = "posttrain-cell-"
-END_TIMEOUT = 5.0  # seconds for the keeper to kill the reward's processes, before it is killed itself
+END_TIMEOUT = 5.0  # seconds for the keeper to kill the reward's processes, before the keeper is killed
 START_TIMEOUT = 60.0  # seconds for a worker to start and to confine itself, on a busy machine
 PRINTED = 2**20  # bytes of the reward's output that are copied into the job's log
 _LIMITS = {
     OVER_MEMORY: f"more than {MEMORY / 2**30:g} GiB of memory, or half of the machine's",
     OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
 }
-_NOWHERE = b"\xff" * 8  # the marker before the first completion
+_NOWHERE = b"\xff" * 8  # value of the marker before the first completion
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people, or for lack of memory
 
 
@@ -101,7 +100,7 @@ def lay_out(
         source=str(kit),
         scratch=str(scratch / "work"),
         readable=readable,
-        # a folder that contains something readable is not hidden; the rest of it is invisible in the cell anyway
+        # a folder that contains a readable path is not hidden; its other content is invisible in the cell anyway
         hidden=[
             str(place)
             for place in (folder.resolve() for folder in hidden)
@@ -117,22 +116,22 @@ def lay_out(
 
 
 def source_file(path: Path, file: str = "") -> Path:
-    """Return the reward's source: `path` itself, or the named / `reward.py` / only Python file of the folder `path`.
+    """Return the reward's source file: `path`, or in a folder the named one, `reward.py`, or the only Python file.
 
     Raises:
-        InputError: the file does not exist, or the folder holds several and none is called `reward.py`.
+        InputError: the file does not exist; the folder has several Python files and none is called `reward.py`.
     """
     if path.is_file():
         return path
     if not path.is_dir():
-        raise InputError(f"reward source {path.name} does not exist; give a Python file or a folder that holds one")
+        raise InputError(f"reward source {path.name} does not exist; give a Python file or a folder that contains one")
     return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 
 def _readable() -> list[str]:
-    """Return interpreter, environment, this package, and folders that `.pth` files add to the path; outermost only.
+    """Return the outermost folders of interpreter, environment, this package, and paths that `.pth` files add.
 
-    A folder that contains a home is left out, so modules in it are invisible.
+    A folder that contains a home folder is left out, so modules in it cannot be imported.
     """
     homes = {Path("/"), *Path.home().parents, Path.home()}
     wanted = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
@@ -160,7 +159,7 @@ def _addresses(network: Sequence[str]) -> list[tuple[str, int]]:
 class Scratch:
     """A new temporary folder, locked until it is closed. Folders that no process locks are removed.
 
-    The kernel releases the lock when the process dies, however it dies.
+    The kernel releases the lock when the process dies.
     """
 
     def __init__(self) -> None:
@@ -169,7 +168,7 @@ class Scratch:
             _sweep(left)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            with suppress(FileNotFoundError):  # another process removed it before it was locked: retry
+            with suppress(FileNotFoundError):  # another process removed it before it was locked, so retry
                 self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._held, fcntl.LOCK_SH)
                 if self.path.exists():
@@ -177,7 +176,7 @@ class Scratch:
                 os.close(self._held)
 
     def close(self) -> None:
-        """Remove the folder. A second call does nothing."""
+        """Remove the folder. A second call has no effect."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._held >= 0:
             os.close(self._held)
@@ -199,7 +198,7 @@ def _sweep(folder: Path) -> None:
 
 
 class EndedError(Exception):
-    """The worker has ended; the message states how, `killed` whether it was killed from outside."""
+    """The worker has ended; the message gives the cause, `killed` whether it was killed from outside."""
 
     def __init__(self, message: str, killed: bool) -> None:
         super().__init__(message)
@@ -207,15 +206,15 @@ class EndedError(Exception):
 
 
 class LateError(Exception):
-    """The deadline passed; the worker is killed."""
+    """The deadline has passed, and the worker was killed."""
 
 
 class NotConfinedError(Exception):
-    """The worker did not report its confinement: the machine is too busy, or something is broken."""
+    """The worker did not report its confinement in time, e.g. because the machine is too busy."""
 
 
 class Log:
-    """The remaining output of a reward that the job's log takes, over all its workers."""
+    """Copies the output of all of a reward's workers to the job's log, up to a limit."""
 
     def __init__(self) -> None:
         self.left, self.dropped = PRINTED, 0
@@ -227,7 +226,7 @@ class Log:
         self.left -= min(len(chunk), self.left)
 
     def end(self) -> None:
-        """Report the bytes that were left out."""
+        """Report the number of bytes left out."""
         if self.dropped:
             os.write(2, f"\n[{self.dropped} more bytes of the reward's output were dropped]\n".encode())
         self.dropped = 0
@@ -239,11 +238,12 @@ class Session:
     Args:
         plan: of its cell.
         network: declared hosts, one per port of the plan.
-        log: where its output goes.
-        secrets: variable → value, for its environment; redacted in its output and answers.
+        log: receives the worker's output.
+        secrets: variable → value, for the worker's environment; redacted in its output and answers.
 
     Raises:
-        NotConfinedError: it was not confined in time. EndedError: it was killed before.
+        NotConfinedError: the worker was not confined in time.
+        EndedError: the worker was killed earlier.
     """
 
     def __init__(
@@ -281,8 +281,10 @@ class Session:
         """Send a request; yield its answers, including the final message.
 
         Raises:
-            LateError: it took longer than `seconds` in total. EndedError: the worker ended.
-            protocol.MalformedError: a malformed answer. ValueError, TypeError: the request is not JSON.
+            LateError: the answers took longer than `seconds` in total.
+            EndedError: the worker has ended.
+            protocol.MalformedError: an answer is malformed.
+            ValueError, TypeError: the request is not JSON.
         """
         self._last += 1
         self._marker[:] = _NOWHERE
@@ -297,7 +299,7 @@ class Session:
 
     @property
     def at(self) -> int:
-        """The completion that the worker reports to be at, of a function that scores one after another."""
+        """The completion that the worker is scoring, by its marker, for functions that score one at a time."""
         return int.from_bytes(self._marker[:], "big")
 
     def close(self) -> None:
@@ -312,7 +314,7 @@ class Session:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._printed.join(END_TIMEOUT)  # its whole output is in the log before other lines
+        self._printed.join(END_TIMEOUT)  # writes the whole output before other lines
 
     def _receive(self, moment: float) -> protocol.Message:
         with self._faults():
@@ -334,7 +336,7 @@ class Session:
             raise LateError from None
         except (EOFError, OSError):  # or another thread closed the socket
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT)  # let it exit first, so that the exit code is its own
+                self._process.wait(END_TIMEOUT)  # wait, so that the exit code is the worker's
             self.close()
             raise self._ending() from None
 
@@ -342,7 +344,7 @@ class Session:
         code = self._process.returncode or 0
         if code in _LIMITS:
             return EndedError(f"used {_LIMITS[code]} and was killed", killed=False)
-        number = -code if code < 0 else code - 128  # the keeper exits as shells do
+        number = -code if code < 0 else code - 128  # the keeper's exit codes are those of shells
         how = f"signal {number}" if number > 0 else f"exit code {code}"
         return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in _OUTSIDE)
 
@@ -385,14 +387,14 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
         "TMPDIR": plan.scratch,
         "LANG": "C.UTF-8",
         "PYTHONPATH": str(worker.PACKAGES),
-        "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ between runs
+        "PYTHONHASHSEED": "0",  # sets of strings must have the same order in every run
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
     cell = json.dumps(asdict(plan))
     command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), str(shared), cell]
-    command += [str(os.getpid()), *secrets]  # their names: the worker redacts their values in its answers
+    command += [str(os.getpid()), *secrets]  # names only; the worker redacts the values
     try:
         with theirs:
             process = subprocess.Popen(
@@ -413,7 +415,7 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
 
 
 def _copy(output: int, log: Log, clean: protocol.Redactor) -> None:
-    """Copy the reward's output to stderr up to a limit; read beyond it, so the reward never blocks."""
+    """Copy the reward's output to stderr up to a limit; read the rest as well, so that the reward never blocks."""
     with suppress(OSError):
         rest = b""
         while chunk := os.read(output, 1 << 16):

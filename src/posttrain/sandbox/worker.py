@@ -1,10 +1,10 @@
 """The process in which a reward's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
 
-Standard library only, so that it starts in tens of milliseconds and holds nothing worth stealing. It first enters its
-cell (`sandbox.cell`) and reports it, then runs one loop: read a request from the socket `FD`, run the function, answer
-(`sandbox.protocol`). It waits only for its parent; the parent waits with a deadline and closes the cell when it passes.
-When the parent dies the cell closes by itself. The reward's output goes to stderr, which the job copies into its log up
-to a limit.
+The worker uses only the standard library, so it starts in tens of milliseconds and has no data worth stealing. It first
+enters its cell (`sandbox.cell`) and reports that, then runs a loop: read a request from the socket `FD`, run the
+function, answer (`sandbox.protocol`). It waits only for its parent; the parent waits with a deadline, after which it
+closes the cell. The cell also closes when the parent dies. The reward's output goes to stderr, which the job copies
+into its log up to a limit.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _SECRETS: dict[str, str] = {}  # variable → value, read before the reward's co
 
 
 class ReportedError(Exception):
-    """An error to report to the job: `kind` load | raised | answer, and one line."""
+    """An error to report to the job: `kind` is load, raised or answer, the text is one line."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -54,10 +54,10 @@ def load(path: Path) -> ModuleType:
     """Execute a reward's source file.
 
     Raises:
-        ReportedError: it cannot be read or parsed, or raises while it is imported.
+        ReportedError: the file cannot be read or parsed, or raises while it is imported.
     """
-    sys.path.insert(0, str(path.parent))  # its own sibling modules
-    loader = importlib.machinery.SourceFileLoader("posttrain_reward", str(path))  # a file without suffix loads too
+    sys.path.insert(0, str(path.parent))  # for modules next to the file
+    loader = importlib.machinery.SourceFileLoader("posttrain_reward", str(path))  # also loads a file without a suffix
     spec = importlib.util.spec_from_loader(loader.name, loader)
     if spec is None:
         raise ReportedError("load", f"{path.name} cannot be loaded as a Python module")
@@ -75,11 +75,12 @@ def load(path: Path) -> ModuleType:
 
 
 def try_import(path: Path, entry: str) -> None:
-    """Execute a dataflow's source, which a job would import outside of a cell: an `OSError` for files or hosts that are
-    missing here is ignored.
+    """Execute a dataflow's source.
+
+    A job imports it outside of a cell, so an `OSError` for files or hosts that are missing here is ignored.
 
     Raises:
-        ReportedError: it cannot be imported, or lacks the entry.
+        ReportedError: the module cannot be imported, or lacks the entry.
     """
     try:
         module = load(path)
@@ -92,12 +93,12 @@ def try_import(path: Path, entry: str) -> None:
 
 
 def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
-    """Return the function of a reward's entry, and its dialect where it is certain (`sandbox.dialects`).
+    """Return the function of a reward's entry, and its dialect if it is certain (`sandbox.dialects`).
 
-    Without a name it is `score`, `compute_score`, or the only public function.
+    Without a name, the function is `score`, `compute_score`, or the only public function.
 
     Raises:
-        ReportedError: no such function, or creating it raises.
+        ReportedError: the function does not exist, or its creation raises.
     """
     own = [
         name
@@ -124,7 +125,7 @@ def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[C
 
 
 def place(error: BaseException, path: Path) -> str:
-    """Return `file:line` of the innermost frame in the reward's own folder."""
+    """Return `file:line` of the innermost frame in the reward's folder."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).parent == path.parent:
             return f"{Path(frame.filename).name}:{frame.lineno}"
@@ -149,7 +150,7 @@ def _without_secrets(value: Any) -> Any:
 
 
 class Scorer:
-    """A loaded reward function and its call."""
+    """Calls a loaded reward function."""
 
     def __init__(self, path: Path, entry: str | None, dialect: str | None, marker: mmap.mmap) -> None:
         self.path, self.marker = path, marker
@@ -165,7 +166,7 @@ class Scorer:
 
     @property
     def where(self) -> str:
-        """`file.py:12 (score)`: the line of its definition."""
+        """The line of the function's definition: `file.py:12 (score)`."""
         function = inspect.unwrap(self.function)
         code = getattr(getattr(function, "func", function), "__code__", None)
         line = f":{code.co_firstlineno}" if code else ""
@@ -175,7 +176,7 @@ class Scorer:
         """Yield one answer for every completion of the call, in order, as soon as it is available.
 
         Raises:
-            ReportedError: a batched function raised or returned no list of this length; a parameter without a value.
+            ReportedError: a batched function raised, or did not return a list of this length; a parameter has no value.
         """
         SEEDS.sow(json.dumps([call[name] for name in ("prompts", "completions", "at")]))
         if self.dialect in BATCHED:
@@ -212,7 +213,7 @@ class Scorer:
             yield {"at": number, **answer}
 
     def run(self, offered: dict[str, Any], subject: str) -> Any:
-        """Call the function; await its result where it is asynchronous."""
+        """Call the function; await its result if it is asynchronous."""
         try:
             arguments = self.binder.bind(offered)
         except SignatureError as error:
@@ -235,7 +236,7 @@ class Scorer:
         return list(answer)
 
     def checked(self, answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
-        """Return `plain` of an untrusted answer, whose methods are the reward's code too."""
+        """Return `plain` of an untrusted answer, whose methods are also the reward's code."""
         try:
             if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
                 answer = answer[0]  # as in verl: the rest is for its own log
@@ -249,7 +250,7 @@ class Scorer:
 
 
 def _spans(call: Mapping[str, Any], index: int) -> Spans:
-    """Return the token spans of a completion's turns; empty, one turn of unknown length, without token ids."""
+    """Return the token spans of a completion's turns; without token ids empty: one turn of unknown length."""
     told, ids = call.get("turn_spans"), call.get("completion_ids")
     if told is not None:
         found: Spans = told[index]
@@ -262,13 +263,13 @@ async def _awaited(answer: Any) -> Any:
 
 
 class Seeds(importlib.abc.MetaPathFinder):
-    """The seed of the global generators, also for numpy imported in the middle of a call."""
+    """Seeds the global generators, also those of a numpy that is imported during a call."""
 
     def __init__(self) -> None:
         self.now = 0
 
     def sow(self, scored: str) -> None:
-        """Seed from the scored text, so that a resumed run draws the same numbers."""
+        """Seed the generators from the scored text, so that a resumed run draws the same numbers."""
         self.now = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
         random.seed(self.now)
         numpy = sys.modules.get("numpy.random")
@@ -345,7 +346,7 @@ def _own(answers: Iterator[dict[str, Any]], own: int) -> Iterator[dict[str, Any]
 
 
 def _leave_forks(own: int) -> None:
-    """Exit in a process that the reward forked and that returned here: it must not answer too."""
+    """Exit if this is a process that the reward forked, which must not answer."""
     if os.getpid() != own:
         os._exit(0)
 

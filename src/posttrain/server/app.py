@@ -68,7 +68,7 @@ from posttrain.store.operations import Begun
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
-_AWAY = "5"  # seconds after which to retry when store or database do not answer
+_AWAY = "5"  # seconds after which clients should retry if store or database does not answer
 _UNAVAILABLE = [problem(one)["type"] for one in (UnavailableError(), LedgerUnavailableError())]
 _SPOKEN = ", ".join(map(str, API_VERSIONS))
 
@@ -94,7 +94,7 @@ def build(server: Server) -> FastAPI:
 
 
 def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-    light = READ if operation.unsafe else LOOK  # looks never delay a stop
+    light = READ if operation.unsafe else LOOK  # a separate lane, so looks never delay a stop
 
     async def answer(request: Request) -> Response:
         # before the body is read: a request without permission takes no worker and no key
@@ -153,7 +153,7 @@ def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | No
     """Return the operation that another server carries out for the same request; None: no server does.
 
     Raises:
-        InputError: it carries out another request with the same key.
+        InputError: the other server carries out a different request with the same key.
     """
     if server.running.carries_out(number):
         return None
@@ -181,7 +181,7 @@ def _asked(
 
 
 class _Around:
-    """Adds request id and versions to every answer, and turns every error into a problem document."""
+    """Adds request id and versions to every answer, and converts every error to a problem document."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -209,7 +209,7 @@ class _Around:
             await self._app(scope, timely(receive), named)
         except Exception as error:
             if begun:  # an answer has begun and cannot be changed: the connection ends
-                log.exception("an answer broke off", extra=facts(request=request.state.id, verb=verb_of(scope)))
+                log.exception("an answer ended early", extra=facts(request=request.state.id, verb=verb_of(scope)))
                 raise
             await _problem(request, error)(scope, receive, named)
 
@@ -232,7 +232,7 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     """Answer a request that no route handles."""
     if getattr(error, "status_code", 500) == _OTHER_METHOD:
         document = problem(
-            InputError(f"{request.method} is not what this path takes; see docs/api.md"),
+            InputError(f"{request.method} is not a method of this path; see docs/api.md"),
             request.state.id,
             _OTHER_METHOD,
         )
@@ -245,8 +245,8 @@ def _refuse_other_version(request: Request) -> None:
     if found and int(found[1]) not in API_VERSIONS:
         which = "old" if int(found[1]) < min(API_VERSIONS) else "new"
         raise ApiVersionError(
-            f"this server speaks version {_SPOKEN} of the API, and was asked in version {found[1]} by a client that is "
-            f"too {which}; install Posttrain {__version__}, which it has itself"
+            f"this server has version {_SPOKEN} of the API, and the client is too {which}: it requested version "
+            f"{found[1]}; install Posttrain {__version__}, the server's version"
         )
 
 
@@ -299,7 +299,7 @@ async def _version() -> Response:
     return JSONResponse({"version": __version__, "api": list(API_VERSIONS)})
 
 
-_PLACES: Mapping[str, Callable[..., Awaitable[Response]]] = {  # in addition to the verbs'
+_PLACES: Mapping[str, Callable[..., Awaitable[Response]]] = {  # handlers in addition to those of verbs
     "/healthz": _healthy,
     "/readyz": _ready,
     "/metrics": _metrics,

@@ -1,7 +1,8 @@
-"""The access of running jobs to a server: the bytes of their inputs, and the objects of their channel if a store has
-it; as long as their attempt lives, and nothing else.
+"""The access of running jobs to a server, while their attempt lives.
 
-A job shows its attempt's token. No verb accepts it, and these paths accept no token of a person.
+A job may read the bytes of its inputs and, if its mailbox is in an object store, access the mailbox's objects.
+
+A job sends its attempt's token. No verb accepts this token, and these paths accept no token of a person.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
 _KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
-MOST_PUT = 64 << 30  # bytes of all that an attempt puts into its channel, replaced and deleted objects included
-LEAST_COUNTED = 4 << 10  # the least bytes that an object counts as
+MOST_PUT = 64 << 30  # bytes that an attempt may put into its mailbox in total, including replaced and deleted objects
+LEAST_COUNTED = 4 << 10  # the minimum of bytes that are counted for an object
 _SCHEME = "bearer "
 _DIGITS = 16  # of a size
-_MOST = 256  # attempts whose inputs are kept in memory
+_MOST = 256  # attempts whose inputs are cached in memory
 _UNKEPT = {"cache-control": "no-store"}
 
 
@@ -56,7 +57,7 @@ class Granting:
 
     Args:
         root: the workspace's folder.
-        host: the host whose attempts it renews; None: the ledger has one host.
+        host: the host whose attempts' grants are renewed; None: the ledger has one host.
     """
 
     def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
@@ -69,7 +70,7 @@ class Granting:
         """See `control.jobs.Access.give`.
 
         Raises:
-            InfrastructureError: the server's address is not known yet.
+            InfrastructureError: the server has not recorded its address yet.
         """
         url, certificate = self._server()
         secret = PREFIX + secrets.token_urlsafe(32)
@@ -77,16 +78,16 @@ class Granting:
         JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
     def keep(self) -> None:
-        """Renew the grants of living jobs when due, and write the server's current address into their folders.
+        """Renew the grants of living jobs that are due, and write the server's current address into their folders.
 
         Raises:
-            PosttrainError: ledger or server are away; call again later.
+            PosttrainError: ledger or server is unreachable; call again later.
         """
         if time.monotonic() - self._renewed < RENEW_SECONDS:
             return
         place = self._server()
         folders = set(self._grants.renew(self._host))
-        self._renewed = time.monotonic()  # whatever the folders contain: jobs write there
+        self._renewed = time.monotonic()  # set before the folders are read, since jobs may write there
         self._damaged &= folders
         self._told = {name: told for name, told in self._told.items() if name in folders}
         for name in sorted(folders):
@@ -115,7 +116,7 @@ class Granting:
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """Add the routes: GET and HEAD of an input; GET, PUT and DELETE of channel objects, and GET of their numbers."""
+    """Add the routes: GET and HEAD of an input; GET, PUT and DELETE of mailbox objects, and GET of their numbers."""
     all_of = _Jobs(server.workspace, server.limits)
     channel = "/v1/attempt/channel/{key:path}"
     app.add_api_route(channel, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
@@ -143,7 +144,7 @@ class _Jobs:
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def talk(self, request: Request) -> Response:
-        """Answer a request to the channel; the channel and the room for a body are checked before the body is read."""
+        """Answer a request to the mailbox; mailbox and the room for a body are checked before the body is read."""
         who, secret = await in_thread(READ, self._granted, request)
         await in_thread(UPLOAD, self._objects, who)
         key = request.path_params["key"]
@@ -162,7 +163,7 @@ class _Jobs:
         found = self._grants.known(digest) if secret.startswith(PREFIX) else None
         if found is None:
             raise AuthenticationError(
-                "this is not the token of a running attempt; the attempt has ended, or is another one"
+                "the token is not that of a running attempt: the attempt has ended, or the token is for another one"
             )
         request.state.granted = found
         return found, digest
@@ -175,7 +176,7 @@ class _Jobs:
     def _objects(self, who: Granted) -> MailboxObjects:
         url = self._workspace.jobs.folders.mailbox_of(who.run_id, who.stage, who.number)
         if not url:
-            raise NotFoundError("the channel of this attempt is its folder")
+            raise NotFoundError("the mailbox of this attempt is its folder")
         return object_store(url)
 
     def _talked(self, request: Request, who: Granted, secret: str, body: bytes) -> Response:
@@ -198,13 +199,13 @@ class _Jobs:
 
 
 def _size(request: Request, most: int) -> int:
-    """Return the bytes that a body will take here, by its header; the maximum without one."""
+    """Return the bytes that a body will take here, by its header; without the header, the maximum."""
     said = request.headers.get("content-length", "0" if "transfer-encoding" not in request.headers else "")
     return min(int(said), most) if said.isascii() and said.isdecimal() and len(said) < _DIGITS else most
 
 
 def _reached(workspace: OpenWorkspace, who: Granted) -> frozenset[str]:
-    """Return the digests that the inputs of an attempt reach, those of the files of trees included."""
+    """Return the digests that the inputs of an attempt reach, including those of the files in trees."""
     seen = workspace.seen_by(workspace.actor, who.project, "job")
     [stage] = [one for one in seen.ledger.stages(who.run_id) if one.name == who.stage]
     named: list[Any] = [*stage.inputs.values(), *([{"digest": who.resume, "form": "tree"}] if who.resume else [])]

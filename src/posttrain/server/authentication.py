@@ -1,6 +1,6 @@
-"""Authentication of a server's callers: a `Control` over one project by the asker's role, and calls of its verbs.
+"""Authentication of a server's callers, `Control` over one project by the asker's role, and calls of its verbs.
 
-Watchers of runs are kept between requests: of a job's reports only new ones are read.
+Watchers of runs are retained between requests, so only new reports of a job are read.
 
 A call converts the sent values to arguments, and a verb's answer to JSON and pages. A verb's declaration decides the
 rest: files that it writes are put into the store, items that it streams are sent one by one, and lists are answered in
@@ -62,9 +62,9 @@ from posttrain.views.status import RunStatus, RunWatcher
 from posttrain.workspace.settings import OpenWorkspace
 
 MOST = 256  # runs
-_SHARED = 0.4  # seconds that one read serves everyone who watches
+_SHARED = 0.4  # seconds for which one read serves all watchers of a run
 _SCHEME = "bearer "
-_NAMES, _NAMED_SECONDS = 10_000, 60.0  # kept, so that a line of the log costs no statement
+_NAMES, _NAMED_SECONDS = 10_000, 60.0  # cached names and seconds, so a line of the log costs no statement
 ASKED, ANSWER, PROGRESS = "asked", "answer", "progress"
 Told = Callable[[str, Any], None]  # kind and value
 _TOLD: ContextVar[Told | None] = ContextVar("posttrain_told", default=None)
@@ -94,8 +94,8 @@ class Watchers:
         """Return the status of a run.
 
         Args:
-            workspace: as the asker sees it.
-            age: seconds that another request's read may be old.
+            workspace: the workspace of the asker's project.
+            age: maximum age, in seconds, of another request's read to reuse.
 
         Raises:
             NotFoundError: there is no such run in the project.
@@ -110,7 +110,7 @@ class Watchers:
             if known.status is None or time.monotonic() - known.at >= age:
                 known.status, known.at = known.watcher.read(), time.monotonic()
             status = known.status
-        with self._lock:  # only runs that exist are kept
+        with self._lock:  # only existing runs are cached
             self._known.setdefault(key, known)
             while len(self._known) > MOST:
                 self._known.popitem(last=False)
@@ -118,7 +118,7 @@ class Watchers:
 
 
 class Looking:
-    """Implements `Runs.watcher` over shared watchers: many clients of a run cost what one does."""
+    """Implements `Runs.watcher` over shared watchers: many clients of a run cost the same as one."""
 
     def __init__(self, watchers: Watchers, workspace: OpenWorkspace, run_id: str) -> None:
         self._watchers, self._workspace, self._run_id = watchers, workspace, run_id
@@ -136,7 +136,7 @@ class Asker:
     project: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON for a worker."""
+        """Return the asker as JSON for a worker."""
         return {**asdict(self.identity), "in": self.project}
 
     @classmethod
@@ -146,7 +146,7 @@ class Asker:
 
 
 class _Kept(Local):
-    """Reads runs by kept watchers."""
+    """Reads runs by cached watchers."""
 
     def __init__(self, workspace: Workspace, watchers: Watchers) -> None:
         super().__init__(workspace)
@@ -176,7 +176,7 @@ def _driven(control: Control, run_id: str) -> RunDriver:
 
 
 class Authentication:
-    """Admits principals by their tokens, and users who may read the workspace's folder by its key.
+    """Identifies principals by their tokens, and the workspace's own user by a key in the workspace's folder.
 
     Args:
         key: identifies its bearer as the workspace's own user; empty: there is no key.
@@ -185,7 +185,7 @@ class Authentication:
     def __init__(self, workspace: Workspace, key: str = "") -> None:
         self._workspace, self._key = workspace, key
         self._tokens = TokenAuthenticator(workspace.ledger)
-        self._projects: set[str] = set()  # that are known to exist; none is ever removed
+        self._projects: set[str] = set()  # existing projects; projects are never removed
         self._lock = threading.Lock()
         self._watchers = Watchers()
         self._names: dict[str, tuple[str, float]] = {}  # principal → pseudonymous id, valid until
@@ -197,7 +197,9 @@ class Authentication:
             AuthenticationError: the header does not identify a principal.
         """
         if not header.lower().startswith(_SCHEME):
-            raise AuthenticationError("a request must show a token (Authorization: Bearer …); posttrain login URL")
+            raise AuthenticationError(
+                "a request must have a token (Authorization: Bearer …); log in with posttrain login URL"
+            )
         proof = header[len(_SCHEME) :].strip()
         if self._key and hmac.compare_digest(proof.encode(), self._key.encode()):
             return Identity(self._workspace.actor, OS)
@@ -214,7 +216,7 @@ class Authentication:
 
         Raises:
             NotFoundError: there is no such project, or the asker has no role there.
-            AccessError: they have a role there, but their token is for another project.
+            AccessError: the asker has a role there, but their token is for another project.
         """
         scopes = asker.identity.scopes
         if scopes is not None and asker.project not in scopes:
@@ -236,11 +238,11 @@ class Authentication:
         return self._roles(identity.principal)
 
     def ledger(self, asker: Asker) -> Ledger:
-        """Return the ledger of their project."""
+        """Return the ledger of the asker's project."""
         return self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth).ledger
 
     def known_as(self, asker: Asker) -> str:
-        """Return their pseudonymous id for the log, at most `_NAMED_SECONDS` old."""
+        """Return the asker's pseudonymous id for the log, at most `_NAMED_SECONDS` old."""
         name, now = asker.identity.principal, time.monotonic()
         known = self._names.get(name)
         if known is None or known[1] < now:
@@ -251,17 +253,17 @@ class Authentication:
         return known[0]
 
     def may_name(self, asker: Asker) -> bool:
-        """Return whether the project exists and the token's scopes include it; else its name is unverified input."""
+        """Return whether the asker's project exists and their token covers it; if not, its name is unverified input."""
         scopes = asker.identity.scopes
         return (scopes is None or asker.project in scopes) and asker.project in self._projects
 
     def principal(self, asker: Asker) -> str:
-        """Return their pseudonymous id; for a principal without one, the authenticator's name."""
+        """Return the asker's pseudonymous id; for a principal without one, the authenticator's name."""
         with self._workspace.ledger.snapshot() as now:
             return now.principal_of(asker.identity.principal) or asker.identity.auth
 
     def _elsewhere(self, identity: Identity, project: str) -> PosttrainError:
-        """Return the error for a token of another project; it does not reveal a project without a role for them."""
+        """Return the error for a token of another project; it reveals no project in which the caller has no role."""
         of = ", ".join(self.projects(identity)) or "no project"
         if project in self._roles(identity.principal):
             return AccessError(
@@ -307,7 +309,9 @@ def page(
         try:
             rest = [one for one in whole if behind is None or key(one) > behind]
         except TypeError as error:
-            raise CursorError("cursor must be the `next` of the page before; ask without one for the first") from error
+            raise CursorError(
+                "cursor must be the `next` of the previous page; leave it out for the first page"
+            ) from error
         keys = [key(one) for one in rest[:limit]]
         found = dict(rest[: limit + 1]) if isinstance(found, dict) else rest
     items = dict(list(found.items())[:limit]) if isinstance(found, dict) else list(found[:limit])
@@ -316,7 +320,7 @@ def page(
 
 @contextmanager
 def telling(told: Told) -> Iterator[None]:
-    """Send the values of `tell` to this callback inside the block."""
+    """Pass the values of `tell` to this callback inside the block."""
     token = _TOLD.set(told)
     try:
         yield
@@ -342,7 +346,7 @@ def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
 
 
 def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, Any]:
-    """Return an answer with the written files, which are put into the store: the client fetches them by their digests.
+    """Return an answer with the written files, which are put into the store for the client to fetch by digest.
 
     Paths in the answer are relative.
     """
@@ -376,7 +380,7 @@ def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, A
     """Return a verb's arguments, by name and converted to their types.
 
     Raises:
-        InputError: one is missing, unknown, or of another type.
+        InputError: an argument is missing, unknown, or of another type.
     """
     known = operation.parameters
     refuse_unknown(operation.name, sent, known)
@@ -406,8 +410,8 @@ def call(
     """Call a verb with the arguments that `arguments` returned; a list is returned as a page.
 
     Args:
-        bundles: where sent files are written; None: the verb takes none.
-        project: the project of the cursors.
+        bundles: writes the sent files; None: the verb takes no files.
+        project: the project for which cursors are valid.
     """
     if OPERATIONS[verb].paged:
         return page(OPERATIONS[verb], named, project, lambda asked: _call(control, verb, asked, bundles))
@@ -432,7 +436,7 @@ def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundle
         found = getattr(control, verb)(*bound.args, **bound.kwargs)
         if declared.writes:
             if bundles is None:
-                raise PosttrainError("a verb that writes files was asked of the server itself")
+                raise PosttrainError("a verb that writes files was called without a folder for them")
             return _written(declared, found, bundles)
         return _streamed(declared, found) if declared.streams else found
 
@@ -445,7 +449,7 @@ def _laid_down(value: Any, bundles: Bundles | None) -> Any:
     if not isinstance(value, FileRef | RunFile):
         return value
     if bundles is None:
-        raise InputError("this verb takes no files")
+        raise InputError("this verb accepts no files")
     return bundles.lay_down(value)
 
 

@@ -1,7 +1,7 @@
 """Bytes by digest: their state, uploads in pieces, and downloads. An asker sees only the bytes of one project.
 
-Where the store is S3, large files go between it and the client by presigned URLs (`store.direct`), if the client
-requests one: a client that cannot reach the store sends and fetches through the server.
+If the store is S3, large files go between store and client by presigned URLs (`store.direct`), if the client requests
+one. A client that cannot reach the store sends and fetches through the server.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from posttrain.workspace.settings import OpenWorkspace
 _PATH = PREFIX + "/blobs/{digest}"
 _UNKEPT = {"cache-control": "no-store"}
 _MOST_BODY = 1 << 10  # bytes
-_PIECES = 16  # of an upload that may wait to be written
+_PIECES = 16  # pieces of an upload that may wait to be written
 _CHUNK = 1 << 20
 _FULL = 0.01  # seconds between two checks for room
 _DIGITS = 16  # of a size that is a number
@@ -81,7 +81,7 @@ class _Blobs:
         def found() -> int:
             who, seen = self._seen(request, "write_report")
             mine = Uploads(seen)
-            if not mine.given(digest):  # a report's page is public to viewers; weights need the role to export
+            if not mine.given(digest):  # viewers may read pages of reports; weights need the role to export
                 refuse(self._server.authentication.control(who), "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
@@ -90,7 +90,7 @@ class _Blobs:
         size = await in_thread(UPLOAD, found)
         if self._direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
             return RedirectResponse(await in_thread(UPLOAD, self._direct.download, digest), headers=_UNKEPT)
-        headers = {"content-length": str(size)}  # a client detects a truncated answer
+        headers = {"content-length": str(size)}  # with the length, a client detects a truncated answer
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def offer(self, request: Request) -> Response:
@@ -109,7 +109,7 @@ class _Blobs:
             raise InputError("upload: this server's store takes no direct uploads; send it to the server")
 
         def adopted(size: int) -> None:
-            if mine.held(digest):  # a repeat after a lost answer, or another request was quicker
+            if mine.held(digest):  # a repeat after a lost answer, or another request sent the bytes first
                 return
             with self._server.workspace.blobs.holding():
                 direct.adopt(who.project, digest, size)
@@ -143,9 +143,9 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
         async for piece in request.stream():
             for at in range(0, len(piece), _CHUNK):
                 await pieces.put(piece[at : at + _CHUNK])
-    except ClientDisconnect:  # the received bytes are kept
+    except ClientDisconnect:  # the received bytes are retained
         pass
-    except SlowError:  # here, too, before the error is returned
+    except SlowError:  # the received bytes are retained here, too
         await pieces.put(None)
         with suppress(PartSizeError):
             await writer
@@ -164,7 +164,7 @@ class _Pieces:
         self._ended = False
 
     async def put(self, piece: bytes | None) -> None:
-        """Add the next piece; None ends them. It takes no thread, since all threads may wait for these pieces."""
+        """Add the next piece; None: there are no more. It takes no thread, since all threads may wait for pieces."""
         while not self._ended:
             try:
                 self._waiting.put_nowait(piece)
@@ -179,7 +179,7 @@ class _Pieces:
             except queue.Empty as error:
                 self._ended = True
                 raise DeadlineError(
-                    f"upload: no bytes have arrived for {_STALLED:g} s; ask how many are kept, and continue there"
+                    f"upload: no bytes have arrived for {_STALLED:g} s; request the upload's offset and continue there"
                 ) from error
             if piece is None:
                 self._ended = True
@@ -187,7 +187,7 @@ class _Pieces:
                 yield piece
 
     def drain(self) -> None:
-        """Discard unwritten pieces, so that `put` does not block."""
+        """Discard unwritten pieces, so `put` does not block."""
         for _ in self:
             continue
 

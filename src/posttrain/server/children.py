@@ -1,4 +1,4 @@
-"""Starts the server's own processes, driver and workers, and sends them its environment after they close themselves.
+"""Starts the server's processes, driver and workers, and sends them its environment once no other process can read it.
 
 Between exec and `close_to_others` every process of the account, also a job, can read `/proc/PID/environ`. So a child
 starts with the machine's variables and without keys, and receives the whole environment over a socket, which, unlike a
@@ -24,7 +24,7 @@ _READ_AT_START = (
     "LD_",
     "MALLOC_",
     "GLIBC_",
-)  # by interpreter and libc, before anything can be sent
+)  # variables that interpreter and libc read before any can be sent
 
 
 def start(
@@ -34,10 +34,10 @@ def start(
 
     Args:
         descriptor: the child's end of the socket; 0 is its stdin.
-        passed: further descriptors that it inherits; none of them is `descriptor`.
+        passed: further descriptors that the child inherits; none of them is `descriptor`.
 
     Raises:
-        OSError: it cannot be started, or ended immediately.
+        OSError: the process cannot be started, or ended immediately.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -62,7 +62,7 @@ def start(
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the server's environment that a child starts with: no key."""
+    """Return the part of the server's environment with which a child starts: it contains no key."""
     early = {name for name in environment if name.startswith(_READ_AT_START) and not SECRET_NAME.search(name)}
     return of_a_server(environment) | {name: environment[name] for name in early}
 

@@ -3,11 +3,11 @@
 A connection ends when the headers of a request are not complete in time; `server.limits` limits its body. A connection
 by itself identifies no principal, so the oldest connections without an identified request make room for others.
 
-A request about a run whose jobs are on another host of the ledger goes to that host's server. Only it can read the
-reports of a running job. The request is forwarded unchanged, with its token, so the other server answers the asker; a
-server never forwards a forwarded request. Requests go only to addresses that certainly are the host's server: an https
-address, whose certificate proves it, or, on this machine, one whose process is alive. A server that does not answer is
-skipped for a while: then this one answers from the ledger, and reports where logs are.
+A request about a run whose jobs are on another host of the ledger goes to that host's server, which alone can read the
+reports of a running job. The request is forwarded unchanged, with its token, so the other server identifies the asker;
+a server never forwards a forwarded request. Requests go only to addresses that certainly are the host's server: an
+https address, which its certificate proves, or, on this machine, the address of a live process. A server that does not
+answer is skipped for a while: then this server answers from the ledger, and reports the location of logs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from posttrain.store.retries import connected
 
 log = logging.getLogger("posttrain.server")
 OF_ATTEMPTS = "/v1/attempt/"  # paths that a job's token opens
-HEADER_SECONDS = 30.0  # from the beginning of a connection, or the answer before, to the end of a request's headers
+HEADER_SECONDS = 30.0  # from the beginning of a connection, or the last answer, to the end of a request's headers
 MOST = 2048  # connections that are open
-_FILES = 1 << 16  # open files that suffice for any use
-_RESERVED = 256  # of them for other uses: files, the database, workers, a store
+_FILES = 1 << 16  # number of open files that suffices for any use
+_RESERVED = 256  # reserved for other uses: files, the database, workers, a store
 _TOLD_SECONDS = 60.0  # between two lines of the same error
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MARK = "posttrain-forwarded"  # marks a request that another server forwarded
@@ -90,10 +90,10 @@ class Room:
         self._told = Seldom()
 
     def enter(self, connection: socket.socket) -> bool:
-        """Add a connection; if there are too many, end the oldest unidentified one; return whether there were."""
+        """Add a connection; if there are too many, end the oldest unidentified one. Return whether one was ended."""
         number = connection.fileno()
         self._open.pop(number, None)
-        self._known.pop(number, None)  # a former connection with its descriptor
+        self._known.pop(number, None)  # a former connection had the same descriptor
         self._open[number] = weakref.ref(connection)
         if len(self._open) <= self.most:
             return False
@@ -112,7 +112,7 @@ class Room:
             connection, found = self._known.get(number), one()
             if found is not None and (connection is None or not connection.known):
                 del self._open[number]
-                with suppress(OSError):  # it has left
+                with suppress(OSError):  # the client has left
                     found.shutdown(socket.SHUT_RDWR)
                 break
         if self._told.now():
@@ -127,7 +127,7 @@ class Door(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """See `socket.accept`."""
-        if self._full:  # the loop accepts up to 2048 in a row: first close the ended ones
+        if self._full:  # the loop accepts up to 2048 in a row: ended connections are closed first
             self._full = False
             raise BlockingIOError
         found, address = super().accept()
@@ -143,7 +143,7 @@ class Connection(H11Protocol):
 
     @property
     def known(self) -> bool:
-        """Whether the last request on it was identified."""
+        """Whether the principal of the last request on the connection was identified."""
         state = self.scope.get("state", {}) if self.scope else {}
         return "asker" in state or "granted" in state
 
@@ -173,7 +173,7 @@ class Connection(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Set the header deadline, which no byte postpones; while a request is answered there is no deadline."""
+        """Set the deadline of headers, which no byte postpones; there is none while a request is answered."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             self._unset()
         elif self._late is None:
@@ -246,10 +246,10 @@ def is_loopback(host: str) -> bool:
 
 
 def checked_advertised(url: str) -> str:
-    """Return a valid address by which servers of other hosts reach one; they forward requests of users to it.
+    """Return a checked address to which servers of other hosts forward requests of users.
 
     Raises:
-        InputError: it is not a URL, or others could read the traffic.
+        InputError: the address is not a URL, or other machines could read the traffic.
     """
     try:
         parts = urlsplit(url)
@@ -259,7 +259,7 @@ def checked_advertised(url: str) -> str:
     safe = parts.scheme == "https" or (parts.scheme == "http" and is_loopback(str(parts.hostname or "")))
     if not parts.hostname or not safe or parts.username is not None or parts.query or parts.fragment:
         raise InputError(
-            f"--advertise must be https://HOST[:PORT], at which other servers send on what their users ask; got {url!r}"
+            f"--advertise must be https://HOST[:PORT], the address to which other servers forward requests, got {url!r}"
         )
     return url.rstrip("/")
 
@@ -268,14 +268,14 @@ class Peers:
     """The servers of the other hosts, read at most a few seconds ago.
 
     Args:
-        hosts: of the ledger; None: it has one.
+        hosts: the hosts of the ledger; None: it has one host.
     """
 
     def __init__(self, hosts: Hosts | None) -> None:
         self._hosts = hosts
         self._known: Mapping[str, Host] = {}
-        self._away: dict[str, float] = {}  # host → when it did not answer
-        self._held: Counter[str] = Counter()  # principal → requests that others answer
+        self._away: dict[str, float] = {}  # host → when its server did not answer
+        self._held: Counter[str] = Counter()  # principal → number of requests that other servers are answering
 
     def look(self) -> None:
         """Read the hosts."""
@@ -284,9 +284,9 @@ class Peers:
             self._known = {one.id: one for one in others if is_sure(one)}
 
     def keep_looking(self, over: threading.Event) -> None:
-        """Read the hosts now and then, until `over` is set."""
+        """Read the hosts periodically, until `over` is set."""
         while not over.wait(LOOK_SECONDS):
-            with suppress(PosttrainError):  # a database that is away: tried again on the next round
+            with suppress(PosttrainError):  # the database is unreachable: tried again on the next round
                 self.look()
 
     async def answer(
@@ -302,9 +302,10 @@ class Peers:
         """Forward a request to the server of a run's host and return its answer; None: this server has to answer.
 
         Args:
-            ledger: of the asker's project.
+            ledger: returns the ledger of the asker's project.
             computes: whether the answer may take long to begin.
-            who: the asker, who has the permission. The workspace's own user has a key that only this folder accepts.
+            who: the asker, who has the permission. Requests of the workspace's own user are not forwarded: only servers
+                of this folder accept the user's key.
 
         Raises:
             LimitError: other servers answer too many of the asker's requests already.
@@ -317,7 +318,7 @@ class Peers:
             return None
         if self._held[who.principal] >= _MOST:
             raise LimitError(
-                f"{who.principal}: at most {_MOST} requests for runs of other hosts at once; wait a second"
+                f"{who.principal}: at most {_MOST} requests for runs of other hosts at the same time; wait a second"
             )
         self._held[who.principal] += 1
         try:
@@ -350,7 +351,7 @@ class Peers:
 
 
 def is_sure(host: Host) -> bool:
-    """Return whether an answer from a host's address certainly is its server's."""
+    """Return whether an answer from a host's address certainly comes from its server."""
     parts = urlsplit(host.url)
     if is_loopback(str(parts.hostname or "")):
         return is_near(host.server)
@@ -358,12 +359,12 @@ def is_sure(host: Host) -> bool:
 
 
 def is_near(process: str) -> bool:
-    """Return whether a server's process, HOSTNAME:PID:START, is on this machine, with the same loopback network."""
+    """Return whether a server's process, HOSTNAME:PID:START, is on this machine and in the same network namespace."""
     if not process or process.rsplit(":", 2)[0] != process_name().rsplit(":", 2)[0] or not process_alive(process):
         return False
     try:
         return os.readlink(f"/proc/{process.rsplit(':', 2)[1]}/ns/net") == os.readlink("/proc/self/ns/net")
-    except OSError:  # another account's
+    except OSError:  # another account's process
         return False
 
 

@@ -1,8 +1,9 @@
 """The driver of a server (`children.start`): drives every unfinished run of every project of a served workspace, seals
 events, and delivers them to the projects' sinks.
 
-It may be killed at any line: the ledger contains the remaining work, jobs continue, and the server starts another one.
-When idle it sends less than two statements a second, and one more for each project with sinks, for any number of runs.
+The driver may be killed at any line: the ledger contains the remaining work, jobs continue, and the server starts
+another driver. An idle driver sends less than two statements a second, and one more for each project with sinks, for
+any number of runs.
 """
 
 import os
@@ -58,7 +59,7 @@ class OpenRuns:
                 self._wanted = open_runs(self._workspace.ledger.database, self._workspace.jobs.host, process_name())
                 if self._granting is not None:
                     self._granting.keep()
-            except PosttrainError as error:  # a database that is away: tried again on the next round
+            except PosttrainError as error:  # the database is unreachable: tried again on the next round
                 self.errors += 1
                 self._say(f"the ledger cannot be used: {error}")
         return {
@@ -71,11 +72,11 @@ class OpenRuns:
         self._wanted = {project: [one for one in runs if one != run_id] for project, runs in self._wanted.items()}
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """See `Wanted.give_up`: the run is driven again after `_GIVEN_UP` seconds, since a person may have fixed it."""
+        """See `Wanted.give_up`: the run is driven again after `_GIVEN_UP` seconds, since the cause may be fixed."""
         self._resting[run_id] = time.monotonic() + _GIVEN_UP
 
     def over(self) -> bool:
-        """Return whether the server has ended, which holds the other end of stdin and never writes to it."""
+        """Return whether the server has ended: it has the other end of stdin and never writes to it."""
         now = time.monotonic()
         self.passes, self.spent = self.passes + 1, self.spent + now - self._began
         if self._counters is not None and now - self._shown >= _SHOW:
@@ -88,7 +89,7 @@ def main(root: Path, words: list[str]) -> int:
     """Drive until a signal or the end of the server.
 
     Args:
-        words: arguments for its log, and the descriptor of the counters.
+        words: arguments for the log, and the descriptor of the counters.
     """
     begin(Logging.of(words))
     sys.stdout = sys.stderr = Printed()

@@ -1,10 +1,10 @@
 """Limits on requests: concurrency per principal, threads by kind of wait, and sizes and forms.
 
-Beyond its limit a principal waits, and beyond a second one it is refused with a hint to retry later. So a principal
-with many requests delays only itself: some threads and workers are always out of its reach.
+A request beyond its principal's first limit waits; beyond the second limit it is rejected with a hint to retry later.
+So a principal with many requests delays only itself: some threads and workers are always available to others.
 
-Blocking work has separate threads by what it waits for: uploads, followers and workers delay no other principal's
-answer.
+Blocking work has separate threads by the kind of wait: uploads, followers and workers do not delay answers to other
+principals.
 
 The size and form of a request are checked before anything else reads it.
 """
@@ -27,12 +27,12 @@ from posttrain.domain.errors import BusyError, InputError, LimitError, SlowError
 from posttrain.domain.ids import TYPES, Id
 
 T = TypeVar("T")
-MOST_JSON = 8 << 20  # of a JSON body
-PIECE_SECONDS = 30.0  # within which the next piece of a body must arrive
+MOST_JSON = 8 << 20  # bytes of a JSON body
+PIECE_SECONDS = 30.0  # seconds within which the next piece of a body must arrive
 
 
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
-LOOK = "look"  # read-only requests: a refused client retries, and no run waits for them
+LOOK = "look"  # read-only requests: a rejected client retries, and no run waits for them
 # Looks hold the interpreter's lock while they compute: more threads would only slow each other.
 _THREADS = {LOOK: 4, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
 
@@ -54,26 +54,26 @@ _PATIENCE = {LOOK: 2.0}  # seconds that a request may wait for a thread; others 
 _limits: dict[str, anyio.CapacityLimiter] = {}
 
 
-RETRY_SECONDS = 1  # that a refused client is asked to wait
+RETRY_SECONDS = 1  # after which a rejected client should retry
 
 
-BODY, LOGIN = "body", "login"  # without a thread: bodies from their first byte, login forms
+BODY, LOGIN = "body", "login"  # lanes without a thread: bodies from their first byte, and login forms
 
 
-CHANNEL = "channel"  # reads and writes of one attempt's job in its channel
+CHANNEL = "channel"  # reads and writes of one attempt's job in its mailbox
 
 
 MOST_BYTES = 256 << 20  # of concurrent uploads by one principal
 
 
-MOST_BODIES = 32 << 20  # bytes of other bodies, which are held in memory
+MOST_BODIES = 32 << 20  # bytes of other bodies, which are in memory
 
 
 async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
     """Run a function in a thread of this lane and return its result; waiting for a turn takes no thread.
 
     Raises:
-        BusyError: too many requests wait already, or it waited too long.
+        BusyError: too many requests wait already, or this request waited too long.
     """
     if lane not in _limits:
         _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
@@ -89,16 +89,16 @@ def _any_thread() -> anyio.CapacityLimiter:
 
 @asynccontextmanager
 async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
-    """Hold one place of a limiter, granted in the order of requests. Raises as `in_thread`."""
+    """Hold one place of a limiter, granted in the order of requests. Raises BusyError, as `in_thread`."""
     mine, patience = object(), _PATIENCE.get(lane)
     if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING.get(lane, math.inf):
-        raise BusyError(f"the server has too much to do ({lane}); ask again in a while")
+        raise BusyError(f"the server is overloaded ({lane}); try again later")
     try:
         with anyio.fail_after(patience):
             await limit.acquire_on_behalf_of(mine)
     except TimeoutError as error:
         raise BusyError(
-            f"the server has too much to do ({lane}), and did not start the request within {patience} s"
+            f"the server is overloaded ({lane}) and did not start the request within {patience} s"
         ) from error
     try:
         yield
@@ -110,8 +110,8 @@ async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
 class Most:
     """Limits of one kind of requests by one principal."""
 
-    running: int  # fewer than there are threads or workers for it
-    known: int  # including those that wait
+    running: int  # fewer than the lane's threads or workers
+    known: int  # maximum number, including those that wait
 
 
 MOST = {
@@ -150,10 +150,11 @@ class Limits:
         """Count a request of this kind, and wait for its turn.
 
         Args:
-            size: bytes of an upload or a body; a single one may have any size.
+            size: bytes of an upload or a body; a single request may have any size.
 
         Raises:
-            LimitError: the principal has too many already. BusyError: as `in_thread`.
+            LimitError: the principal has too many requests already.
+            BusyError: too many requests wait already, or this request waited too long.
         """
         key, most = (principal, lane), self.most[lane]
         held = self._held.get(key)
@@ -161,12 +162,13 @@ class Limits:
             held = self._held[key] = _Held(anyio.CapacityLimiter(most.running))
         if held.known >= most.known:
             raise LimitError(
-                f"{principal}: at most {most.known} {_WORDS[lane]} at once, got one more; wait for {RETRY_SECONDS} s"
+                f"{principal}: at most {most.known} {_WORDS[lane]} at the same time, got one more; "
+                f"wait for {RETRY_SECONDS} s"
             )
         most_bytes = self.most_bytes if lane == UPLOAD else self.most_bodies
         if held.bytes and held.bytes + size > most_bytes:
             raise LimitError(
-                f"{principal}: at most {most_bytes} bytes of {_WORDS[lane]} at once, got {size} more; "
+                f"{principal}: at most {most_bytes} bytes of {_WORDS[lane]} at the same time, got {size} more; "
                 f"wait for {RETRY_SECONDS} s"
             )
         held.known += 1
@@ -181,10 +183,10 @@ class Limits:
                 self._held.pop(key, None)
 
 
-BODY_SECONDS = 120.0  # within which a body that is held in memory must arrive
+BODY_SECONDS = 120.0  # within which a body that is read into memory must arrive
 
 
-_SMALL = 1 << 16  # bytes that a connection holds by itself
+_SMALL = 1 << 16  # bytes that fit in a connection's buffer
 
 
 IN_PATHS: Mapping[str, Id] = {  # parameter of a path → its type
@@ -236,7 +238,8 @@ async def read(operation: Verb[..., Any], request: Request) -> bytes:
     """Return the body of a request; empty for a method with query parameters.
 
     Raises:
-        InputError: it is too large, or the client left. SlowError: it did not arrive in time.
+        InputError: it is too large, or the client left.
+        SlowError: it did not arrive in time.
     """
     if operation.method in ("GET", "DELETE"):
         return b""
@@ -257,11 +260,12 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
     """Return a whole body.
 
     Args:
-        what: names it in errors.
-        instead: the remedy in an error about its size.
+        what: the name of the body in errors.
+        instead: the remedy in an error about the size.
 
     Raises:
-        InputError: it is too large, or the client left. SlowError: it did not arrive in time.
+        InputError: it is too large, or the client left.
+        SlowError: it did not arrive in time.
     """
     body = bytearray()
     try:
@@ -271,9 +275,9 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
                     raise InputError(f"{what} must have at most {most} bytes{instead}")
                 body += piece
     except TimeoutError as error:
-        raise SlowError(f"{what} must come within {BODY_SECONDS:g} s; ask again") from error
+        raise SlowError(f"{what} must arrive within {BODY_SECONDS:g} s; send it again") from error
     except ClientDisconnect as error:
-        raise InputError(f"{what} must come whole, got {len(body)} bytes before it broke off; send it again") from error
+        raise InputError(f"{what} must arrive in full, got only {len(body)} bytes; send it again") from error
     return bytes(body)
 
 
@@ -281,13 +285,13 @@ def timely(receive: Receive) -> Receive:
     """Return a `receive` that requires each piece of a request's body in time.
 
     Raises:
-        SlowError: a piece was late.
+        SlowError: a piece did not arrive in time.
     """
     ended = False
 
     async def received() -> Message:
         nonlocal ended
-        if ended:  # from now on it waits for the disconnect, without a limit
+        if ended:  # from now on `receive` waits for the disconnect, without a limit
             return await receive()
         try:
             async with asyncio.timeout(PIECE_SECONDS):
@@ -310,7 +314,7 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError("a request's body must be a JSON object")
     if b"\\u0000" in body and "\0" in "".join(_texts(found)):
-        raise InputError("a request's body must hold no NUL (\\u0000) in its texts; remove it")
+        raise InputError("a request's body must contain no NUL (\\u0000) in its texts; remove it")
     return found
 
 

@@ -1,9 +1,9 @@
 """The log of a server, its driver and its workers: one JSON object a line on stderr, or text on a terminal.
 
 A line has `time`, `level`, `logger`, `message` and those fields that apply of `request`, `principal` (pseudonymous),
-`project`, `verb`, `method`, `status`, `milliseconds`, `run`, `client`. It never contains what a client sent: no path,
-query, header or body. A traceback contains places and classes; messages of unexpected errors may quote a request, so
-they are left out, except for the operating system's.
+`project`, `verb`, `method`, `status`, `milliseconds`, `run`, `client`. It never contains data that a client sent: no
+path, query, header or body. A traceback contains places and classes. Messages of unexpected errors may quote a request,
+so they are omitted, except for messages of the operating system.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Logging:
     """The format and level of lines.
 
     Raises:
-        InputError: an unknown format or level.
+        InputError: the format or level is unknown.
     """
 
     format: str = ""  # "": text on a terminal, else json
@@ -70,10 +70,10 @@ class Logging:
 
 
 def begin(how: Logging, *, held: bool = False) -> None:
-    """Send all output of this process to stderr in one form.
+    """Write all output of this process to stderr in one form.
 
     Args:
-        held: a thread writes the lines, so that no caller waits for the reader of stderr.
+        held: whether a thread writes the lines, so no caller waits for the reader of stderr.
     """
     handler: logging.Handler = _Held() if held else _Direct()
     handler.setFormatter(_Lines(Veil(os.environ), text=how.words()[0] == TEXT))
@@ -87,14 +87,14 @@ def begin(how: Logging, *, held: bool = False) -> None:
 
 
 def facts(**known: Any) -> dict[str, Any]:
-    """Return `extra=` of a line: its fields, without None and empty ones."""
+    """Return the argument `extra` of a line: its fields, without None and empty values."""
     return {_FACTS: {name: value for name, value in known.items() if value is not None and value != ""}}
 
 
 def logged_problem(
     error: BaseException, request: str, verb: str | None = None, status: int | None = None
 ) -> dict[str, Any]:
-    """Return the problem document of an error; log the details that it omits of a server error."""
+    """Return the problem document of an error; for a server error, log the details that the document omits."""
     document = problem(error, request, status)
     told = facts(request=request, verb=verb, status=document["status"])
     if not isinstance(error, PosttrainError):
@@ -127,7 +127,7 @@ def say_of_driver(line: str) -> None:
 
 
 def traced(error: BaseException) -> list[str]:
-    """Return the places of an error and its causes, the oldest first; only messages of the operating system."""
+    """Return the places of an error and its causes, oldest first; of messages only those of the operating system."""
     found: list[str] = []
     for one in reversed(list(_causes(error))):
         said = f": {os.strerror(one.errno)}" if isinstance(one, OSError) and one.errno else ""
@@ -152,7 +152,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class _Lines(logging.Formatter):
-    """A record as one line of JSON, or as text, with its traceback below."""
+    """Formats a record as one line of JSON, or as text with its traceback below."""
 
     def __init__(self, veil: Veil, *, text: bool) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _Lines(logging.Formatter):
         return json.dumps(said | dict(known) | ({"traceback": traced(error)} if error else {}))
 
     def _message(self, record: logging.LogRecord) -> str:
-        """Return the message in one line. Of other libraries only its first line: the rest quotes their input."""
+        """Return the message in one line; for other libraries only its first line, since the rest may quote input."""
         try:
             said = record.getMessage()
         except Exception:  # arguments that do not fit the template
@@ -194,7 +194,7 @@ class _Direct(logging.Handler):
     """Writes each line immediately."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`. An error of stderr ends nothing."""
+        """See `logging.Handler.emit`. Errors of stderr are ignored."""
         with suppress(OSError):
             _write(self.format(record))
 

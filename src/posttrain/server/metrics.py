@@ -1,11 +1,12 @@
 """Metrics of a server in the text format of Prometheus (`GET /metrics`), and the log of its requests.
 
 No label contains a project, a principal, a run or any other name that users choose, so the number of series is bounded,
-and readers of the metrics learn no names. Numbers that cost statements are queried at most once in `AGE` seconds,
-however often they are read. The driver publishes its counters in memory that both processes share.
+and the metrics reveal no names. Numbers that cost statements are queried at most once in `AGE` seconds, however often
+they are read. The driver publishes its counters in memory that driver and server share.
 
-Every request is one line in the log, and is counted. The log records only what the server derived from a request: its
-route's name, its status, the asker that it identified. A path, a query, a header or a body is never recorded.
+Every request is one line in the log, and is counted. The log records only values that the server derived from a
+request: the name of its route, its status, and the identified asker. Paths, queries, headers and bodies are never
+recorded.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ if TYPE_CHECKING:
     from posttrain.server.authentication import Asker
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-AGE = 10.0  # seconds that an answer of database and store is reused
+AGE = 10.0  # seconds for which an answer of database and store is reused
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
 _PROBE = digest_bytes(b"is anybody there?")
 _BYTES, _HEAD = 4096, 8
 _TRIES = 5
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which no dashboard needs
+disable_created_metrics()  # type: ignore[no-untyped-call]  # would add a second series for each metric
 Processes = Callable[[], Mapping[str, list[int]]]
 log = logging.getLogger("posttrain.server.access")
-UNKNOWN, CONSOLE = "none", "console"  # verbs of a request that no route takes, and of a page
+UNKNOWN, CONSOLE = "none", "console"  # the verb of a request that no route matches, and that of a page
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_STATUS = 499  # the client left before there was a status
 
@@ -63,7 +64,7 @@ class Meters:
     """Counts requests, and collects the numbers of database, store and processes when they are read.
 
     Args:
-        workspace: its database and store are probed; None: nothing is probed.
+        workspace: the workspace whose database and store are probed; None: nothing is probed.
         driver: returns the numbers that the driver published.
         processes: kind → ids of processes.
     """
@@ -77,16 +78,21 @@ class Meters:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("posttrain_requests", "Requests answered.", ["verb", "status"], registry=registry)
         self._seconds = Histogram(
-            "posttrain_request_seconds", "Until an answer was whole; streams are not in it.", ["verb"],
+            "posttrain_request_seconds", "Seconds until an answer was complete; streams are not included.", ["verb"],
             buckets=_BUCKETS, registry=registry,
         )  # fmt: skip
         self._in_flight = Gauge("posttrain_requests_in_flight", "Requests being answered.", registry=registry)
-        self._followers = Gauge("posttrain_followers", "Streams that a client reads.", registry=registry)
-        self._received = Counter("posttrain_received_bytes", "Bytes of bodies that came.", registry=registry)
-        self._uploaded = Counter("posttrain_uploaded_bytes", "Bytes of uploads that came.", registry=registry)
-        self._sent = Counter("posttrain_sent_bytes", "Bytes of answers' bodies.", registry=registry)
+        self._followers = Gauge("posttrain_followers", "Open streams.", registry=registry)
+        self._received = Counter("posttrain_received_bytes", "Bytes of request bodies received.", registry=registry)
+        self._uploaded = Counter("posttrain_uploaded_bytes", "Bytes of uploads received.", registry=registry)
+        self._sent = Counter("posttrain_sent_bytes", "Bytes of response bodies sent.", registry=registry)
         about = {"version": __version__, "schema": SCHEMA_VERSION, "python": platform.python_version()}
-        Gauge("posttrain_build_info", "What runs here.", list(about), registry=registry).labels(**about).set(1)
+        Gauge(
+            "posttrain_build_info",
+            "Versions of Posttrain, its database schema and Python.",
+            list(about),
+            registry=registry,
+        ).labels(**about).set(1)
         registry.register(_Asked(workspace, driver, processes))
 
     def begun(self) -> None:
@@ -127,7 +133,7 @@ class _Asked:
         self._seen: dict[int, float] = {}  # waiting object → when it was first seen
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that registration makes no query."""
+        """Return an empty list, so registration makes no query."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -136,7 +142,7 @@ class _Asked:
         yield from _memory(self._processes())
         if self._workspace is None:
             return
-        # a concurrent reader gets the previous numbers, and waits for no database that hangs
+        # a concurrent reader gets the previous numbers and does not wait for a database that hangs
         if time.monotonic() - self._at >= AGE and self._lock.acquire(blocking=False):
             try:
                 self._kept = list(self._ask(self._workspace))
@@ -147,9 +153,13 @@ class _Asked:
 
     def _ask(self, workspace: Workspace) -> Iterator[Metric]:
         ledger, blobs, found = workspace.ledger, workspace.blobs, list[LedgerCounts]()
-        up = GaugeMetricFamily("posttrain_up", "Whether it answers.", labels=["of"])
-        took = GaugeMetricFamily("posttrain_probe_seconds", "How long a check of it took.", labels=["of"])
-        failed = CounterMetricFamily("posttrain_probe_failures", "Checks of it that failed.", labels=["of"])
+        up = GaugeMetricFamily("posttrain_up", "1 if the database or the store answers, else 0.", labels=["of"])
+        took = GaugeMetricFamily(
+            "posttrain_probe_seconds", "Seconds of the last check of the database or the store.", labels=["of"]
+        )
+        failed = CounterMetricFamily(
+            "posttrain_probe_failures", "Failed checks of the database or the store.", labels=["of"]
+        )
         looks: Mapping[str, Callable[[], object]] = {
             "database": lambda: found.append(ledger_counts(ledger.database, ledger.clock)),
             "store": lambda: blobs.has(_PROBE),
@@ -165,7 +175,9 @@ class _Asked:
             took.add_metric([name], time.perf_counter() - began)
             failed.add_metric([name], self._failures[name])
         yield from (up, took, failed)
-        yield GaugeMetricFamily("posttrain_disk_free_bytes", "Of the workspace's folder.", value=_free(workspace.root))
+        yield GaugeMetricFamily(
+            "posttrain_disk_free_bytes", "Free bytes on the disk of the workspace.", value=_free(workspace.root)
+        )
         for one in found:
             yield from _stood(one, self._waited(one))
 
@@ -177,19 +189,21 @@ class _Asked:
 
 
 def _driven(shown: Mapping[str, float]) -> Iterator[Metric]:
-    yield GaugeMetricFamily("posttrain_driver_up", "Whether a driver has made a pass.", value=float(bool(shown)))
+    yield GaugeMetricFamily("posttrain_driver_up", "1 if a driver has made a pass, else 0.", value=float(bool(shown)))
     if not shown:
         return
     yield CounterMetricFamily("posttrain_driver_passes", "Passes over all runs.", value=shown["passes"])
-    yield CounterMetricFamily("posttrain_driver_pass_seconds", "Seconds spent in them.", value=shown["seconds"])
+    yield CounterMetricFamily("posttrain_driver_pass_seconds", "Seconds spent in passes.", value=shown["seconds"])
     yield CounterMetricFamily("posttrain_driver_errors", "Passes that could not use the ledger.", value=shown["errors"])
     since = max(0.0, time.monotonic() - shown["at"])
-    yield GaugeMetricFamily("posttrain_driver_last_pass_seconds", "Since the last pass ended.", value=since)
+    yield GaugeMetricFamily("posttrain_driver_last_pass_seconds", "Seconds since the last pass ended.", value=since)
 
 
 def _memory(processes: Mapping[str, list[int]]) -> Iterator[Metric]:
-    used = GaugeMetricFamily("posttrain_resident_memory_bytes", "Of the processes of a kind.", labels=["process"])
-    there = GaugeMetricFamily("posttrain_processes", "How many there are.", labels=["process"])
+    used = GaugeMetricFamily(
+        "posttrain_resident_memory_bytes", "Resident memory of the processes of a kind.", labels=["process"]
+    )
+    there = GaugeMetricFamily("posttrain_processes", "Number of live processes of a kind.", labels=["process"])
     for kind, ids in processes.items():
         sizes = [_resident(one) for one in ids]
         used.add_metric([kind], sum(sizes))
@@ -218,18 +232,22 @@ def _stood(one: LedgerCounts, waited: float) -> Iterator[Metric]:
     yield runs
     for name, text, value in (
         ("posttrain_work_due", "Objects that wait for a driver.", one.due),
-        ("posttrain_work_oldest_seconds", "How long the first of them has waited.", waited),
+        ("posttrain_work_oldest_seconds", "Seconds that the oldest of these objects has waited.", waited),
         ("posttrain_work_leased", "Objects that a driver has leased.", one.leased),
         ("posttrain_work_leases_expired", "Leases that expired and were not taken over.", one.expired),
-        ("posttrain_work_dead", "Objects set aside until a person looks (posttrain dead).", one.dead),
+        ("posttrain_work_dead", "Objects set aside until a person resumes them (posttrain dead).", one.dead),
         ("posttrain_events_sealed", "Events in the sealed log.", one.sealed),
         ("posttrain_events_unsealed", "Events appended and not sealed.", one.unsealed),
-        ("posttrain_events_unsealed_seconds", "Age of the first of them.", one.oldest_unsealed),
+        ("posttrain_events_unsealed_seconds", "Age in seconds of the oldest unsealed event.", one.oldest_unsealed),
     ):
         yield GaugeMetricFamily(name, text, value=value)
     sinks = GaugeMetricFamily("posttrain_sinks", "Sinks by kind and state.", labels=["kind", "state"])
-    behind = GaugeMetricFamily("posttrain_sink_behind_events", "Of the one that is furthest behind.", labels=["kind"])
-    failures = GaugeMetricFamily("posttrain_sink_failures", "Most failures in a row of one.", labels=["kind"])
+    behind = GaugeMetricFamily(
+        "posttrain_sink_behind_events", "Events that the sink furthest behind has not received.", labels=["kind"]
+    )
+    failures = GaugeMetricFamily(
+        "posttrain_sink_failures", "Consecutive failures of the sink with the most.", labels=["kind"]
+    )
     for kind, found in one.sinks.items():
         for state, number in found.states.items():
             sinks.add_metric([kind, state], number)
@@ -242,7 +260,7 @@ class SharedCounters:
     """Shared memory with numbers that one process writes and another reads.
 
     Args:
-        descriptor: of the process that made it; None: make one.
+        descriptor: the memory's descriptor, from the process that made it; None: make new memory.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -256,7 +274,7 @@ class SharedCounters:
         self._memory[: _HEAD + len(body)] = _head(body) + body
 
     def read(self) -> dict[str, float]:
-        """Return the numbers; empty: none were written yet, or each try met a write."""
+        """Return the numbers; empty: none were written yet, or every try coincided with a write."""
         for _ in range(_TRIES):
             head = bytes(self._memory[:_HEAD])
             body = bytes(self._memory[_HEAD : _HEAD + int.from_bytes(head[:4])])
@@ -303,7 +321,7 @@ class Observing:
     """The outermost middleware: counts and logs each request.
 
     Args:
-        may_name: whether an asker's project exists and is visible to them; else its name is input and is not logged.
+        may_name: returns whether an asker's project exists and is visible to them; if not, its name is not logged.
         behind_proxy: whether the last address of `X-Forwarded-For` is the client's, set by a trusted proxy; addresses
             before it are the client's own claims.
     """
@@ -365,7 +383,7 @@ class Observing:
         }
 
     def _believe_proxy(self, scope: Scope) -> None:
-        """Take the client's address and scheme from a trusted proxy."""
+        """Use the client's address and scheme that a trusted proxy reports."""
         if not self._behind_proxy:
             return
         headers = Request(scope).headers

@@ -1,18 +1,18 @@
 """`Server` and its asker, operations of long requests, and requests with an idempotency key.
 
-A `Server` contains what the routes need: workspace, authentication, workers, peers, meters, limits and operations.
+A `Server` contains the components of the routes: workspace, authentication, workers, peers, meters, limits, operations.
 `asker` identifies the principal of a request.
 
-Operations are requests that take longer than their connection waits. Clients poll them; the server cancels one that no
-client polls. With `Prefer: respond-async`, a request that a worker carries out is answered with 202 and the
-location of its operation. From then on the database contains its state (`store.operations`), so any server of the
-ledger can report and cancel it. If an operation is lost with its server, the client sends the request again with its
-idempotency key, and it is carried out once.
+An operation is a request that takes longer than its connection waits. Clients poll operations; the server cancels an
+operation that no client polls. With `Prefer: respond-async`, a request that a worker carries out is answered with 202
+and the location of its operation. From then on the database contains the operation's state (`store.operations`), so any
+server of the ledger can report and cancel it. If an operation is lost with its server, the client sends the request
+again with its idempotency key, and the request is carried out once.
 
 A request with an `Idempotency-Key` is carried out once, however often it is sent, and even if a server dies.
-The key decides the ids of the request's transactions, so the event log shows whether a request whose server died wrote
-anything. If it did, the request is not carried out again, except for a verb that finds what it made before: that verb
-continues, under further ids of the same request.
+The key determines the ids of the request's transactions, so the event log shows whether a request whose server died
+changed anything. If it did, the request is not carried out again, unless its verb finds the results of the earlier try:
+such a verb continues, under further ids of the same request.
 """
 
 import asyncio
@@ -56,15 +56,15 @@ from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, IdempotencyKey
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
-_UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers contain secrets
+_UNKEPT = frozenset({"issue_token", "rotate_token"})  # verbs whose answers contain secrets
 _GOES_ON = frozenset({"create_model"})  # writes more than once; a repeat continues with its own run
 _FINDS = frozenset(("add_dataset", "add_external", "add_model", "add_reward"))  # a repeat finds the asset
-_TRIES = 256  # of a request that continues; numbered by the digits left of 32
+_TRIES = 256  # maximum of tries of a request that continues, numbered by the last of 32 digits
 _OK, _SERVERS = 200, 500
 RUNNING, SUCCEEDED, FAILED, CANCELLED = "running", "succeeded", "failed", "cancelled"
-LEFT_SECONDS = 60.0  # without a poll, after which an operation is ended
-KEPT_SECONDS = 600.0  # that the result of an operation is kept
-MOST = 256  # operations kept in all
+LEFT_SECONDS = 60.0  # seconds without a poll after which an operation is ended
+KEPT_SECONDS = 600.0  # seconds for which the result of an operation is stored
+MOST = 256  # maximum number of operations that are stored
 _WAIT, _MOST_WAIT = 10.0, 30.0  # seconds that a request waits on its connection before it becomes an operation
 _LOOK = 1.0  # seconds between two checks for polls
 _ID = re.compile("[0-9a-f]{26}")
@@ -73,12 +73,12 @@ _WAITS = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,4})(?:$|[,;\s])")
 
 
 class LaterError(CapacityError):
-    """The same request is being answered at this moment."""
+    """The same request is being answered now."""
 
 
 def used_key() -> InputError:
     """Return the error for a key that two different requests use."""
-    return InputError("idempotency-key: must be another one for another request, got one that was used")
+    return InputError("idempotency-key: must be new for a different request, got one that was used")
 
 
 def request_id(key: str, project: str, principal: str, entropy: Callable[[int], bytes]) -> str:
@@ -111,11 +111,12 @@ class Once:
         """Return status and body.
 
         Args:
-            do: carries the request out under a request id, which numbers its transactions.
+            do: carries out the request under a request id, which numbers its transactions.
 
         Raises:
-            LaterError: the request is being answered. InputError: another request used the key.
-            ConflictError: it was carried out, and its answer is lost or not kept.
+            LaterError: the request is being answered.
+            InputError: another request used the key.
+            ConflictError: the request was carried out, and its answer is lost or not stored.
         """
         body = asked_of(verb, sent)
         known = self._repeats.begin(key, verb, body, self._me)
@@ -125,7 +126,7 @@ class Once:
             if known.state == DONE:
                 return self._again(verb, known.status, known.answer)
             if self._lives(known.owner) or not self._repeats.take_over(key, known.owner, self._me):
-                raise LaterError(f"{verb}: the same request is being answered; ask again in a second")
+                raise LaterError(f"{verb}: the same request is being answered; try again in a second")
             if verb not in _GOES_ON and self._written(self._request):
                 self._repeats.done(key, _OK, None)
                 return self._again(verb, _OK, None)
@@ -150,7 +151,7 @@ class Once:
         return _OK, found
 
     def _let_again(self, key: str, verb: str) -> None:
-        """Allow another try, unless this one wrote something that another would write again."""
+        """Allow another try, unless this try changed something that another try would change again."""
         if not self._written(self._request):
             self._repeats.forget(key, self._me)
         elif verb in _GOES_ON:
@@ -175,12 +176,12 @@ class Once:
             words = verb.replace("_", " ")
             if verb in _FINDS:
                 raise ConflictError(
-                    f"{words}: was carried out, and its answer is lost; repeat it as a new request: "
-                    "it finds the result, and does not make it a second time"
+                    f"{words}: was carried out, but the answer is lost; send it as a new request, which "
+                    "returns the existing result"
                 )
             raise ConflictError(
-                f"{words}: was carried out, or begun, and its answer is lost or not kept; check its result before "
-                "you repeat it"
+                f"{words}: was begun and perhaps completed, but the answer is lost or was not stored; check the "
+                "result before you repeat it"
             )
         if status != _OK:
             raise Refused(json.loads(answer))
@@ -207,26 +208,26 @@ class Running:
     began: float = field(default_factory=time.monotonic)
     looked: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    known_as: str = ""  # pseudonymous id of the asker; set when every server is to report the operation
+    known_as: str = ""  # pseudonymous id of the asker; set if every server should report the operation
     shared: bool = False  # the database contains its state
-    told: bool = False  # the database contains how it ended
-    said: tuple[str, bool] = ("", False)  # progress, and whether it has ended, as the database has them
+    told: bool = False  # the database contains the outcome
+    said: tuple[str, bool] = ("", False)  # progress, and whether the operation has ended, as written to the database
     said_at: float = 0.0
     progress: str = ""
 
     @property
     def given_over(self) -> bool:
-        """Whether another server carries it out, so that this server does not report it."""
+        """Whether another server carries out the operation, so this server does not report it."""
         return self.task.done() and not self.task.cancelled() and isinstance(self.task.exception(), LaterError)
 
     def hear(self, piece: bytes) -> None:
-        """Record the progress that its worker reports."""
+        """Record the progress that the operation's worker reports."""
         said = json.loads(piece)
         if said.get("kind") == "progress":
             self.progress = str(said["value"])[:200]
 
     def to_json(self) -> bytes:
-        """Return its state as JSON, with its answer or its problem once it has ended."""
+        """Return the state as JSON, with the answer or the problem once the operation has ended."""
         said: dict[str, Any] = {"id": self.id, "verb": self.verb, "state": RUNNING, "progress": self.progress}
         said["seconds"] = round((self.ended or time.monotonic()) - self.began, 1)
         if not self.task.done():
@@ -261,19 +262,19 @@ class RunningOperations:
         return found
 
     def carries_out(self, number: str) -> bool:
-        """Return whether this server carries the operation out."""
+        """Return whether this server carries out the operation."""
         return number in self._all
 
     async def share(self, one: Running, principal: str) -> None:
-        """Record an operation in the database, so that every server reports it.
+        """Record an operation in the database, so every server reports it.
 
-        While another server's operation has the same id, it is not recorded; `_tell` tries again.
+        While another server has an operation with the same id, it is not recorded; `_tell` tries again.
 
         Args:
             principal: pseudonymous id.
 
         Raises:
-            InputError: another server carries out another request with its key; this operation is ended.
+            InputError: another server carries out a different request with this key; this operation is ended.
         """
         one.known_as = principal
         if one.shared:
@@ -287,7 +288,7 @@ class RunningOperations:
             raise used_key()
         if other is None:
             one.shared, one.said, one.said_at = True, (progress, False), time.monotonic()
-            if self._all.get(one.id) is not one:  # it was dropped during the await
+            if self._all.get(one.id) is not one:  # the operation was dropped during the await
                 await in_thread(READ, self._shared.forget, one.id)
 
     def begin(
@@ -296,7 +297,8 @@ class RunningOperations:
         """Start an operation, or return the running one with this id and the same request.
 
         Raises:
-            BusyError: the server keeps too many. InputError: another request has this id.
+            BusyError: the server has too many operations.
+            InputError: another request has this id.
         """
         if known := self._all.get(number):
             if (known.verb, known.sent) != (verb, sent):
@@ -315,7 +317,7 @@ class RunningOperations:
         return made
 
     def drop(self, one: Running) -> None:
-        """Remove an operation: its own connection answered it, or it is no longer kept."""
+        """Remove an operation: its own connection answered it, or its result has expired."""
         if self._all.get(one.id) is one:
             del self._all[one.id]
 
@@ -324,7 +326,7 @@ class RunningOperations:
         for one in over[: max(0, len(self._all) - MOST + 1)]:
             self.drop(one)
         if len(self._all) >= MOST:
-            raise BusyError(f"the server carries out {MOST} operations; ask again later")
+            raise BusyError(f"the server already carries out {MOST} operations; try again later")
 
     async def _watch(self, one: Running) -> None:
         """Publish an operation's state, end it when no client polls it, and drop it some time later."""
@@ -332,17 +334,17 @@ class RunningOperations:
             await asyncio.wait({one.task}, timeout=_LOOK) if one.ended is None else await asyncio.sleep(_LOOK)
             if one.given_over:
                 with suppress(PosttrainError):
-                    await in_thread(READ, self._shared.forget, one.id)  # before the drop: else it would look lost
+                    await in_thread(READ, self._shared.forget, one.id)  # before the drop: it would look lost
                 self.drop(one)  # another server carries it out, and answers the next request with the key
             if one.known_as and not one.told:
-                with suppress(PosttrainError):  # a database that is away: tried again on the next round
+                with suppress(PosttrainError):  # the database is unreachable: tried again on the next round
                     await self._tell(one)
             now = time.monotonic()
             if one.task.done():
                 if one.ended is None:
                     one.ended = now
                     if not one.task.cancelled():
-                        one.task.exception()  # retrieved, so asyncio logs nothing; polls return it
+                        one.task.exception()  # retrieved, so asyncio does not log it; polls return it
                 elif now - max(one.ended, one.looked) >= KEPT_SECONDS:
                     self.drop(one)
             elif now - one.looked >= LEFT_SECONDS:
@@ -373,9 +375,9 @@ class Server:
     workspace: Workspace
     authentication: Authentication
     workers: Answers
-    ready: Callable[[], str]  # why it is not ready; empty: it is ready
+    ready: Callable[[], str]  # returns why the server is not ready; empty: it is ready
     peers: Peers
-    secure: bool = False  # browsers reach it over TLS alone
+    secure: bool = False  # whether browsers reach the server only over TLS
     behind_proxy: bool = False
     meters: Meters = field(default_factory=Meters)
     limits: Limits = field(default_factory=Limits)
@@ -392,7 +394,9 @@ class Server:
         """Return the asker and their `Control`. It reads the ledger: call it in a thread.
 
         Raises:
-            AccessError: the asker may not call this verb. Also the errors of `asker`.
+            AccessError: the asker may not call this verb.
+            InputError: a part of the path is not a valid id or name.
+            AuthenticationError: the token is not valid.
         """
         who = asker(request)
         control = self.authentication.control(who)
@@ -401,10 +405,11 @@ class Server:
 
 
 def asker(request: Request) -> Asker:
-    """Identify the asker of a request. It reads the ledger: call it in a thread.
+    """Return the asker of a request. It reads the ledger: call it in a thread.
 
     Raises:
-        InputError: a part of the path is not a valid id or name. AuthenticationError: the token is not valid.
+        InputError: a part of the path is not a valid id or name.
+        AuthenticationError: the token is not valid.
     """
     server: Server = request.app.state.server
     check_path(request)
@@ -415,7 +420,7 @@ def asker(request: Request) -> Asker:
 
 
 def wait_of(request: Request) -> float | None:
-    """Return the seconds after which a request may become an operation; None: it is answered as a whole."""
+    """Return the seconds after which a request may become an operation; None: it never does."""
     said = request.headers.get("prefer", "")
     if not _PREFERS.search(said):
         return None
@@ -431,7 +436,7 @@ def accepted(project: str, number: str, document: bytes | str) -> Response:
 
 
 def as_now(found: Begun) -> str:
-    """Return the state of another server's operation, with the seconds since that server wrote it added."""
+    """Return the state of another server's operation, with its seconds advanced to the current time."""
     if found.over:
         return found.document
     said = json.loads(found.document)
@@ -464,7 +469,7 @@ class _Looking:
         return _shown(as_now(await in_thread(READ, self._elsewhere, request, who)))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel an operation; one on another server is polled until it ends or `_MOST_WAIT` passes."""
+        """Cancel an operation; an operation on another server is polled until it ends or `_MOST_WAIT` passes."""
         who, one = await self._asked(request)
         if one is not None:
             if not one.task.done():
@@ -488,10 +493,11 @@ class _Looking:
         return who, one
 
     def _elsewhere(self, request: Request, who: Asker) -> Begun:
-        """Return an operation that another server carries out, or did.
+        """Return an operation that another server carries out or carried out.
 
         Raises:
-            NotFoundError: the asker has no operation with this id. LostOperationError: that server no longer exists.
+            NotFoundError: the asker has no operation with this id.
+            LostOperationError: the other server no longer exists.
         """
         number = request.path_params["operation_id"]
         mine = number, who.project, self._server.authentication.principal(who)
@@ -501,7 +507,7 @@ class _Looking:
         self._server.admitted(request, found.verb)
         if found.lost:
             raise LostOperationError(
-                f"operation {found.id}: the server that carried it out has ended; ask again with the same "
+                f"operation {found.id}: the server that carried it out has ended; send the request again with the same "
                 "Idempotency-Key, which carries it out once"
             )
         return found
@@ -511,7 +517,7 @@ def _said(one: Running) -> bytes:
     """Return the state of an operation of this server.
 
     Raises:
-        NotFoundError: another server carries it out.
+        NotFoundError: another server carries out the operation.
     """
     if one.given_over:
         raise _absent(one.id)

@@ -1,20 +1,20 @@
 """The server (`posttrain serve`), its readiness, and its notices to systemd.
 
-One process answers, one drives, and workers start and end on demand:
+One process answers, another drives, and workers start and end on demand:
 
 ::
 
     uvicorn (this process) ──▶ threads: reads and small writes
         │ socketpairs
-        ├──▶ workers: what reads files or computes
+        ├──▶ workers: requests that read files or compute
         └──▶ driver: every unfinished run; started again when it dies
 
-    ROOT/server.lock   held as long as the server lives
-    ROOT/server.json   where it listens, and the key that admits every user who may read this folder
+    ROOT/server.lock   held while the server lives
+    ROOT/server.json   the server's address, and the key of every user who may read this folder
 
 `/readyz` reports whether a server can do its work: its database answers, its store has answered once, its driver lives.
-The server probes the store when it starts, so that a mistyped address or key is reported immediately. It probes a store
-that is away until it answers; until then the component that needs the store delays or refuses requests. After the
+The server probes the store when it starts, so a mistyped address or key is reported immediately. It probes an
+unreachable store until the store answers; until then requests that need the store are delayed or rejected. After the
 first answer, each request that cannot reach the store reports that (503), and other requests continue.
 
 The server notifies systemd that it is ready, alive and stopping (sd_notify(3)); without systemd it sends nothing.
@@ -81,7 +81,7 @@ FIRST_TOKEN_SECONDS = 30 * 86400.0
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
 _STEADY = 60.0  # seconds after which a driver has lived long enough
 _TIDY = 30.0  # seconds between two checks for idle workers
-_FORGET = 120  # of these checks between two deletions of old requests
+_FORGET = 120  # number of these checks between two deletions of old requests
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -104,7 +104,7 @@ class StoreLook:
                 self._probe()
             except PosttrainError as error:
                 line = str(error).splitlines()[0]
-                kind = type(error).__name__ + line.partition(": ")[0]  # the rest contains the duration of the try
+                kind = type(error).__name__ + line.partition(": ")[0]  # the rest contains the duration
                 if kind != told:
                     log.error("%s; this server is not ready until it answers", line)
                     told = kind
@@ -118,7 +118,7 @@ class StoreLook:
 
 
 class Ready:
-    """Whether requests are answered and runs driven; the database is probed once a second at most."""
+    """Reports whether requests are answered and runs driven; probes the database at most once a second."""
 
     def __init__(self, ledger: Ledger, *others: Callable[[], str]) -> None:
         self._ledger, self._others = ledger, others
@@ -144,7 +144,7 @@ class Systemd:
     """The service manager, if there is one.
 
     Args:
-        environment: contains its variables, which are removed: no child may notify for the server.
+        environment: contains systemd's variables, which are removed, since no child may notify for the server.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
@@ -173,21 +173,21 @@ class Systemd:
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
-            told.setblocking(False)  # a service manager that does not read delays nothing
+            told.setblocking(False)  # a service manager that does not read causes no delay
             told.connect(self._address)
             told.sendall(word.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Where a server listens, and how it is protected there."""
+    """The address at which a server listens, and its protection."""
 
     host: str = "127.0.0.1"
     port: int = 8460
     certificate: Path | None = None
     key: Path | None = None
     behind_proxy: bool = False  # a proxy ends TLS in front of it
-    advertise: str = ""  # URL by which servers of other hosts reach it; empty: where it listens
+    advertise: str = ""  # URL by which servers of other hosts reach it; empty: the address at which it listens
 
     def checked(self) -> Bind:
         """Return this instance if it is safe.
@@ -196,23 +196,23 @@ class Bind:
             InputError: other machines could read tokens in transit.
         """
         if (self.certificate is None) != (self.key is None):
-            raise InputError("serve: TLS needs --tls-certificate and --tls-key, got one of them; name both")
+            raise InputError("serve: TLS needs --tls-certificate and --tls-key, got only one; name both")
         if not self.secure and not is_loopback(self.host):
             raise InputError(
-                f"serve: {self.host} can be reached by others, who could read tokens on their way; give "
-                "--tls-certificate and --tls-key, or --behind-proxy where a proxy ends TLS"
+                f"serve: {self.host} can be reached from other machines, and tokens would be sent unencrypted; "
+                "give --tls-certificate and --tls-key, or --behind-proxy where a proxy ends TLS"
             )
         if self.advertise:
             checked_advertised(self.advertise)
         return self
 
     def near(self, port: int) -> str:
-        """Return the URL by which this machine's own commands and jobs reach it."""
+        """Return the URL by which commands and jobs on this machine reach the server."""
         named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(self.host, _shown(self.host))
         return f"{self.scheme}://{named}:{port}"
 
     def advertised(self, port: int) -> str:
-        """Return the URL by which servers of other hosts reach the server at this port; empty: it has none."""
+        """Return the URL by which servers of other hosts reach the server at this port; empty: they cannot."""
         if self.advertise:
             return self.advertise.rstrip("/")
         if self.certificate is None and not is_loopback(self.host):
@@ -236,7 +236,7 @@ class Telling:
     """What a server logs and prints."""
 
     log: logs.Logging = field(default_factory=logs.Logging)
-    token: bool = True  # prints the first token, once: not where output is kept
+    token: bool = True  # whether to print the first token, once; false if the output is stored
 
 
 def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Telling) -> None:
@@ -251,7 +251,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         WorkspaceError: the workspace is read-only.
     """
     bind.checked()
-    public(), secrets_of("")  # an invalid configuration is refused now
+    public(), secrets_of("")  # rejects an invalid configuration at the start
     logs.begin(how.log, held=True)
     systemd = Systemd(os.environ)
     if workspace.read_only:
@@ -293,7 +293,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
             say(f"token of {workspace.actor}, admin, shown once: {first}")
             say(f"next: posttrain login {url}")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, _heard)  # uvicorn ends by them, and raises them again when it has
+            signal.signal(number, _heard)  # these signals end uvicorn, which raises them again afterwards
         sockets = [listening, *stack.enter_context(_listen_for_jobs(workspace, room))]
         server = _Server(configured(app, bind, room), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
@@ -301,7 +301,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
 
 
 def _conceal(hosts: Hosts) -> None:
-    with suppress(PosttrainError):  # a database that is away: other hosts find that this one does not answer
+    with suppress(PosttrainError):  # the database is unreachable: other hosts detect that this server does not answer
         hosts.announce("", "")
 
 
@@ -318,7 +318,7 @@ def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Co
 
 
 class _Server(uvicorn.Server):
-    """Ends streams with the server, since they would keep it alive. Notifies systemd."""
+    """The uvicorn server. It ends streams when it ends, since open streams would prevent that, and notifies systemd."""
 
     def __init__(self, config: uvicorn.Config, systemd: Systemd) -> None:
         super().__init__(config)
@@ -337,14 +337,14 @@ class _Server(uvicorn.Server):
         self._systemd.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """See `uvicorn.Server.on_tick`: ten times a second, by the loop that answers."""
+        """See `uvicorn.Server.on_tick`: called ten times a second by the loop that answers."""
         self._systemd.alive()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See `uvicorn.Server.handle_exit`."""
         self._systemd.stopping()
-        self.config.app.state.ending = True  # type: ignore[union-attr]  # it is the application
+        self.config.app.state.ending = True  # type: ignore[union-attr]  # the application
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
@@ -353,12 +353,12 @@ def _heard(*_: object) -> None:
 
 
 def _first_token(workspace: Workspace, wanted: bool) -> str:
-    """Return an admin's token where no principal has a role yet; empty: one has a role, or none is wanted.
+    """Return an admin's token if no principal has a role yet; empty: a principal has a role, or no token is wanted.
 
-    Until then every user who can read the folder is its admin, and no other user has access.
+    While no principal has a role, every user who can read the folder is its admin, and no other user has access.
     """
     ledger = workspace.ledger
-    with ledger.transaction(workspace.actor) as transaction:  # of several first servers only one makes it
+    with ledger.transaction(workspace.actor) as transaction:  # if several servers start first, only one issues it
         transaction.alone()
         if transaction.snapshot.roles():
             return ""
@@ -377,7 +377,7 @@ def _alone(root: Path) -> AbstractContextManager[None]:
 @contextmanager
 def _listen(bind: Bind, room: Room) -> Iterator[Door]:
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
-    # with its protocol named, asyncio sends each write immediately: else an answer waits 40 ms for an ACK
+    # with its protocol named, asyncio sends each write immediately; otherwise an answer waits 40 ms for an ACK
     listening = Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -429,7 +429,7 @@ class _Driver:
         self._keeper = threading.Thread(target=self._keep, name="driver-keeper")
 
     def start(self) -> None:
-        """Start it, and start it again whenever it ends."""
+        """Start the driver, and start it again whenever it ends."""
         self._keeper.start()
 
     def trouble(self) -> str:
@@ -437,7 +437,7 @@ class _Driver:
         return self._trouble
 
     def ids(self) -> dict[str, list[int]]:
-        """Return its process id, by kind."""
+        """Return the process id of the driver, by kind."""
         return {"driver": [self._process.pid] if self._process is not None else []}
 
     def close(self) -> None:
@@ -466,7 +466,7 @@ class _Driver:
                 self.over.wait(_AGAIN[min(tries, len(_AGAIN) - 1)])
 
     def _lived(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for its end; return whether it lived long enough."""
+        """Wait for the end of the process; return whether it lived long enough."""
         lived = 0.0
         while process.poll() is None:
             if self.over.wait(0.2):

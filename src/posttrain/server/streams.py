@@ -77,7 +77,7 @@ class Followed(StreamingResponse):
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. Raises LimitError before anything is sent if the principal follows too many already."""
+        """Send the stream. Raises LimitError, before anything is sent, if the principal follows too many streams."""
         async with self._counted:
             await super().__call__(scope, receive, send)
 
@@ -90,7 +90,7 @@ class _Leave:
         self._asked = time.monotonic()
 
     async def check(self) -> None:
-        """Raise AccessError if the permission was removed; checked every `_AGAIN` seconds at most."""
+        """Raise AccessError if the permission was removed; checks at most every `_AGAIN` seconds."""
         if time.monotonic() - self._asked >= _AGAIN:
             self._asked = time.monotonic()
             await in_thread(READ, self._admitted, self._request, self._verb)
@@ -151,7 +151,7 @@ async def _printed(
             while not (await asyncio.wait({waiting}, timeout=_EVERY))[0]:
                 await leave.check()
                 quiet += _EVERY
-                if quiet >= _SILENT:  # a job may print nothing for hours, and a follower waits a minute at most
+                if quiet >= _SILENT:  # a job may print nothing for hours, but a follower waits a minute at most
                     quiet = 0.0
                     yield b": still here\n\n"
                 if watch is not None and (await request.is_disconnected() or is_ending(request)):
@@ -175,7 +175,7 @@ async def _printed(
 
 
 def is_ending(request: Request) -> bool:
-    """Return whether the server is about to end, so that streams end too."""
+    """Return whether the server is about to end, so streams must end too."""
     return bool(getattr(request.app.state, "ending", False))
 
 
@@ -187,7 +187,7 @@ def _event(kind: str, body: bytes) -> bytes:
 
 
 async def answers(request: Request, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]) -> Response:
-    """Stream an event `asked`, an `answer` for each, then `end`. An error before the first is a problem document."""
+    """Stream an event `asked`, an `answer` per response, then `end`. An error before these is a problem document."""
     loop, told = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
 
     def hear(piece: bytes) -> None:

@@ -1,7 +1,7 @@
 """Uploads by digest, which resume where they stopped at any server of the ledger, and uploaded files as folders.
 
 The bytes received so far are in the store, in parts (`store.operations`). A row assigns a complete file to the project
-(`store.operations`), even before anything refers to it.
+(`store.operations`), even before any other row refers to the file.
 
 `Bundles` writes uploaded files into a folder for a verb that reads files.
 """
@@ -32,14 +32,14 @@ class Uploads:
         self._workspace, self._pending = workspace, PendingUploads(workspace.ledger)
 
     def registered(self, digest: str, form: str = "") -> bool:
-        """Return whether the project's ledger contains these bytes, as this form where one is named.
+        """Return whether the project's ledger contains these bytes, in this form if a form is given.
 
         A file that looks like the listing of a tree is not a tree: its entries need not be the project's.
         """
         return any(form in ("", artifact.form) for artifact in self._workspace.ledger.artifacts(digest))
 
     def held(self, digest: str) -> bool:
-        """Return whether the project has these bytes, so that no client needs to send them again."""
+        """Return whether the project has these bytes, so no client needs to send them again."""
         return (self._pending.has(checked(digest)) and self._workspace.blobs.has(digest)) or self.registered(digest)
 
     def keep(self, path: Path, *, to_viewers: bool) -> str:
@@ -82,18 +82,19 @@ class Arriving:
             total: bytes of the whole file.
 
         Raises:
-            InputError: invalid sizes. ConflictError: the upload does not have exactly `start` bytes.
-            PartSizeError: they are fewer than a request must bring, and not the last ones.
-            UploadError: the whole has another digest; its parts were deleted, so that it can be sent again.
+            InputError: the sizes are invalid.
+            ConflictError: the upload does not have exactly `start` bytes.
+            PartSizeError: there are fewer bytes than a request must send, and they are not the last ones.
+            UploadError: the whole file has another digest; its parts were deleted, so it can be sent again.
         """
         if not 0 <= start <= total <= MOST_BYTES:
             raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
         known = self._parts.sizes(checked(digest))
         have, short = _begun(digest, start, total, known), False
         for block in _blocks(pieces, total - start, digest):
-            if len(block) == total:  # the whole file in one small block
+            if len(block) == total:  # the whole file is one small block
                 self._keep(digest, block)
-                if known:  # under another size
+                if known:  # an upload of another size exists
                     self._parts.forget(digest)
                 return total
             short = have == start and len(block) < min(LEAST, total - have)
@@ -102,15 +103,15 @@ class Arriving:
                 have += len(block)
         if short:
             raise PartSizeError(
-                f"upload {digest}: a request must bring at least {LEAST} bytes or the last ones of the file; it "
-                f"brought fewer, which are not kept: continue at {start}"
+                f"upload {digest}: a request must send at least {LEAST} bytes or the last bytes of the file, got "
+                f"fewer, which were discarded; continue at {start}"
             )
         if have == total:
             self._store(digest, total)
         return have
 
     def forget(self, digest: str) -> None:
-        """Delete the parts of an upload: the file arrived another way."""
+        """Delete the parts of an upload whose file arrived another way."""
         self._parts.forget(checked(digest))
 
     def _keep(self, digest: str, data: bytes) -> None:
@@ -122,7 +123,7 @@ class Arriving:
             self._uploads.note(digest)
 
     def _store(self, digest: str, total: int) -> None:
-        """Put the whole file into the store; while the store is away, its parts wait for the next request."""
+        """Put the whole file into the store; if the store is unreachable, its parts wait for the next request."""
         with scratch(self._workspace.root / "cache" / "scratch", "upload-") as folder:
             found = self._parts.whole(digest, total, folder / "whole")
             if not found and self._uploads.held(digest):
@@ -145,22 +146,23 @@ def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int
     """Return how many bytes of an upload of that size have arrived, which must equal `start`.
 
     Raises:
-        ConflictError: they differ.
+        ConflictError: the two numbers differ.
     """
     have, others = known.get(total, 0), [one for one in known if one != total]
     if have != start:
-        also = f" (another upload of it names {min(others)} as its size)" if others else ""
+        also = f" (another upload of it declares {min(others)} as its size)" if others else ""
         raise ConflictError(
-            f"upload {digest}: {have} bytes of {total} have come{also}, these begin at {start}; continue at {have}"
+            f"upload {digest}: {have} bytes of {total} have arrived{also}, but these begin at {start}; "
+            f"continue at {have}"
         )
     return have
 
 
 def checked(digest: str) -> str:
-    """Return a digest that is valid.
+    """Return the digest if it is valid.
 
     Raises:
-        InputError: it is malformed.
+        InputError: the digest is malformed.
     """
     if not is_digest(digest):
         raise InputError(f"digest must be sha256: and 64 hex digits, got {digest[:80]!r}")
@@ -171,17 +173,18 @@ def _blocks(pieces: Iterable[bytes], most: int, digest: str) -> Iterator[bytes]:
     """Yield the received bytes in parts; the bytes before an interruption are one part.
 
     Args:
-        most: bytes that may arrive.
+        most: the maximum number of bytes that may arrive.
 
     Raises:
-        InputError: more arrive. DeadlineError: the next ones are late.
+        InputError: more bytes arrive.
+        DeadlineError: the next bytes did not arrive in time.
     """
     block, stalled = bytearray(), None
     try:
         for piece in pieces:
             most -= len(piece)
             if most < 0:
-                raise InputError(f"upload {digest}: more came than the size that it names; name its whole size")
+                raise InputError(f"upload {digest}: more bytes arrived than its declared size; declare the full size")
             block += piece
             if len(block) >= PART:
                 yield bytes(block)
@@ -207,9 +210,9 @@ class Bundles:
 
     @contextmanager
     def opened(self) -> Iterator[Self]:
-        """Make a folder for one request and change into it, so that errors show no other path.
+        """Make a folder for one request and change into it, so errors show no other path.
 
-        It is not in the workspace, where no verb may write files such as an exported model.
+        The folder is not in the workspace, where no verb may write files such as an exported model.
         """
         with scratch(Path(tempfile.gettempdir(), f"posttrain-{os.getuid()}"), "request-") as folder:
             self._folder = folder
@@ -224,8 +227,8 @@ class Bundles:
         """Write the files, and return a path relative to the working folder.
 
         Raises:
-            InputError: an invalid name, or one outside the folder.
-            NotFoundError: bytes that the project does not have.
+            InputError: a name is invalid, or outside the folder.
+            NotFoundError: the project does not have the bytes.
         """
         if isinstance(sent, FileRef):
             name = _plain(sent.name)
@@ -242,7 +245,7 @@ class Bundles:
         return self._uploads.keep(path, to_viewers=to_viewers)
 
     def lay(self, ref: FileRef, name: str) -> Path:
-        """Write a file or folder under a relative path. Raises as `lay_down`."""
+        """Write a file or folder under a relative path. Raises InputError and NotFoundError, as `lay_down`."""
         parts = PurePosixPath(name).parts
         if not parts:
             raise InputError("a file's name must be one part of a path, got none")
@@ -251,15 +254,15 @@ class Bundles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"files: {name[:80]!a} is below another file that was sent; name them apart") from error
+            raise InputError(f"files: {name[:80]!a} is below another file that was sent; rename one") from error
         if path.exists():
-            raise InputError(f"files: {name[:80]!a} was sent twice; name them apart")
+            raise InputError(f"files: {name[:80]!a} was sent twice; rename one")
         blobs = self._workspace.blobs
         if ref.form == "file":
             blobs.fetch(ref.digest, path)
         elif ref.form == "tree":
             listing = tree_listing(blobs, ref.digest)
-            whole = self._uploads.registered(ref.digest, "tree")  # then its files are the project's too
+            whole = self._uploads.registered(ref.digest, "tree")  # then the project also has the tree's files
             path.mkdir(exist_ok=True)
             for inner, file in listing.items():
                 if not whole:
@@ -279,7 +282,7 @@ def _plain(part: str) -> str:
     """Return one valid part of a path.
 
     Raises:
-        InputError: it is not one plain name.
+        InputError: the text is not one plain name.
     """
     try:
         long = len(part.encode()) > _LONGEST_NAME

@@ -1,8 +1,8 @@
-"""A worker of the server (`children.start`): answers verbs that read files or compute, one after the other.
+"""A worker of the server (`children.start`): answers verbs that read files or compute, one at a time.
 
 It reads requests as JSON lines from descriptor 3 and writes answers to it. Gates, row checks and everything else that
-loads numpy, pyarrow or tokenizers run here, so that the server itself stays small, and a request that takes all memory
-ends a worker and not the server. It ends when the server does.
+loads numpy, pyarrow or tokenizers run here, so the server itself stays small, and a request that takes all memory ends
+a worker and not the server. A worker ends when the server does.
 """
 
 import json
@@ -22,8 +22,8 @@ from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
 
 DESCRIPTOR = 3
-PIECE = "2"  # replaces 0 and 1, before a report
-INTERFACE = "openapi"  # not a verb: the OpenAPI document
+PIECE = "2"  # the mark of a report, instead of 0 or 1 for an answer
+INTERFACE = "openapi"  # the request for the OpenAPI document, which is not a verb
 
 
 class Worker:

@@ -21,9 +21,9 @@ from posttrain.domain.errors import BusyError, DeadlineError, InfrastructureErro
 from posttrain.server.children import start
 from posttrain.server.worker import DESCRIPTOR, PIECE
 
-REQUEST_SECONDS = 900.0  # limit of a request whose connection waits for it
+REQUEST_SECONDS = 900.0  # limit of a request for which a connection waits
 OPERATION_SECONDS = 21600.0  # limit of an operation
-IDLE_SECONDS = 300.0  # without a request, after which a worker ends
+IDLE_SECONDS = 300.0  # seconds without a request after which a worker ends
 _LOOK = 0.5  # seconds between two checks whether a waiting request was ended
 
 
@@ -38,7 +38,7 @@ class Asking:
     def __init__(self, told: Callable[[bytes], None] = lambda _: None, deadline: float = REQUEST_SECONDS) -> None:
         self.told, self.deadline = told, deadline
         self._kill: Callable[[], None] | None = None
-        self.over = False  # it was ended
+        self.over = False  # the request was ended
         self._lock = threading.Lock()
 
     def held_by(self, kill: Callable[[], None] | None) -> None:
@@ -74,7 +74,7 @@ class Answers(Protocol):
     def ask(
         self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
     ) -> bytes:
-        """Return a verb's answer as JSON. Raises `Refused` where the verb raised an error."""
+        """Return a verb's answer as JSON. Raises `Refused` if the verb raised an error."""
 
 
 class Workers:
@@ -106,7 +106,8 @@ class Workers:
         Raises:
             StoppedError: the request was ended.
             Refused: the verb raised an error.
-            BusyError: no worker was free in time. DeadlineError: it took too long, and was ended.
+            BusyError: no worker was free in time.
+            DeadlineError: the request took too long, and was ended.
             InfrastructureError: the worker died.
         """
         asking = asking or Asking(deadline=self._deadline)
@@ -137,7 +138,7 @@ class Workers:
                 return self._free.get(timeout=max(0.0, min(_LOOK, until - time.monotonic())))
             except queue.Empty as error:
                 if time.monotonic() >= until:
-                    raise BusyError("the server has too much to do; ask again later") from error
+                    raise BusyError("the server is overloaded; try again later") from error
         raise StoppedError("the request was cancelled before it was carried out")
 
     def tidy(self) -> None:
@@ -169,7 +170,7 @@ class Workers:
     def _start(self) -> _Process:
         with self._lock:
             if self._closed:
-                raise InfrastructureError("the server is ending; ask again")
+                raise InfrastructureError("the server is shutting down; try again")
             made = _Process(self._root, self._words)
             self._all.add(made)
             return made
@@ -189,7 +190,7 @@ class _Process:
         try:
             self._process, self._ours = start("posttrain.server.worker", [str(root), *words], DESCRIPTOR)
         except OSError as error:
-            raise InfrastructureError(f"a worker of the server cannot be started ({error}); ask again") from error
+            raise InfrastructureError(f"a worker of the server cannot be started ({error}); try again") from error
         self._stream, self.id = self._ours.makefile("rwb"), self._process.pid
         self.used = time.monotonic()
 
@@ -209,11 +210,11 @@ class _Process:
                     break
                 told(body)
         except TimeoutError as error:
-            raise DeadlineError("the request took longer than the server lets one take; it was ended") from error
+            raise DeadlineError("the request exceeded the server's time limit and was ended") from error
         except OSError as error:
-            raise InfrastructureError(f"a worker of the server died ({error}); ask again") from error
+            raise InfrastructureError(f"a worker of the server died ({error}); try again") from error
         if not length or len(body) != int(length):
-            raise InfrastructureError("a worker of the server died; ask again")
+            raise InfrastructureError("a worker of the server died; try again")
         self.used = time.monotonic()
         return done == "1", body
 

@@ -1,18 +1,18 @@
 """Atomic files, safe reading of a job's files, and locks: of files, and of an artifact store.
 
-An atomic file exists completely or not at all, and survives a power cut once it exists. It is written under a temporary
-name in the same folder, synced, renamed, and the folder synced. This module uses only the standard library: the
-supervisor imports it and must start fast.
+An atomic file exists completely or not at all, and survives a power cut as soon as it exists. It is written under a
+temporary name in the same folder, synced and renamed; then the folder is synced. This module uses only the standard
+library, because the supervisor imports it and must start fast.
 
-A job may leave any kind of file: a link, a FIFO, a folder, a terabyte of holes. Readers of an attempt folder open plain
-files only, never block on them, and check the size before they read. An error that the job itself caused is the job's
+A job may leave any kind of file: a link, a FIFO, a folder, a terabyte of holes. Readers of an attempt folder open only
+plain files, never block on them, and check the size before they read. An error that the job's files cause is the job's
 failure (`IntegrityError`); an error of a disk or a network file system is not.
 
 The lock of an artifact store admits many processes that record blobs, or one that deletes blobs. Between the put of
-bytes (or the check that they exist) and the commit of the rows that name them, the ledger does not show that they are
-needed. A process that does both holds the store's lock shared; a process that deletes holds it alone. The
-lock is a file of the workspace, which all writers of its ledger share, and also a lock of the database if a ledger has
-several hosts; both are released when a process dies, however it dies.
+bytes (or the check that they exist) and the commit of the rows that name them, the ledger does not show that the bytes
+are needed. A process that puts and commits therefore holds the store's lock shared; a process that deletes holds it
+alone. The lock is a file in the workspace, shared by all writers of its ledger, and also a lock of the database if the
+ledger has several hosts. Both are released when a process dies.
 """
 
 import errno
@@ -31,20 +31,20 @@ from posttrain.domain.errors import DeadlineError, IntegrityError, PosttrainErro
 
 SMALL = 64 << 10  # bytes of a small object: a start, an order, a summary
 ANSWER = 4 << 20  # bytes of a result
-SEGMENT = 64 << 20  # bytes of a segment or a pack; a sample of 128,000 tokens with all its numbers has 25 MB
-LINE = 32 << 20  # bytes of a fact: read as JSON, 24 times as much memory at worst
+SEGMENT = 64 << 20  # bytes of a segment or a pack; a sample of 128,000 tokens with all numbers has 25 MB
+LINE = 32 << 20  # bytes of a fact; parsed JSON takes at most 24 times as much memory
 TREE = 4 << 40  # bytes of an output or a checkpoint; a 70B model with its optimizer, in fp32, has 1.1 TB
-FILES = 1_000_000  # of an output or a checkpoint
+FILES = 1_000_000  # files of an output or a checkpoint
 DEPTH = 64  # nested folders
-HOLES = 1 << 30  # bytes of a file that were never written
+HOLES = 1 << 30  # bytes of holes in a file
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _ITS_DOING = frozenset(
     {errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
     | {errno.EOPNOTSUPP, errno.ENOTEMPTY, errno.EEXIST}
 )
 MOST_AT_ONCE = 256 << 20  # bytes
-LOCK = "store.lock"  # in a workspace's folder
-PATIENCE = 120.0  # seconds that a writer waits: a sweep deletes for a moment at a time
+LOCK = "store.lock"  # file name in a workspace's folder
+PATIENCE = 120.0  # seconds that a writer waits; a sweep deletes in short batches
 DELETES, STORES = "posttrain gc deletes from the artifact store", "another process stores artifacts"
 
 
@@ -52,12 +52,12 @@ _LOOK = 0.02  # seconds between two tries at a lock
 
 
 def its_doing(error: BaseException | None) -> bool:
-    """Whether an error of the operating system is caused by the files that a job left."""
+    """Return whether an error of the operating system is caused by the files that a job left."""
     return isinstance(error, OSError) and error.errno in _ITS_DOING
 
 
 def most_of(key: str) -> int:
-    """The maximum size in bytes of an object of an attempt's mailbox."""
+    """Return the maximum size in bytes of an object of an attempt's mailbox."""
     if key == "result.json":
         return ANSWER
     return SEGMENT if key.startswith(("events/", "samples/")) else SMALL
@@ -67,11 +67,11 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
     """Open a plain file for reading, without blocking.
 
     Args:
-        follow: open the target of a link to a file.
+        follow: whether to open the target if the path is a link to a file.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        IntegrityError: it is not a plain file, or it may not be read.
+        IntegrityError: the path is not a plain file, or this process may not read it.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -95,7 +95,8 @@ def read_untrusted(path: Path, most: int, *, follow: bool = False) -> bytes:
         follow: see `open_plain`.
 
     Raises:
-        FileNotFoundError, IntegrityError: see `open_plain`, or it has more than `most` bytes.
+        FileNotFoundError: the path does not exist.
+        IntegrityError: see `open_plain`; the file has more than `most` bytes.
     """
     with open_plain(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -105,7 +106,7 @@ def read_untrusted(path: Path, most: int, *, follow: bool = False) -> bytes:
 
 
 def files_below(folder: Path, most: int = DEPTH) -> Iterator[Path]:
-    """Yield everything below a folder that is not a folder, in no order; links are not followed.
+    """Yield all files below a folder, in no particular order; links are not followed.
 
     Raises:
         IntegrityError: folders are nested too deeply, there are too many files, or a folder cannot be read.
@@ -114,13 +115,13 @@ def files_below(folder: Path, most: int = DEPTH) -> Iterator[Path]:
     while waiting:
         here, depth = waiting.pop()
         if depth > most:
-            raise IntegrityError(f"{folder} must have at most {most} folders in each other, got more; it is damaged")
+            raise IntegrityError(f"{folder} must have at most {most} nested folders, got more; it is damaged")
         try:
             with os.scandir(here) as entries:
                 for entry in entries:
                     found += 1
                     if found > FILES:
-                        raise IntegrityError(f"{folder} must hold at most {FILES} files, got more; it is damaged")
+                        raise IntegrityError(f"{folder} must contain at most {FILES} files, got more; it is damaged")
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append((here / entry.name, depth + 1))
                     else:
@@ -135,7 +136,8 @@ def look_over(path: Path) -> None:
     """Check the kind and size of a file or folder that a job left, before the much slower hashing of its bytes.
 
     Raises:
-        IntegrityError: it contains other than plain files, more than `TREE` bytes, or files with holes over `HOLES`.
+        IntegrityError: there is a file that is not plain, more than `TREE` bytes, or a file with more than `HOLES`
+            bytes of holes.
     """
     total = 0
     for one in files_below(path) if path.is_dir() and not path.is_symlink() else (path,):
@@ -143,19 +145,19 @@ def look_over(path: Path) -> None:
             size = os.fstat(file.fileno()).st_size
             total += size
             if total > TREE:
-                raise IntegrityError(f"{path} must have at most {TREE} bytes, got more; leave less")
+                raise IntegrityError(f"{path} must have at most {TREE} bytes, got more; write less")
             if size > HOLES and _holes(file.fileno(), size) > HOLES:
                 raise IntegrityError(f"{one} has {size} bytes, of which over {HOLES} were never written; write them")
 
 
 def _holes(opened: int, size: int) -> int:
-    """The bytes of a file that are holes, counted up to the limit. Compressed blocks are no holes."""
+    """Return the bytes of a file that are holes, counted up to the limit. Compressed blocks are not holes."""
     found = at = 0
     while at < size and found <= HOLES:
         try:
             data = os.lseek(opened, at, os.SEEK_DATA)
         except OSError as error:
-            return found + size - at if error.errno == errno.ENXIO else 0  # 0: a file system without `SEEK_DATA`
+            return found + size - at if error.errno == errno.ENXIO else 0  # 0 if the file system has no `SEEK_DATA`
         found += data - at
         at = os.lseek(opened, data, os.SEEK_HOLE)
     return found
@@ -175,7 +177,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether another process holds a lock's file."""
+    """Return whether another process holds the lock of this file."""
     try:
         handle = os.open(lock, os.O_RDONLY)
     except OSError:
@@ -189,7 +191,7 @@ def is_held(lock: Path) -> bool:
 def taken(
     handle: int, kind: int = fcntl.LOCK_EX, seconds: float = 0.0, over: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Take the lock of an open file; False: others held it for `seconds`, or until `over()` was true."""
+    """Take the lock of an open file; False if others held it for `seconds`, or until `over()` was true."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -231,7 +233,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable; the writers of its files sync their contents."""
+    """Make the names in `folder` durable. The contents are synced by the writers of the files."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -240,13 +242,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make a folder durable with everything below it, for files that a library wrote without syncing them.
+    """Make a folder durable with everything below it, for files that a library wrote without syncing.
 
     Raises:
-        WorkspaceError: the disk failed; the folder may not be durable then.
+        WorkspaceError: the disk failed; the folder may not be durable.
     """
     with writing(folder):
-        for path in sorted(folder.rglob("*"), reverse=True):  # contents before the folders that name them
+        for path in sorted(folder.rglob("*"), reverse=True):  # contents before folders
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
@@ -256,18 +258,18 @@ def sync_tree(folder: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file with mode 0600, whatever the umask: a workspace is private to its owner."""
+    """Open a file with mode 0600, regardless of the umask: a workspace is private to its owner."""
     return os.open(path, flags, 0o600)
 
 
 def make_folder(folder: Path, within: Path | None = None) -> None:
-    """Create `folder` and its parents, durably and private to their owner, whatever the umask.
+    """Create `folder` and its parents, durably and private to their owner, regardless of the umask.
 
     Args:
-        within: the parent that must exist: a workspace that was removed or moved is not made again.
+        within: a parent that must exist, so that a removed or moved workspace is not recreated.
 
     Raises:
-        WorkspaceError: it cannot be created.
+        WorkspaceError: the folder cannot be created.
     """
     missing = []
     with writing(folder):
@@ -284,7 +286,7 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by JSON. NaN and infinities are written as Python writes them: a metric may be one.
+    """Replace `path` by JSON. NaN and infinities, which metrics may be, are written as Python writes them.
 
     Raises:
         WorkspaceError: see `write_atomic`.
@@ -293,15 +295,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Write JSON if the path does not exist, as `create_file`."""
+    """Write JSON if the path does not exist, see `create_file`."""
     return create_file(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
 
 
 def create_file(path: Path, data: bytes) -> bool:
-    """Write a file if the path does not exist; False: it exists, and stays. Of several writers one wins.
+    """Write a file if the path does not exist; return False if it exists. Of several writers, exactly one succeeds.
 
     Raises:
-        WorkspaceError: see `write_atomic`, or the file system has no hard links.
+        WorkspaceError: see `write_atomic`; the file system has no hard links.
     """
     whole = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.new")
     try:
@@ -324,10 +326,10 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON at `path`, which a job may have written; None when there is no such file.
+    """Return the JSON at `path`, which a job may have written; None if the file does not exist.
 
     Raises:
-        IntegrityError: it is not JSON, or too large.
+        IntegrityError: the file is not JSON, or is too large.
     """
     try:
         return json.loads(read_untrusted(path, MOST_AT_ONCE, follow=True))
@@ -341,26 +343,27 @@ class StoreLock(Protocol):
     """The lock that separates processes that record blobs from those that delete blobs."""
 
     def shared(self) -> AbstractContextManager[None]:
-        """Keep other processes from deleting blobs for the length of the block.
+        """Prevent other processes from deleting blobs during the block.
 
         Raises:
-            DeadlineError: a process held the lock to delete, e.g. because it is suspended.
+            DeadlineError: a process that deletes held the lock for too long, e.g. because it is suspended.
             WorkspaceError: the lock cannot be opened.
         """
 
     def alone(self, patience: float) -> AbstractContextManager[None]:
-        """Keep other processes from recording blobs for the length of the block. Keep it short: they wait.
+        """Prevent other processes from recording blobs during the block, which must be short because they wait.
 
         Args:
             patience: seconds to wait for processes that record.
 
         Raises:
-            DeadlineError: a process still records. WorkspaceError: see `shared`.
+            DeadlineError: a process still records.
+            WorkspaceError: the lock cannot be opened.
         """
 
 
 class FileLock:
-    """The lock of all processes on one machine that use a workspace's folder."""
+    """The lock that all processes with a workspace's folder on one machine share."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -390,11 +393,11 @@ class Refusal:
 def held(
     place: Path, kind: int = fcntl.LOCK_EX, refusal: Refusal | None = None, *, make: bool = True
 ) -> Iterator[None]:
-    """Hold a lock for the length of the block; the kernel releases it when this process dies.
+    """Hold a lock during the block; the kernel releases the lock when this process dies.
 
     Args:
         place: a file, or with `make=False` an existing folder.
-        refusal: None: wait without a limit.
+        refusal: the error after a timeout; None: wait without a limit.
 
     Raises:
         WorkspaceError: the place cannot be opened.

@@ -1,4 +1,4 @@
-"""The attempt folder, claims of it by supervisors, and the facts and spending that a job writes into it.
+"""The attempt folder, its claim by a supervisor, and the facts and spending that a job writes into it.
 
 The folder contains everything that a job receives, reports and produces. Both sides of the process boundary use it:
 
@@ -8,21 +8,22 @@ The folder contains everything that a job receives, reports and produces. Both s
         job.json            JobOrder, written before the launch
         request.json        JobSpec, written once and submitted as written, by any process
         start.json events/ samples/ summary.json controls/ result.json     the attempt's mailbox: see `store.mailbox`
-        control.json        the stop request for jobs of older releases: {"stop": bool, "checkpoint": how many}
+        control.json        the stop request for jobs of older releases: {"stop": bool, "checkpoint": number}
         checkpoints/step-00000120/   COMMIT is written last: every reader ignores a folder without it
         outputs/            the job's outputs
         meter               tokens spent and tokens that the current step may spend, rewritten in place
         spec.json supervisor.json exit.json log.txt      files of the local executor
         cache/ seccomp.json                              files of a job in an image
 
-The module imports no database, and an object store only if the workspace keeps its channels in one.
+The module imports no database, and imports an object store only if the workspace keeps its mailboxes in one.
 
 Files that supervisors rely on are written before an attempt is claimed, never after: `with unclaimed(folder) as free:`.
-A container cannot see such files because other files are mounted over them; a file that is replaced is no longer
-covered. So the writer holds `supervisor.lock`, which supervisors hold from before their claim until their job ends.
+Such files are hidden from a container by other files that are mounted over them, and a replaced file would no longer be
+covered. The writer therefore holds `supervisor.lock`, which supervisors hold from before their claim until their job
+ends.
 
-On its side of the channel, the job buffers facts and writes them as segments. It writes the tokens that it has spent
-next to its facts, immediately and in one line.
+On its side of the mailbox, the job buffers facts and writes them as segments. It writes the tokens that it has spent
+immediately, as one line in a separate file.
 """
 
 import functools
@@ -70,7 +71,7 @@ METER = "meter"
 _METER_BYTES = 64  # two numbers
 _DIGITS = 16  # of a step
 LOCK, CLAIM = "supervisor.lock", "supervisor.json"
-_SECONDS = 60.0  # a supervisor with the lock claims immediately, or ends
+_SECONDS = 60.0  # wait for a supervisor that has the lock: it claims immediately, or ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +80,17 @@ class CommittedCheckpoint:
 
     path: Path
     step: int
-    tokens: int  # spent up to it, over the attempt's lineage (from its `state.json`; 0 without one)
+    tokens: int  # spent up to it, over all attempts (from its `state.json`; 0 without one)
 
 
 class AttemptFolder:
-    """One attempt's folder at `path`. Making the object touches nothing.
+    """One attempt's folder at `path`. The constructor does not access the folder.
 
     Args:
-        channel: URL of its channel, from the ledger; empty: the folder itself; None: read it from the order, which the
+        channel: URL of the mailbox, from the ledger; empty: the folder itself; None: read it from the order, which the
             job may have rewritten. Only jobs, and readers of an attempt of an earlier release, pass None.
-        otherwise: the URL to use if there is no order either.
-        job: the caller is the attempt's job, which has no key to a store if its server launched it.
+        otherwise: the URL to use if there is no order.
+        job: whether the caller is the attempt's job, which has no key to a store if a server launched it.
     """
 
     def __init__(self, path: Path, channel: str | None = None, *, otherwise: str = "", job: bool = False) -> None:
@@ -105,7 +106,7 @@ class AttemptFolder:
         """The attempt's mailbox; it is in the folder unless a URL is named.
 
         Raises:
-            InputError: a channel of that kind cannot be opened here.
+            InputError: a mailbox at such a URL cannot be opened here.
         """
         url, order = self._channel, None
         if url is None:
@@ -113,12 +114,12 @@ class AttemptFolder:
                 order = read_json(self.path / "job.json")
             url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._otherwise
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
-            from posttrain.store.mailboxes.served import ServedObjects  # users of folders need not load HTTP
+            from posttrain.store.mailboxes.served import ServedObjects  # imported only if needed, because it loads HTTP
 
             return Mailbox(ServedObjects(self.path))
         if not url:
             return Mailbox(FolderObjects(self.path))
-        from posttrain.store.mailboxes.objects import object_store  # users of folders need not load an object store
+        from posttrain.store.mailboxes.objects import object_store  # loaded only if needed
 
         return Mailbox(object_store(url))
 
@@ -136,11 +137,11 @@ class AttemptFolder:
         return (self.path / "job.json").exists()
 
     def read_order(self) -> JobOrder:
-        """The order.
+        """Return the order.
 
         Raises:
             NotFoundError: there is no `job.json`.
-            IntegrityError: it cannot be read.
+            IntegrityError: the file cannot be read.
         """
         raw = read_json(self.path / "job.json")
         if raw is None:
@@ -151,11 +152,11 @@ class AttemptFolder:
             raise _unreadable(self.path / "job.json", error) from error
 
     def request_stop(self) -> None:
-        """Ask the job to write a checkpoint and end; asking again changes nothing."""
+        """Request that the job writes a checkpoint and ends; a repeated request has no effect."""
         if self.stop_requested():
             return
         self.mailbox.order(ControlKind.STOP)
-        if self.mailbox.started() is None:  # a job of an older release reads this file only
+        if self.mailbox.started() is None:  # a job of an older release reads only this file
             path, said = self.path / "control.json", None
             with suppress(FileNotFoundError):
                 said = _json_of(path, SMALL)
@@ -166,35 +167,35 @@ class AttemptFolder:
         return any(control.kind is ControlKind.STOP for control in self.mailbox.controls())
 
     def request_checkpoint(self) -> None:
-        """Ask the job for one more checkpoint."""
+        """Request one more checkpoint from the job."""
         self.mailbox.order(ControlKind.CHECKPOINT)
 
     def checkpoints_requested(self) -> int:
-        """The number of checkpoints requested so far: a job that wrote fewer owes one."""
+        """The number of checkpoints requested so far; the job writes one if it has written fewer."""
         return sum(control.kind is ControlKind.CHECKPOINT for control in self.mailbox.controls())
 
     def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
-        """Record that the job carried out the first `count` orders of this kind; None: all orders so far."""
+        """Record that the job has carried out the first `count` orders of this kind; None: all orders so far."""
         for control in [one for one in self.mailbox.controls() if one.kind is kind][:count]:
             self.mailbox.acknowledge(control.number)
 
     def write_result(self, result: JobResult) -> None:
-        """Write how the job ended, as its last action.
+        """Write the job's result, as its last action.
 
         Raises:
-            WorkspaceError: the disk is full or read-only; there is no result then.
-            ConflictError: another job of this attempt wrote its result already.
+            WorkspaceError: the disk is full or read-only; there is then no result.
+            ConflictError: another job of this attempt has already written a result.
         """
         self.mailbox.answer(result.to_json())
 
     def read_result(self) -> JobResult | None:
-        """How the job ended, by its own report; None while there is no report.
+        """Return the job's result, as the job reported it; None while there is no result.
 
         Raises:
-            IntegrityError: it cannot be read.
+            IntegrityError: the file cannot be read.
         """
         raw = self.mailbox.answered()
-        if raw is None:  # a job that refuses its environment writes this file: it imports no channel code
+        if raw is None:  # a job that rejects its environment writes this file, without importing mailbox code
             with suppress(FileNotFoundError):
                 raw = _json_of(self.path / "result.json", ANSWER)
         if raw is None:
@@ -207,10 +208,10 @@ class AttemptFolder:
     def facts(
         self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> tuple[list[Fact], int]:
-        """Facts of the segments after `after_segment`, in the order of their reports, and the last segment read.
+        """Return the facts of the segments after `after_segment`, in order of report, and the last segment's number.
 
         Args:
-            unreadable: called for a segment that cannot be read, which is then left out; the default raises.
+            unreadable: called for a segment that cannot be read, which is then skipped; the default raises.
 
         Raises:
             IntegrityError: a segment cannot be read.
@@ -218,7 +219,7 @@ class AttemptFolder:
         return self._said(EVENTS, after_segment, unreadable)
 
     def recorded_samples(self, unreadable: Callable[[IntegrityError], None] = refuse) -> list[Sample]:
-        """The samples whose path was recorded, in the order of their reports; empty if the job recorded none.
+        """Return the samples whose path was recorded, in order of report; empty if the job recorded none.
 
         Args:
             unreadable: see `facts`.
@@ -230,10 +231,10 @@ class AttemptFolder:
         return [fact for fact in said if isinstance(fact, Sample)]
 
     def some_samples(self, segments: int) -> list[Sample]:
-        """Recorded samples of at most `segments` segments, evenly spaced from the first to the last.
+        """Return the recorded samples of at most `segments` segments, evenly spaced from the first to the last.
 
-        The records of a job of a million steps do not fit in memory: this reads as many as a person would inspect.
-        Segments that cannot be read are skipped.
+        The records of a job of a million steps do not fit in memory, so only as many are read as a person would
+        inspect. Segments that cannot be read are skipped.
         """
         found = self.mailbox.numbers(SAMPLES)
         if len(found) > segments:
@@ -245,7 +246,7 @@ class AttemptFolder:
         return [fact for fact in said if isinstance(fact, Sample)]
 
     def last_progress(self) -> Progress | None:
-        """The newest `Progress` that the job reported.
+        """Return the newest `Progress` that the job reported.
 
         Raises:
             IntegrityError: a segment cannot be read.
@@ -257,19 +258,19 @@ class AttemptFolder:
         return None
 
     def metered(self) -> int | None:
-        """The most tokens that the lineage can have spent, by the job's last record; None: there is no record.
+        """Return the maximum tokens that the lineage can have spent, by the job's last record; None without a record.
 
         Raises:
             IntegrityError: the meter is not a plain file.
         """
         try:
             spent, reserved = (count(int(one)) for one in read_untrusted(self.path / METER, _METER_BYTES).split())
-        except (FileNotFoundError, ValueError, TypeError):  # not yet written, or cut short by a power cut
+        except (FileNotFoundError, ValueError, TypeError):  # not yet written, or truncated by a power cut
             return None
         return spent + reserved
 
     def spent(self) -> int:
-        """The most tokens that the lineage can have spent, by the records of the running job; cheap, never raises.
+        """Return the maximum tokens that the lineage can have spent, by the running job's records; cheap, never raises.
 
         A record that cannot be read counts as absent.
         """
@@ -280,12 +281,12 @@ class AttemptFolder:
         return max(metered or 0, said.tokens if said else 0)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of folders with a COMMIT, oldest first; their shards are not verified."""
+        """Return the steps of folders with a COMMIT, oldest first; shards are not verified."""
         names = sorted(path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/COMMIT"))
         return [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < _DIGITS]
 
     def checkpoint(self, step: int) -> CommittedCheckpoint | None:
-        """The checkpoint of a step, if it verifies."""
+        """Return the checkpoint of a step; None if it is not valid."""
         folder = self.checkpoints / f"step-{step:08d}"
         commit = _verified_commit(folder)
         if commit is None:
@@ -293,11 +294,11 @@ class AttemptFolder:
         try:
             state = _json_of(folder / "state.json", ANSWER) if "state.json" in commit.shards else {}
             return CommittedCheckpoint(folder, commit.step, count(state.get("tokens", 0)))
-        except (FileNotFoundError, IntegrityError, TypeError, AttributeError):  # damaged: it does not count
+        except (FileNotFoundError, IntegrityError, TypeError, AttributeError):  # a damaged checkpoint does not count
             return None
 
     def _said(self, stream: str, after: int, unreadable: Callable[[IntegrityError], None]) -> tuple[list[Fact], int]:
-        """Facts of a stream's segments after number `after`, and the number of the last one."""
+        """Return the facts of a stream's segments after number `after`, and the number of the last segment."""
         found: list[Fact] = []
         last = after
         for facts, number in self.segments(after, unreadable, stream):
@@ -308,7 +309,7 @@ class AttemptFolder:
     def segments(
         self, after: int, unreadable: Callable[[IntegrityError], None], stream: str = EVENTS
     ) -> Iterator[tuple[list[Fact], int]]:
-        """As `facts`, one segment at a time with its number: the facts of a million steps do not fit in memory.
+        """Yield the facts of one segment at a time, with its number: the facts of a million steps do not fit in memory.
 
         A segment that cannot be read yields no facts.
         """
@@ -326,11 +327,11 @@ def _unreadable(path: Path, error: Exception) -> IntegrityError:
 
 
 def _json_of(path: Path, most: int) -> Any:
-    """The JSON that a job wrote.
+    """Return the JSON that a job wrote.
 
     Raises:
-        FileNotFoundError: there is no file.
-        IntegrityError: it cannot be read.
+        FileNotFoundError: the file does not exist.
+        IntegrityError: the file cannot be read.
     """
     try:
         return json.loads(read_untrusted(path, most))
@@ -341,7 +342,7 @@ def _json_of(path: Path, most: int) -> Any:
 def _facts(data: bytes, name: str) -> list[Fact]:
     try:
         found = []
-        for line in io.BytesIO(data):  # at b"\n" only: JSON leaves other line separators inside strings
+        for line in io.BytesIO(data):  # split only at b"\n", because JSON strings may contain other line separators
             if len(line) > LINE:
                 raise ValueError(f"a fact must have at most {LINE} bytes, got {len(line)}")
             if line != b"\n":
@@ -354,19 +355,19 @@ def _facts(data: bytes, name: str) -> list[Fact]:
 
 
 def _verified_commit(folder: Path) -> CheckpointCommit | None:
-    """The COMMIT of a checkpoint folder, if every listed shard exists with its digest."""
+    """Return the COMMIT of a checkpoint folder; None unless every listed shard exists with its digest."""
     try:
         commit = CheckpointCommit.from_json(_json_of(folder / "COMMIT", ANSWER))
         look_over(folder)
         matches = all(file_digest(folder / name) == digest for name, digest in commit.shards.items())
     except (OSError, ValueError, RecursionError, InputError, IntegrityError):
-        return None  # half-written, pruned during the check, or damaged: it does not count
+        return None  # incomplete, damaged, or pruned during the check
     return commit if matches else None
 
 
 @contextmanager
 def unclaimed(folder: Path) -> Iterator[bool]:
-    """Keep supervisors from claiming an attempt's folder; False: one has claimed it, or does not release the lock.
+    """Prevent supervisors from claiming a folder; yield False if one has claimed it or holds the lock too long.
 
     Raises:
         OSError: the folder does not exist, or the lock cannot be made or opened.
@@ -382,10 +383,10 @@ def unclaimed(folder: Path) -> Iterator[bool]:
 class EventWriter(AbstractContextManager["EventWriter"]):
     """The job's fact sink: buffers facts and writes them as segments, samples into a separate folder.
 
-    A segment is due after `most` facts, or at a `Progress` or `Note` at least `seconds` after the last one that made a
-    segment due; `close` writes the rest. Metrics and samples make none due: they come just before the progress of
-    their step. A span makes one due `phases` seconds after the last segment, and does not delay the next progress. Use
-    it as a context manager. Numbering continues from the existing segments.
+    A segment is written after `most` facts, and at a `Progress` or `Note` if the last such segment is at least
+    `seconds` old; `close` writes the rest. Metrics and samples do not cause a segment, because the progress of their
+    step follows them. A span causes one if the last segment is `phases` seconds old, without delaying the next
+    progress. Use the writer as a context manager. Numbering continues from the existing segments.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
@@ -398,7 +399,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
         make_folder(attempt.events)
         self._channel = attempt.mailbox
         self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
-        self._told, self._flushed = float("-inf"), time.monotonic()  # times of progress or a note, and of any segment
+        self._told, self._flushed = float("-inf"), time.monotonic()  # times: progress or note, any segment
         self._progress: Progress | None = None
         self._phases = 0
 
@@ -418,7 +419,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
             self._told = now
 
     def flush(self) -> None:
-        """Write the buffered facts. Samples come first: a reader of a step's progress finds its samples."""
+        """Write the buffered facts, samples first, so that a reader of a step's progress finds the step's samples."""
         self._samples.write()
         for stream in (self._samples, self._facts):
             self._facts.waiting += stream.too_large
@@ -443,13 +444,13 @@ class _Segments:
     """The write-once segments of one stream, and the facts that wait to be written.
 
     Args:
-        packed: pack many small segments into few; samples are large, and some are read by number.
+        packed: whether to pack small segments into fewer objects. Samples are large, and some are read by number.
     """
 
     def __init__(self, channel: Mailbox, stream: str, packed: bool = False) -> None:
         self._channel, self._stream, self._packed = channel, stream, packed
         self.waiting: list[Fact] = []
-        self.too_large: list[Fact] = []  # notes that replace facts above the limit
+        self.too_large: list[Fact] = []  # notes in place of facts that exceed the limit
         self._next = 1 + channel.last(stream)
 
     def write(self) -> int:
@@ -464,7 +465,7 @@ class _Segments:
         return self._next - 1
 
     def _piece(self) -> tuple[bytes, int]:
-        """The next segment and its number of facts: as large as a reader accepts in one read."""
+        """Return the next segment, at most as large as a reader accepts, and its number of facts."""
         data, taken = bytearray(), 0
         for fact in self.waiting:
             line = (json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) + "\n").encode()
@@ -480,10 +481,10 @@ class _Segments:
 
 
 class SpendingMeter(AbstractContextManager["SpendingMeter"]):
-    """The record of a job's tokens spent, and before each step of its possible cost: a kill mid-step loses neither.
+    """The record of the tokens that a job has spent and of the cost that its next step may have.
 
-    The record is one line that is rewritten in place: it survives the death of the process without loss, and a power
-    cut with a loss of at most `seconds`. Use it as a context manager.
+    The record is one line that is rewritten in place. Nothing is lost if the process dies, even within a step; a power
+    cut loses at most the last `seconds`. Use the meter as a context manager.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -495,7 +496,7 @@ class SpendingMeter(AbstractContextManager["SpendingMeter"]):
         self._seconds, self._synced = seconds, float("-inf")
 
     def __call__(self, spent: int, reserved: int) -> None:
-        """Record the tokens that the lineage has spent, and those that it may spend until the next call."""
+        """Record the tokens that the lineage has spent, and the tokens that it may spend until the next call."""
         os.pwrite(self._file, f"{spent:020d} {reserved:020d}\n".encode(), 0)
         if time.monotonic() - self._synced >= self._seconds:
             os.fsync(self._file)

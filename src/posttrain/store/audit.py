@@ -1,7 +1,7 @@
 """Verification of the ledger's rows against its replayed event log.
 
-All readers use rows, but only events are sealed. An edited row of the database leaves a valid log, so the verification
-rebuilds every recorded column of every row from the events, and compares.
+All readers use rows, but only events are sealed: if a row is edited in the database, the log stays valid. The
+verification therefore rebuilds every recorded column of every row from the events, and compares.
 """
 
 import json
@@ -33,7 +33,7 @@ _BATCH = 1000
 _VERSIONS = ("assets", "asset_status")
 _OF_CHANNELS = ("releases", "channels", "deployments", "quarantine")
 _APPROVING = ("approval_requests", "approvals")
-# the tables from which lineages of runs are read
+# tables from which lineages are read
 _PART = ("runs", "stages", "attempts", "signals", "notes", "edges", *_VERSIONS, *_OF_CHANNELS, *_APPROVING)
 _Key = tuple[Any, ...]
 _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
@@ -42,19 +42,19 @@ _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
     """Rebuild every table from the event log and compare.
 
-    The caller must first seal and verify the log: unsealed events are not verified here. In a ledger of a newer
-    release, tables that this release does not have are skipped.
+    The caller must first seal and verify the log; unsealed events are not verified here. In a ledger of a newer
+    release, tables that are unknown to this release are skipped.
 
     Args:
-        names: ids of runs, refs of assets and names of channels: only their own rows, from their own events; empty:
+        names: ids of runs, refs of assets and names of channels, to check only their rows, from their events; empty:
             all rows.
 
     Returns:
         The number of compared rows.
 
     Raises:
-        IntegrityError: no event records a row, or the recorded values differ, or a row was deleted; names the row and
-            the column.
+        IntegrityError: no event records a row, recorded values differ, or a row was deleted. The error names the row
+            and the column.
     """
     compared = 0
     with ledger.database.read(across="the log is of every project") as connection:
@@ -75,11 +75,11 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
 
 
 def channels_of(ledger: Ledger, names: Collection[str]) -> set[str]:
-    """The channels that runs were released to, or request approvals for, by releases, requests and edges."""
+    """Return the channels to which runs were released or for which they request approval, by rows and edges."""
     ended, asked = (
         (one.c.project == ledger.project) & one.c.run_id.in_(names) for one in (releases, approval_requests)
     )
-    made = literal(run_end("")) + stages.c.run_id + "/" + stages.c.name  # as `stage_end`
+    made = literal(run_end("")) + stages.c.run_id + "/" + stages.c.name  # equals `stage_end`
     served = select(edges.c.consumer).join(stages, edges.c.producer == made)
     served = served.where(edges.c.project == ledger.project, stages.c.run_id.in_(names), edges.c.consumer != "")
     with ledger.database.read(across="stages name no project") as connection:
@@ -98,7 +98,7 @@ class _Part:
     requests: set[str] = field(default_factory=set)  # digests of the runs' approval requests found so far
 
     def has(self, table: str, key: Sequence[Any], row: Mapping[str, Any]) -> bool:
-        """Whether a row is in this part."""
+        """Return whether a row is in this part."""
         if table in _OF_CHANNELS:
             return key[0] == self.project and key[1] in self.names
         if table in _APPROVING:
@@ -115,14 +115,14 @@ class _Part:
         return table in _PART and key[0] in self.names
 
     def events(self, connection: Connection) -> Iterator[ColumnElement[bool]]:
-        """The events that record these rows: their own, and if words were erased those of erasures."""
+        """Return the events that record these rows: their own and, if words were erased, those of erasures."""
         own = of_subjects(connection, self.project, self.names)
         query = select(events.c.id).outerjoin(payloads, payloads.c.event == events.c.id)
         gone = connection.execute(query.where(own, events.c.words.is_not(None), payloads.c.event.is_(None)).limit(1))
         yield or_(own, *([events.c.kind == ERASED] if gone.first() else []))
 
     def rows(self, table: str, stages: Iterable[_Key]) -> Iterator[ColumnElement[bool]]:
-        """The conditions for these rows in a table, which a few other rows may also meet."""
+        """Return the conditions for these rows in a table; a few other rows may also meet them."""
         columns = TABLES[table].table.c
         if table in _VERSIONS:
             yield columns.project == self.project
@@ -144,7 +144,7 @@ class _Part:
 
 
 def _said(connection: Connection, *where: ColumnElement[bool]) -> Iterator[tuple[int, str, str | None]]:
-    """Every event in the order of the sealed log; unsealed events come last."""
+    """Yield every event in the order of the sealed log; unsealed events are last."""
     columns = (events.c.id, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
     sealed = select(*columns).select_from(leaves).join(events, events.c.id == leaves.c.event)
     waiting = select(*columns).outerjoin(leaves, leaves.c.event == events.c.id).where(leaves.c.event.is_(None))
@@ -157,7 +157,7 @@ def _said(connection: Connection, *where: ColumnElement[bool]) -> Iterator[tuple
 
 
 def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> None:
-    """Apply one row change of an event."""
+    """Apply one event's change of a row."""
     sign, name, key, values = row
     if name not in told:
         raise IntegrityError(f"event {event} changes table {name!r}, which does not exist; {_REMEDY}")

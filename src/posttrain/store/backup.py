@@ -1,15 +1,15 @@
-"""A backup of a ledger and of every artifact that it needs, in a folder, and its restore.
+"""Backup of a ledger and of every artifact that it needs to a folder, and restore.
 
 ::
 
     FOLDER/
-        backup.json         written last: names the ledger's copy, its digest, and every blob that it needs
+        backup.json         written last: the name and digest of the ledger's copy, and every blob that it needs
         ledger-0a1b2c.db    the ledger at one moment
         blobs/              a separate artifact store
 
-The ledger is copied first, in one snapshot; then the blobs that this copy needs. The backup holds the store's lock
-shared, so that no blob is deleted in between and no writer waits. A backup into the folder of an earlier one adds the
-new blobs, and the earlier backup stays valid until `backup.json` names the new one.
+        The ledger is copied first, in one snapshot; then the blobs that this copy needs. The backup holds the store's
+        lock shared, so no blob is deleted in between and no writer waits. A backup into the folder of an earlier one
+        adds the new blobs; the earlier backup stays valid until `backup.json` names the new one.
 """
 
 import os
@@ -46,17 +46,17 @@ class BackedUp:
     at: float
     ledger: Path
     blobs: tuple[str, ...]
-    bytes: int  # of the blobs
-    added: int  # blobs that were not there before
-    events: int  # sealed
-    settings: Mapping[str, Any]  # of workspace.json
+    bytes: int  # total size of the blobs
+    added: int  # number of blobs that this backup added
+    events: int  # number of sealed events
+    settings: Mapping[str, Any]  # content of workspace.json
 
 
 def copy_ledger(ledger: Path, kept: Path) -> None:
-    """Copy a SQLite ledger as it is at one moment; the copy is complete or does not exist.
+    """Copy a SQLite ledger at one moment; the copy is complete or does not exist.
 
     Raises:
-        WorkspaceError: it cannot be copied.
+        WorkspaceError: the ledger cannot be copied.
     """
     half = kept.with_suffix(".part")
     try:
@@ -74,10 +74,10 @@ def copy_ledger(ledger: Path, kept: Path) -> None:
 
 
 def back_up(ledger: Ledger, source: ObjectBlobs, folder: Path, settings: Mapping[str, Any]) -> BackedUp:
-    """Copy a ledger in a SQLite file and the blobs it needs into `folder`, and verify the copy.
+    """Copy a ledger in a SQLite file and the blobs that it needs into `folder`, and verify the copy.
 
     Args:
-        settings: of the workspace.
+        settings: the workspace's settings.
 
     Raises:
         InputError: the folder contains other files.
@@ -90,7 +90,7 @@ def back_up(ledger: Ledger, source: ObjectBlobs, folder: Path, settings: Mapping
         and folder.is_dir()
         and any(not one.name.startswith(_OURS) and one.name != BLOBS for one in folder.iterdir())
     ):
-        raise InputError(f"{folder}: must be empty, or hold a backup, got other files; name another folder")
+        raise InputError(f"{folder}: must be empty, or contain a backup, got other files; name another folder")
     make_folder(folder)
     seal(ledger)
     target = open_blobs(folder / BLOBS)
@@ -129,11 +129,11 @@ def read_backup(folder: Path) -> BackedUp:
 
     Raises:
         InputError: the folder has no complete backup.
-        IntegrityError: its ledger or a blob was altered or deleted; names it.
+        IntegrityError: the ledger or a blob was altered or deleted. The error names it.
     """
     record = read_json(folder / RECORD)
     if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
-        raise InputError(f"{folder}: holds no whole backup (backup.json); name the folder of one")
+        raise InputError(f"{folder}: contains no complete backup (backup.json); name the folder of a backup")
     ledger, blobs = folder / str(record["ledger"]), open_blobs(folder / BLOBS)
     if not ledger.is_file() or file_digest(ledger) != record["digest"]:
         raise IntegrityError(f"{ledger}: is not the ledger that was backed up; back up again, or take another copy")
@@ -158,7 +158,7 @@ def fill(found: BackedUp, ledger: Path, blobs: ObjectBlobs) -> None:
 
 
 def _needed(ledger: Path, source: ObjectBlobs) -> tuple[frozenset[str], int]:
-    """The digests that a copy of a ledger needs, and the number of its sealed events; verifies the copy."""
+    """Verify a copy of a ledger; return the digests that it needs, and the number of its sealed events."""
     copy = Ledger(Database(ledger, create=False))
     try:
         report = verify_chain(copy)
@@ -169,7 +169,7 @@ def _needed(ledger: Path, source: ObjectBlobs) -> tuple[frozenset[str], int]:
 
 
 def _copied(source: ObjectBlobs, target: ObjectBlobs, digest: str, folder: Path) -> bool:
-    """Copy a blob unless the target has it; return whether it was copied."""
+    """Copy a blob unless the target has it; return whether the blob was copied."""
     if target.has(digest) and target.size(digest) == source.size(digest):
         return False
     with scratch(folder, ".copy-") as work:
@@ -179,7 +179,7 @@ def _copied(source: ObjectBlobs, target: ObjectBlobs, digest: str, folder: Path)
 
 
 def _checked(source: ObjectBlobs, target: ObjectBlobs, digest: str, folder: Path) -> int:
-    """Verify a copied blob and return its size; one damaged since an earlier backup is copied again."""
+    """Verify a copied blob and return its size; copy it again if it was damaged since an earlier backup."""
     try:
         return target.check(digest)
     except IntegrityError:

@@ -1,4 +1,4 @@
-"""The artifact store: bytes by their SHA-256, through obstore, with translated errors of a failing store.
+"""The artifact store: bytes by their SHA-256, through obstore, with translated errors.
 
 A failing store raises one of three errors: the object is missing, the disk is full, or the store does not answer.
 """
@@ -32,11 +32,11 @@ from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME, Memory
 from posttrain.store.backends.remote import Remote
 
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
-_PANIC = "PanicException"  # of Rust code, for an invalid address; no module exports the class
-_QUERY = re.compile(r"\?[^\s\"']*")  # of a URL: a signature may be in it
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # errno in obstore's messages
+_PANIC = "PanicException"  # raised by Rust code for an invalid address; no module exports the class
+_QUERY = re.compile(r"\?[^\s\"']*")  # of a URL; it may contain a signature
 _CHUNK = 4 << 20
-USERS = "workspaces"  # notes: which workspaces keep their artifacts in a store
+USERS = "workspaces"  # folder of notes: the workspaces that use a store
 _HERE = ("file:", "memory:")
 _PROBE = "probe"  # name and content of an object that tests writing and reading
 
@@ -50,9 +50,9 @@ def answering(url: str, digest: str) -> Iterator[None]:
         digest: of the requested blob, or a name.
 
     Raises:
-        NotFoundError: it does not exist.
+        NotFoundError: the object does not exist.
         WorkspaceError: the disk is full or read-only.
-        UnavailableError: the store does not answer, or refuses this process.
+        UnavailableError: the store does not answer, or denies access.
     """
     try:
         yield
@@ -100,11 +100,11 @@ def open_blobs(location: str | Path, lock: StoreLock | None = None) -> ObjectBlo
     """Open the artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
 
     Args:
-        lock: separates processes that record blobs from those that delete; None: no process deletes from the store.
+        lock: the lock between processes that record blobs and those that delete; None: no process deletes blobs.
 
     Raises:
         InputError: the URL is not supported.
-        WorkspaceError: the folder cannot be made.
+        WorkspaceError: the folder cannot be created.
     """
     return ObjectBlobs(backend_of(location), lock)
 
@@ -124,7 +124,7 @@ def blobs_url(location: str | Path) -> str:
 
 
 def backend_of(location: str | Path) -> Backend:
-    """The back-end that stores the objects of a store."""
+    """Return the back-end that stores the objects of a store."""
     address = str(location)
     if isinstance(location, Path) or "://" not in address:
         return LocalFolder(Path(address))
@@ -136,8 +136,8 @@ def backend_of(location: str | Path) -> Backend:
 class ObjectBlobs:
     """A `BlobStore` over a back-end. A blob's key is `sha256/ab/cdef…`, which keeps the listings of folders short.
 
-    Putting an existing blob verifies it and repairs it if it is corrupt: so the remedy for a corrupt blob is to put it
-    again. It also renews its age, so that a sweep does not take the blob for an old one.
+    Putting an existing blob verifies it, and repairs it if it is corrupt: a corrupt blob is therefore repaired by
+    putting it again. A put also renews the blob's age, so that a sweep does not delete it as old.
     """
 
     def __init__(self, backend: Backend, lock: StoreLock | None = None) -> None:
@@ -148,7 +148,7 @@ class ObjectBlobs:
         """See `BlobStore.holding`.
 
         Raises:
-            DeadlineError: another process held the lock to delete, e.g. because it is suspended.
+            DeadlineError: a process that deletes held the lock for too long, e.g. because it is suspended.
         """
         return nullcontext() if self._lock is None else self._lock.shared()
 
@@ -171,7 +171,7 @@ class ObjectBlobs:
                     try:
                         obstore.put(self._store, key, data, mode="create")
                     except (AlreadyExistsError, NotSupportedError, NotImplementedError):
-                        # corrupt, written just now by another process, or no conditional puts: these bytes are right
+                        # corrupt, just written by another process, or no conditional puts; these bytes are correct
                         obstore.put(self._store, key, data)
             self._settle(digest)
         return digest
@@ -180,7 +180,7 @@ class ObjectBlobs:
         """Store a file in constant memory and return its digest.
 
         Raises:
-            NotFoundError: no such file.
+            NotFoundError: the file does not exist.
             IntegrityError: the file changed while it was read.
             WorkspaceError: the disk is full or read-only.
         """
@@ -198,7 +198,7 @@ class ObjectBlobs:
         return digest
 
     def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:
-        """Upload the file as a stream; its digest is checked before the end, so a changed file never gets a name."""
+        """Upload the file as a stream. The digest is checked before the end, so a changed file never gets a name."""
 
         def changed(_: str) -> IntegrityError:
             return IntegrityError(
@@ -210,28 +210,28 @@ class ObjectBlobs:
             self._backend.write(self._store, blob_key(digest), chunks, path.stat().st_size)
 
     def _settle(self, digest: str) -> None:
-        """Make a blob durable, also an existing one: the process that wrote it may have stopped before this step."""
+        """Make a blob durable, even an existing one: the process that wrote it may have stopped before this step."""
         with self._translated(digest):
             self._backend.settle(blob_key(digest))
 
     def get(self, digest: str) -> bytes:
-        """The verified bytes.
+        """Return the verified bytes.
 
         Raises:
-            NotFoundError: no such blob.
+            NotFoundError: the blob does not exist.
             IntegrityError: the bytes do not hash to the digest.
         """
         try:
             return b"".join(self.stream(digest))
-        except IntegrityError:  # perhaps damaged in transfer
+        except IntegrityError:  # may have been damaged in transfer
             return b"".join(self.stream(digest))
 
     def stream(self, digest: str) -> Iterator[bytes]:
-        """The bytes piece by piece, in constant memory.
+        """Yield the bytes piece by piece, in constant memory.
 
         Raises:
-            NotFoundError: no such blob, at the first piece.
-            IntegrityError: the bytes do not hash to the digest, after the last piece.
+            NotFoundError: the blob does not exist; raised at the first piece.
+            IntegrityError: the bytes do not hash to the digest; raised after the last piece.
         """
         return verified(self._stream(digest), digest, lambda found: _corrupt(digest, found))
 
@@ -239,13 +239,13 @@ class ObjectBlobs:
         """Write the verified bytes to `path`, atomically and in constant memory; the folder must exist.
 
         Raises:
-            NotFoundError, IntegrityError: see `get`; `path` is unchanged then.
+            NotFoundError, IntegrityError: see `get`; `path` is unchanged.
             WorkspaceError: `path` cannot be written.
         """
         write_stream(path, lambda file: file.writelines(self.stream(digest)))
 
     def check(self, digest: str) -> int:
-        """Hash a blob again in constant memory; return its size in bytes.
+        """Verify a blob's hash in constant memory; return its size in bytes.
 
         Raises:
             NotFoundError, IntegrityError: see `get`.
@@ -253,7 +253,7 @@ class ObjectBlobs:
         return sum(len(chunk) for chunk in self.stream(digest))
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is present (not verified)."""
+        """Return whether the blob exists (not verified)."""
         try:
             self.size(digest)
         except NotFoundError:
@@ -261,16 +261,16 @@ class ObjectBlobs:
         return True
 
     def size(self, digest: str) -> int:
-        """The size of a blob in bytes (not verified).
+        """Return the size of a blob in bytes (not verified).
 
         Raises:
-            NotFoundError: no such blob.
+            NotFoundError: the blob does not exist.
         """
         with self._translated(digest):
             return int(obstore.head(self._store, blob_key(digest))["size"])
 
     def stored(self) -> Iterator[StoredBlob]:
-        """Every blob in the store."""
+        """Yield every blob in the store."""
         with self._translated("sha256"):
             for some in obstore.list(self._store, prefix="sha256"):
                 for one in some:
@@ -279,24 +279,24 @@ class ObjectBlobs:
                         yield StoredBlob(digest, int(one["size"]), one["last_modified"].timestamp())
 
     def modified(self, digest: str) -> float:
-        """The time at which a blob was written, or its age renewed by a later put (seconds since the epoch).
+        """Return the time at which a blob was written, or its age renewed by a later put (seconds since the epoch).
 
         Raises:
-            NotFoundError: no such blob.
+            NotFoundError: the blob does not exist.
         """
         with self._translated(digest):
             return float(obstore.head(self._store, blob_key(digest))["last_modified"].timestamp())
 
     def delete(self, digest: str) -> None:
-        """Delete a blob; a missing one is no error. The caller must hold the store's lock alone (`store.atomic`)."""
+        """Delete a blob, if it exists. The caller must hold the store's lock alone (`store.atomic`)."""
         with suppress(NotFoundError), self._translated(digest):
             obstore.delete(self._store, blob_key(digest))
 
     def probe(self) -> None:
-        """Write a small object to a remote store and read it back; a local folder was made when it was opened.
+        """Write a small object to a remote store and read it back; a local folder was tested when it was opened.
 
         Raises:
-            UnavailableError: the store does not answer, has no such bucket, or refuses this process.
+            UnavailableError: the store does not answer, has no such bucket, or denies access.
         """
         if self.url.startswith(_HERE):
             return
@@ -316,22 +316,22 @@ class ObjectBlobs:
             self._backend.settle(name)
 
     def notes(self, folder: str) -> dict[str, str]:
-        """The small objects in a folder: the last part of the name → its content."""
+        """Return the small objects in a folder: last part of the name → content."""
         found = dict[str, str]()
         with self._translated(folder):
             for name in [str(one["path"]) for some in obstore.list(self._store, prefix=folder) for one in some]:
-                with suppress(FileNotFoundError):  # dropped since it was listed
+                with suppress(FileNotFoundError):  # deleted since the listing
                     said = bytes(obstore.get(self._store, name).bytes())
                     found[name.rpartition("/")[2]] = said.decode("utf-8", "replace")
         return found
 
     def drop_note(self, name: str) -> None:
-        """Delete a small object; a missing one is no error."""
+        """Delete a small object; a missing object is not an error."""
         with suppress(NotFoundError), self._translated(name):
             obstore.delete(self._store, name)
 
     def _intact(self, digest: str) -> bool:
-        """Whether the right bytes exist and count as new; renews their age if the back-end can."""
+        """Return whether the correct bytes exist and count as new; renew their age if the back-end can."""
         try:
             if digest_chunks(self._stream(digest)) != digest:
                 return False
@@ -349,10 +349,10 @@ class ObjectBlobs:
 
 
 def blob_key(digest: str) -> str:
-    """The key of a blob's object.
+    """Return the key of a blob's object.
 
     Raises:
-        IntegrityError: it is not a digest.
+        IntegrityError: the argument is not a digest.
     """
     if not is_digest(digest):
         raise IntegrityError(

@@ -1,12 +1,12 @@
 """The ledger's database, its file and its clock.
 
-This module opens the database, makes a missing one, and translates its errors. SQLite runs with a write-ahead log and
+This module opens the database, creates a missing one, and translates its errors. SQLite runs with a write-ahead log and
 `synchronous=FULL` (a committed transaction survives a power cut), and every write transaction begins IMMEDIATE: it
-waits for its turn at the start, where nothing is lost, instead of failing in the middle. On PostgreSQL
-(`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its compare-and-sets, and the
-first process that opens a ledger without tables makes them under an advisory lock.
+waits for other writers at the start, where nothing is lost, instead of failing in the middle. On PostgreSQL
+(`store.postgres`) a read transaction is REPEATABLE READ, and a write transaction is READ COMMITTED with
+compare-and-sets; the first process that opens a ledger without tables creates them under an advisory lock.
 
-A ledger file is checked for its length and for write access, and is made private to its owner.
+A ledger file is checked for its length and for write access, and its permissions are restricted to its owner.
 
 `SystemClock` is the real clock behind the `Clock` port. The current time of a ledger's rows is that of the database on
 PostgreSQL, whose hosts' clocks need not agree.
@@ -70,10 +70,10 @@ from posttrain.store.trees import EMPTY
 SERVER_TIME: ColumnElement[float] = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _WRITE = "posttrain_write"
-_MAKING = 0x706F7374  # PostgreSQL's advisory lock for making a ledger
-_FULL_BYTES = 2**20  # free bytes below which a failing disk counts as full
-_KEPT, _MOST = 16, 64  # connections to a file: kept open, and at a time; opening one costs more than a query
-_COMPLAINTS = 5  # lines of an integrity check: one is enough to restore a copy
+_MAKING = 0x706F7374  # key of PostgreSQL's advisory lock for creating a ledger
+_FULL_BYTES = 2**20  # with less free space, bytes, a failing disk counts as full
+_KEPT, _MOST = 16, 64  # connections to a file: kept open, maximum; opening one costs more than a query
+_COMPLAINTS = 5  # lines of an integrity check that are shown
 
 
 class SystemClock:
@@ -89,19 +89,19 @@ class SystemClock:
 
 
 def moment(connection: Connection, clock: Clock) -> dict[str, float]:
-    """The time parameter of a prepared statement; empty: the statement uses the server's clock."""
+    """Return the time parameter of a prepared statement; empty: the statement uses the server's clock."""
     server = connection.dialect.name == "postgresql" and isinstance(clock, SystemClock)
     return {} if server else {"moment": clock.now()}
 
 
 def now_in(connection: Connection, clock: Clock) -> ColumnElement[float]:
-    """Seconds since the epoch, as a part of a statement."""
+    """Return an SQL expression for the seconds since the epoch."""
     found = moment(connection, clock)
     return literal(found["moment"]) if found else SERVER_TIME
 
 
 def refuse_cut_short(file: Path, create: bool) -> None:
-    """Refuse a truncated file: SQLite opens an empty file as a new database, and may detect missing pages late.
+    """Reject a truncated file: SQLite opens an empty file as a new database, and may detect missing pages late.
 
     Raises:
         WorkspaceError: there is no ledger, or the file is shorter than its header states.
@@ -111,31 +111,31 @@ def refuse_cut_short(file: Path, create: bool) -> None:
     except FileNotFoundError as error:
         if create:
             with suppress(OSError):  # opening the database reports the error
-                # SQLite copies the permissions of a database to its log files
+                # SQLite gives its log files the database's permissions
                 os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
             return
         raise WorkspaceError(f"there is no ledger at {file}; run `posttrain init` first") from error
     except OSError as error:
         raise unwritable(file, error) from error
     if not size and create:
-        return  # made by another process just now, or by one that died then
+        return  # just created by another process, or by one that died
     log = file.with_name(file.name + "-wal")
     if log.exists() and log.stat().st_size:
-        return  # the log may contain the missing pages: SQLite recovers them
+        return  # the log may contain the missing pages, which SQLite recovers
     with file.open("rb") as opened:
         header = opened.read(_HEADER)
     if size >= _HEADER and not header.startswith(_MAGIC):
         return  # not a database, which SQLite reports
     page = int.from_bytes(header[16:18]) or 0
-    counted = header[24:28] == header[92:96]  # else an older version of SQLite wrote the count
+    counted = header[24:28] == header[92:96]  # otherwise an older version of SQLite wrote the count
     wanted = max(_HEADER, (65536 if page == 1 else page) * int.from_bytes(header[28:32]) if counted else 0)
     if size < wanted:
         raise WorkspaceError(f"ledger {file} is truncated ({size} of {wanted} bytes); restore it from a copy")
 
 
 def writable(file: Path) -> bool:
-    """Whether this process may write to a ledger file."""
-    places = (file, file.absolute().parent)  # SQLite makes two files next to it
+    """Return whether this process may write to a ledger file."""
+    places = (file, file.absolute().parent)  # SQLite creates two files next to it
     return all(os.access(place, os.W_OK, effective_ids=True) for place in places)
 
 
@@ -148,12 +148,13 @@ class Database:
 
     Args:
         location: path of a SQLite file, or a URL (`sqlite:///…`, `postgresql://user@host/database`).
-        busy_seconds: how long a transaction waits for another writer before it gives up.
-        create: make a missing SQLite file, and the tables of a database without tables.
+        busy_seconds: maximum time that a transaction waits for another writer.
+        create: whether to create a missing SQLite file, and the tables of a database without tables.
 
     Raises:
-        WorkspaceError: missing, cut short, full, not a database, out of reach, of an older schema, or of a newer
-            one that this Posttrain may not use. A read-only database can be read.
+        WorkspaceError: the file is missing, truncated or not a database; the disk is full; the server is
+            unreachable; the schema is older, or newer and not usable by this release. A read-only database can be
+            read.
         InputError: the URL contains a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
@@ -193,14 +194,14 @@ class Database:
             raise
 
     def of(self, project: str) -> Self:
-        """The same database for rows of one project: statements that name another project are refused."""
+        """Return the same database for rows of one project: statements that name a different project are rejected."""
         mine = copy.copy(self)
         mine._project = project
         return mine
 
     @contextmanager
     def read(self, *, across: str = "") -> Iterator[Connection]:
-        """A connection in a read transaction: all its reads see one snapshot.
+        """Open a connection in a read transaction: all its reads are of one snapshot.
 
         Args:
             across: why its statements may read rows of every project; empty: each must name its project.
@@ -214,14 +215,14 @@ class Database:
 
     @contextmanager
     def write(self, *, across: str = "") -> Iterator[Connection]:
-        """A connection in a write transaction, committed at the end, rolled back if the block raises.
+        """Open a connection in a write transaction, committed at the end, rolled back if the block raises.
 
         Args:
-            across: as in `read`.
+            across: see `read`.
 
         Raises:
             WorkspaceError: the ledger is read-only.
-            LostAnswerError: the connection was lost during the commit: it may have happened.
+            LostAnswerError: the connection was lost during the commit, which may have succeeded.
         """
         if self.read_only:
             remedy = "make it and its folder writable" if self._sqlite else "use a user and a server that may write"
@@ -242,7 +243,7 @@ class Database:
                 raise
 
     def _reach(self, across: str) -> dict[str, str]:
-        """The execution options of a connection; those of a connection win over those of a statement."""
+        """Return the execution options of a connection, which take precedence over those of a statement."""
         return {ACROSS: across} if across else {OF: self._project}
 
     def close(self) -> None:
@@ -253,7 +254,7 @@ class Database:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let one process at a time pass, on PostgreSQL, for decisions that no compare-and-set covers."""
+        """Serialise processes on PostgreSQL, for decisions that no compare-and-set covers."""
         with self.write() as connection:
             hold_off_others(connection)
             yield
@@ -263,10 +264,10 @@ class Database:
         """Hold an advisory lock of PostgreSQL in a dedicated session, which releases it when this process dies.
 
         Args:
-            by: which other process may hold it, for the error after a timeout.
+            by: a description of possible holders, for the error after a timeout.
 
         Raises:
-            DeadlineError: others held it for longer than `patience` seconds.
+            DeadlineError: other processes held the lock for longer than `patience` seconds.
         """
         asked = f"SELECT pg_try_advisory_lock{'' if alone else '_shared'}({key})"
         deadline = time.monotonic() + patience
@@ -276,17 +277,18 @@ class Database:
             while not connection.exec_driver_sql(asked).scalar_one():
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"ledger {self.place}: {by} for more than {patience:g} s; nothing is lost, run it again"
+                        f"ledger {self.place}: {by} for more than {patience:g} s; nothing is lost, "
+                        "run the command again"
                     )
                 time.sleep(0.02)
             try:
                 yield
-            finally:  # the end of the session releases it as well, a moment later
+            finally:  # the end of the session also releases it, a moment later
                 with suppress(exc.SQLAlchemyError):
                     connection.exec_driver_sql(f"SELECT pg_advisory_unlock{'' if alone else '_shared'}({key})")
 
     def product(self) -> tuple[str, str]:
-        """The name and version of the database, and its settings with which a power cut can lose commits."""
+        """Return name and version of the database, and the settings with which a power cut can lose commits."""
         if self._sqlite:
             return f"SQLite {sqlite3.sqlite_version}", ""
         with self.read() as connection:
@@ -296,7 +298,7 @@ class Database:
         """Rewrite the tables that contain words, so that no deleted word is left in the file or its log.
 
         Returns:
-            False: another process reads an older state, or the database refuses; try again later.
+            False if another process reads an older state, or the database rejects the operation; try again later.
         """
         connection = self._engine.raw_connection()
         failure: type[Exception] = self._engine.dialect.dbapi.Error  # type: ignore[union-attr]
@@ -316,7 +318,7 @@ class Database:
         return True
 
     def check(self) -> list[str]:
-        """The errors that the database finds in its pages, indexes and references, one line each."""
+        """Return the errors that the database finds in its pages, indexes and references, one line each."""
         if not self._sqlite:
             return []  # PostgreSQL checks its pages when it reads them
         with self.read() as connection:
@@ -328,9 +330,9 @@ class Database:
     def _reader(self, file: Path) -> Callable[[], sqlite3.Connection]:
         """Return the function that opens a read-only ledger.
 
-        SQLite needs two files next to it, which it makes and removes as needed. If they exist, another process has the
-        ledger open, and this one reads with it. If they do not, no process has it open, and the file is complete. A log
-        that a killed process left without its index can only be read in a copy.
+        SQLite needs two files next to the ledger, which it creates and removes as needed. If they exist, another
+        process has the ledger open, and this process reads with them. If they do not exist, no process has the ledger
+        open, and the file is complete. A log that a killed process left without its index can only be read in a copy.
         """
         address = f"file:{quote(str(file.absolute()))}?mode=ro"
         log = file.with_name(file.name + "-wal")
@@ -344,7 +346,7 @@ class Database:
         return lambda: sqlite3.connect(address, uri=True, check_same_thread=False)
 
     def _on_connect(self, connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # the driver must not begin transactions by itself: _on_begin does
+        connection.isolation_level = None  # `_on_begin` begins transactions, not the driver
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(self._busy * 1000)}")
         cursor.execute("PRAGMA synchronous = FULL")
@@ -371,7 +373,7 @@ class Database:
         if version is not None:
             raise WorkspaceError(
                 f"ledger {self.place} has schema {version}, this Posttrain needs {SCHEMA_VERSION}; "
-                "use the Posttrain version that made it, or `posttrain init` in another folder"
+                "use the Posttrain version that created it, or `posttrain init` in another folder"
             )
         if not self._create:
             raise WorkspaceError(f"ledger {self.place} is empty: it was truncated; restore it from a copy")
@@ -382,7 +384,7 @@ class Database:
                 tell_rows(connection, self.clock, os.urandom)
 
     def _use_write_ahead_log(self) -> None:
-        """Switch the file to a write-ahead log, once in its life. SQLite does not wait for others here; we do."""
+        """Switch the file to a write-ahead log, once. SQLite does not wait for other processes; this function does."""
         deadline = time.monotonic() + self._busy
         while True:
             connection = self._engine.raw_connection()
@@ -403,7 +405,7 @@ class Database:
             yield
         except exc.IntegrityError as error:
             raise ConflictError(
-                f"the ledger refused a row: {_line(error.orig)}; another process wrote it first; read it again"
+                f"the ledger rejected a row: {_line(error.orig)}; another process wrote it first; read it again"
             ) from error
         except exc.DBAPIError as error:
             raise self._translate(error.orig) from error
@@ -419,7 +421,7 @@ class Database:
             return postgres.translate(error, self.place, self._busy)
         code = _sqlite_code(error)
         if code == sqlite3.SQLITE_IOERR and shutil.disk_usage(Path(self.place).parent).free < _FULL_BYTES:
-            code = sqlite3.SQLITE_FULL  # SQLite reports shared memory that cannot grow as an I/O error
+            code = sqlite3.SQLITE_FULL  # SQLite reports an I/O error if its shared memory cannot grow
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return DeadlineError(
                 f"ledger {self.place} was locked by another process for more than {self._busy:g} s; "
@@ -437,13 +439,13 @@ class Database:
 
 
 def hold_off_others(connection: Connection) -> None:
-    """Let one transaction at a time pass until it ends, e.g. to make the ledger. SQLite has one writer anyway."""
+    """Serialise transactions until this one ends, e.g. to create the ledger. SQLite always has one writer."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
 
 
 def make_tables(connection: Connection) -> None:
-    """Make every table, and the initial rows of a ledger, in the transaction of `connection`."""
+    """Create every table, and the initial rows of a ledger, in the transaction of `connection`."""
     metadata.create_all(connection, checkfirst=False)
     connection.execute(insert(projects).values(id=DEFAULT_PROJECT, created_at=0.0))
     connection.execute(insert(tree_head).values(id=1, size=0, root=EMPTY, peaks=b""))
@@ -466,14 +468,14 @@ def _url(location: str | Path) -> URL:
 
 
 def schema_version(connection: Connection) -> str | None:
-    """The schema version of a ledger; None: it has no tables yet."""
+    """Return the schema version of a ledger; None if it has no tables."""
     if not inspect(connection).has_table(schema_versions.name):
         return None
     return connection.execute(select(schema_versions.c.version_num)).scalar()
 
 
 def _refuse_newer(connection: Connection, version: str) -> None:
-    """Refuse a ledger of a newer release, unless the ledger records that this release's code may use it.
+    """Reject a ledger of a newer release, unless the ledger records that this release's code may use it.
 
     Raises:
         WorkspaceError: this release may not use it.
@@ -488,7 +490,7 @@ def _refuse_newer(connection: Connection, version: str) -> None:
 
 
 def _sqlite_code(error: BaseException | None) -> int:
-    """The primary result code of a SQLite error; -1 for anything else. Extended codes keep it in the low byte."""
+    """Return the primary result code (low byte) of a SQLite error; -1 for other errors."""
     code = getattr(error, "sqlite_errorcode", None)
     return -1 if code is None else int(code) & 0xFF
 

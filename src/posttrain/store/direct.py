@@ -1,16 +1,17 @@
 """Direct transfer of large blobs between a client and an S3 store, by presigned URLs.
 
-A URL is for one object and expires. A URL for an upload binds length and SHA-256 of the bytes, and names an object that
-no reader uses: the server copies the received object to a key that no client can write, hashes the copy, and only then
-copies it to the blob's key. So readers never get wrong bytes, even if the store does not check the bound headers.
+A URL is for one object and expires. A URL for an upload fixes length and SHA-256 of the bytes, and names an object that
+no reader uses. The server copies the received object to a key that no client can write, hashes the copy, and then
+copies it to the blob's key. Readers therefore never get wrong bytes, even if the store does not check the signed
+headers.
 
 ::
 
     uploads/PROJECT/HEX           the object that a client sends
     uploads/PROJECT/HEX.RANDOM    a copy that is being verified
 
-A presigned URL contains the AWS Signature Version 4 of one request, with headers that bind the bytes, which obstore
-does not sign: https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
+A presigned URL contains the AWS Signature Version 4 of one request, including headers that fix the bytes; obstore does
+not sign such headers: https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from posttrain.store.retries import connected
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _REGION = "us-east-1"
-LARGE = 8 << 20  # bytes from which a blob is transferred directly
+LARGE = 8 << 20  # bytes; larger blobs are transferred directly
 MOST = 5 << 30  # bytes that S3 accepts, and copies, in one request
-SECONDS = 3600  # that a URL is valid: a transfer must start within it, and may take longer
+SECONDS = 3600  # validity of a URL; a transfer must start within it, and may take longer
 _UPLOADS = "uploads"
 _ANSWER_SECONDS = 30.0
 _XML = "{http://s3.amazonaws.com/doc/2006-03-01/}"
@@ -58,7 +59,7 @@ class Keys:
 
     @classmethod
     def of_environment(cls) -> Keys | None:
-        """The keys in the environment; None: they come from elsewhere (e.g. a role of the machine)."""
+        """Return the keys in the environment; None if they come from elsewhere (e.g. a role of the machine)."""
         given = os.environ.get
         access, secret = given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")
         region = given("AWS_REGION") or given("AWS_DEFAULT_REGION") or _REGION
@@ -75,12 +76,12 @@ def presigned(
     query: Mapping[str, str] | None = None,
     now: float | None = None,
 ) -> str:
-    """Return a URL that allows its holder this one request, until it expires.
+    """Return a URL with which its holder can send this request until the URL expires.
 
     Args:
         url: without a query.
-        headers: that the request must have, with these values.
-        query: of the request.
+        headers: headers and values that the request must have.
+        query: query of the request.
     """
     parts = urlsplit(url)
     at = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(time.time() if now is None else now))
@@ -113,7 +114,7 @@ class Ticket:
     """The permission for a client to send one blob to the store."""
 
     url: str = field(repr=False)
-    headers: Mapping[str, str]  # that the client must send
+    headers: Mapping[str, str]  # headers that the client must send
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Unfinished:
 
 
 def open_direct(url: str) -> Direct | None:
-    """Open direct transfers with a store; None: it has none, as a folder or another kind of store."""
+    """Return direct transfers with a store; None if it does not support them, e.g. a folder."""
     return Direct(url) if url.startswith("s3://") else None
 
 
@@ -151,7 +152,7 @@ class Direct:
             return str(obstore.sign(self._store, "GET", blob_key(digest), timedelta(seconds=SECONDS)))
 
     def upload(self, project: str, digest: str, size: int) -> Ticket | None:
-        """Return a ticket to upload one blob to the store; None: the client must upload it through the server."""
+        """Return a ticket to upload one blob to the store; None if the client must upload it through the server."""
         keys = Keys.of_environment()
         if keys is None or not LARGE <= size <= MOST:
             return None
@@ -160,11 +161,11 @@ class Direct:
         return Ticket(presigned(keys, "PUT", self._address(_sent(project, digest)), SECONDS, headers=headers), headers)
 
     def adopt(self, project: str, digest: str, size: int) -> None:
-        """Make a blob of the object that a client has sent, if it has the declared size and digest.
+        """Store the object that a client has sent as a blob, if it has the declared size and digest.
 
         Raises:
             NotFoundError: no object has arrived.
-            UploadError: the object has another size or digest; it was deleted.
+            UploadError: the object has a different size or digest, and was deleted.
             UnavailableError: the store does not answer; the object is kept.
         """
         came = _sent(project, digest)
@@ -189,7 +190,7 @@ class Direct:
                 self._drop(own)
 
     def unfinished(self, before: float) -> list[Unfinished]:
-        """Multipart uploads that were started before this moment and not completed.
+        """Return the multipart uploads that were started before this moment and not completed.
 
         Raises:
             UnavailableError: the store does not answer.
@@ -198,7 +199,7 @@ class Direct:
         return [one for one in self._multipart(keys) if one.at < before] if keys is not None else []
 
     def end(self, one: Unfinished) -> None:
-        """Abort a multipart upload; one that no longer exists is no error."""
+        """Abort a multipart upload; it is not an error if the upload no longer exists."""
         keys = Keys.of_environment()
         if keys is not None:
             self._ask(keys, "DELETE", self._address(one.key), {"uploadId": one.id})
@@ -232,7 +233,7 @@ class Direct:
         return body
 
     def _address(self, key: str) -> str:
-        """The URL of an object, without a signature."""
+        """Return the URL of an object, without a signature."""
         with answering(self._url, key):
             signed = str(obstore.sign(self._store, "GET", key, timedelta(seconds=60)))
         return signed.partition("?")[0]

@@ -1,6 +1,6 @@
-"""Artifacts, edges and holds: written in the transaction that makes them, and recorded in its event.
+"""Artifacts, edges and holds: written in the transaction that creates them, and recorded in its event.
 
-Rows that exist already are no change. No method queries row by row: every write is one statement.
+Rows that already exist are not changes. No method queries row by row: every write is one statement.
 """
 
 import functools
@@ -34,7 +34,7 @@ from posttrain.store.schema import artifacts, assets, edges, holds, keyed, stage
 from posttrain.store.scope import Scope
 
 LIVE = "live"  # the reason of a channel's hold on its model
-_AS_MODEL = (MODEL, BEST)  # of outputs with the same bytes the last model is preferred
+_AS_MODEL = (MODEL, BEST)  # of outputs with equal bytes, the last kind listed here is preferred
 Sizes = Mapping[str, int]  # digest → bytes
 
 
@@ -47,10 +47,10 @@ class Told:
     at: float
     inputs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
-    cached_from: str | None = None  # RUN/STAGE whose outputs they are
-    sizes: Sizes = field(default_factory=dict)  # of the outputs, if known
-    taken: Mapping[str, str] = field(default_factory=dict)  # input → the output of another stage that it is, if known
-    models: Sequence[Asset] = ()  # versions that its outputs were registered as
+    cached_from: str | None = None  # RUN/STAGE whose outputs are reused
+    sizes: Sizes = field(default_factory=dict)  # sizes of the outputs, if known
+    taken: Mapping[str, str] = field(default_factory=dict)  # input → name of the producing stage's output, if known
+    models: Sequence[Asset] = ()  # versions under which its outputs were registered
 
     @property
     def end(self) -> str:
@@ -58,12 +58,12 @@ class Told:
         return stage_end(self.run_id, self.stage)
 
     def artifacts(self) -> Iterator[Artifact]:
-        """Its outputs. Its inputs are noted earlier: by the submission, the stage that made them, or the release."""
+        """Return its outputs. Its inputs are noted earlier: by the submission, the producing stage, or the release."""
         for _, digest, form in _blobs(self.outputs):
             yield Artifact(digest, form, self.sizes.get(digest), "output", self.at)
 
     def made(self) -> Iterator[Edge]:
-        """The edges of its outputs, and of the stage whose outputs it reuses."""
+        """Return the edges of its outputs, and of the stage whose outputs it reuses."""
         for output, digest, _ in _blobs(self.outputs):
             yield Edge(self.end, output, "", "", digest)
             if self.cached_from:
@@ -72,7 +72,7 @@ class Told:
             yield from _registered(model)
 
     def used(self) -> Iterator[tuple[str, str, str, str]]:
-        """Slot, digest, producer and output of every input; the output is empty if unknown."""
+        """Yield slot, digest, producer and output of every input; the output is empty if unknown."""
         for slot, digest, _ in _blobs(self.inputs):
             producer, output = source_of(str(self.inputs[slot].get("name", "")))
             yield slot, digest, producer, output or self.taken.get(slot, "")
@@ -86,23 +86,23 @@ class EdgeWriter:
         self._noted: set[str] = set()  # digests
 
     def run(self, run_id: str, manifest: str, found: Iterable[Artifact], now: float) -> list[Change]:
-        """Add a run of a manifest; `found` are the artifacts that its submission put into the store."""
+        """Add a run of a manifest; `found`: the artifacts that its submission put into the store."""
         noted = self.note([*found, Artifact(manifest, "file", None, MANIFEST, now)])
         return noted + self.join([Edge("", "", run_end(run_id), MANIFEST, manifest)])
 
     def stages(self, *told: Told) -> list[Change]:
-        """Add the inputs and outputs of stages, as far as their columns contain them."""
+        """Add the inputs and outputs that the stages' columns contain."""
         found = [artifact for one in told for artifact in one.artifacts()]
         return self.note(found) + self.join([*(edge for one in told for edge in one.made()), *self._uses(told)])
 
     def rebind(self, run_id: str, name: str) -> list[Change]:
-        """Delete the input edges of a stage, which gets new inputs."""
+        """Delete the input edges of a stage that gets new inputs."""
         here = keyed(edges, project=self._project, consumer=stage_end(run_id, name))
         gone = self._connection.execute(delete(edges).where(*here).returning(*edges.c)).mappings()
         return [Change(REMOVED, edges.name, dict(row), {}) for row in gone]
 
     def asset(self, asset: Asset, sizes: Sizes, now: float) -> list[Change]:
-        """Add a registered version: its bytes, its parents, and the run or stage that made it."""
+        """Add a registered version: its bytes, its parents, and the run or stage that produced it."""
         record = asset.meta.get(IMPORTED)
         found = [Artifact(asset.digest, asset.form, sizes.get(asset.digest), "asset", now)]
         if record:
@@ -118,10 +118,10 @@ class EdgeWriter:
         return self.note(found) + self.join(joined)
 
     def release(self, entry: ReleaseEntry, before: str | None) -> list[Change]:
-        """Add a release: its model and report, with every stage of its run that made them. The channel holds the model.
+        """Add a release: its model and report, with the stages of its run that produced them, and the channel's hold.
 
         Args:
-            before: the model that the channel held.
+            before: the model that the channel served before.
         """
         end, joined = release_end(entry.channel, entry.sequence), []
         made = self._made_in(entry.run_id) if entry.run_id else []
@@ -134,7 +134,7 @@ class EdgeWriter:
         return noted + self.join(joined) + let_go + self._hold(entry.model_digest, holder, entry.at)
 
     def note(self, found: Iterable[Artifact]) -> list[Change]:
-        """Add artifacts, each with the class of its first occurrence."""
+        """Add artifacts, each with the kind of its first occurrence."""
         rows: dict[str, dict[str, Any]] = {}
         for one in (one for one in found if one.digest not in self._noted):
             row = {"form": one.form, "bytes": one.bytes, "class": one.kind, "created_at": one.created_at}
@@ -158,7 +158,7 @@ class EdgeWriter:
         return self.add(edges, rows)
 
     def add(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
-        """Add rows, which callers pass in a fixed order, so that two writers of the same rows do not deadlock."""
+        """Add rows. Callers pass them in a fixed order, so that two writers of the same rows do not deadlock."""
         if not rows:
             return []
         added = {tuple(row) for row in self._connection.execute(addition(self._connection.dialect.name, table), rows)}
@@ -179,7 +179,7 @@ class EdgeWriter:
         return [Change(CHANGED, holds.name, key, values)] if there else []
 
     def _uses(self, told: Sequence[Told]) -> Iterator[Edge]:
-        """The edges of inputs; an unknown output of another stage is looked up by its bytes."""
+        """Return the edges of inputs; an unknown output of another stage is looked up by its bytes."""
         sources = [(one.end, *used) for one in told for used in one.used()]
         asked = {producer for *_, producer, output in sources if producer.startswith("run:") and not output}
         made: dict[tuple[str, str], list[str]] = {}
@@ -202,7 +202,7 @@ class EdgeWriter:
         ]
 
     def _registered(self, digests: Iterable[str]) -> dict[str, str]:
-        """Digest → the asset version with these bytes, the first of several."""
+        """Return digest → the asset version with these bytes, the first if there are several."""
         query = (
             select(assets.c.digest, assets.c.kind, assets.c.name, assets.c.version)
             .where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
@@ -212,7 +212,7 @@ class EdgeWriter:
 
 
 def _registered(asset: Asset) -> Iterator[Edge]:
-    """The edges of a version's bytes, and of the run or stage that made it."""
+    """Return the edges of a version's bytes, and of the run or stage that produced it."""
     yield Edge(asset.ref, "", "", "", asset.digest)
     run, stage = asset.meta.get("run"), asset.meta.get("stage")
     if run:
@@ -225,7 +225,7 @@ def _rank(output: str) -> tuple[int, str]:
 
 
 def _blobs(columns: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, digest and form of every input or output."""
+    """Yield name, digest and form of every input or output."""
     for name, blob in columns.items():
         digest = blob.get("digest") if isinstance(blob, Mapping) else None
         if isinstance(digest, str) and is_digest(digest):
@@ -234,8 +234,8 @@ def _blobs(columns: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 @functools.cache
 def addition(dialect: str, table: Table) -> Insert:
-    """Return the statement that inserts missing rows, and returns the keys of the inserted ones."""
-    from sqlalchemy.dialects import postgresql, sqlite  # loaded by writers only
+    """Return the statement that inserts missing rows and returns their keys."""
+    from sqlalchemy.dialects import postgresql, sqlite  # only writers load it
 
     statement = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
     return statement.on_conflict_do_nothing().returning(*table.primary_key)

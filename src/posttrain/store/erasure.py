@@ -1,9 +1,9 @@
-"""Erasure of words: people's texts and names are deleted; the record of each event stays and verifies as before.
+"""Erasure of words: people's texts and names are deleted; the rest of each event stays and still verifies.
 
-The words of an event are in a separate payload, which its envelope names by a salted digest. An erasure deletes the
+The words of an event are in a separate payload, which the envelope names by a salted digest. An erasure deletes the
 payload with its salt, empties the same words in the rows, and appends events that list the deleted payloads and the
-remaining words of every affected row. All of it is one transaction. States, numbers, digests, ids and names of runs,
-assets and channels are kept for ever.
+remaining words of every affected row, all in one transaction. States, numbers, digests, ids and names of runs, assets
+and channels are kept permanently.
 """
 
 import json
@@ -37,7 +37,7 @@ from posttrain.store.schema import (
 )
 from posttrain.store.writer import end_access
 
-_KEPT: Mapping[str, set[str]] = {  # words that reading and computing require
+_KEPT: Mapping[str, set[str]] = {  # words that readers and later stages require
     "attempts": {"folder", "handle"},
     "holds": {"reason"},
     "assets": {
@@ -56,19 +56,19 @@ _KEPT: Mapping[str, set[str]] = {  # words that reading and computing require
 }
 _NEVER = ("workspace.bound", ERASED)  # the owner of the database; the reasons of erasures
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
-_EVENTS, _ROWS = 1000, 200  # of one event
+_EVENTS, _ROWS = 1000, 200  # maximum per event
 _Row = tuple[str, tuple[Any, ...]]  # table and key
-_Left = Callable[[_Row, str, Any], Any]  # a row, a column, its value → the remaining value
+_Left = Callable[[_Row, str, Any], Any]  # row, column, value → remaining value
 
 
 @dataclass(frozen=True, slots=True)
 class Erased:
     """The result of an erasure."""
 
-    subject: str  # of the erasure's event
-    events: int  # whose words were deleted
-    rows: int  # that lost words
-    overwritten: bool  # no erased word is left in the database's file
+    subject: str  # subject of the erasure's event
+    events: int  # number of events whose words were deleted
+    rows: int  # number of rows that lost words
+    overwritten: bool  # whether no erased word is left in the database's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Told:
 
 
 def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Erased:
-    """Erase the words of a run with its stages and attempts, or of a version of an asset.
+    """Erase the words of a run with its stages and attempts, or of an asset version.
 
     Raises:
         InputError: the run has not ended.
@@ -114,17 +114,17 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erased:
     """Erase a principal's name (`user:ada`: `ada`) wherever an event or a row contains it as a word.
 
-    It also withdraws their roles and revokes their tokens: an erased name must not keep any access.
+    The principal's roles are withdrawn and tokens revoked, because an erased name must not keep access.
 
     Raises:
-        NotFoundError: there is no principal of that name.
-        InputError: the reason contains it.
-        ConflictError: they are the last admin of a project.
+        NotFoundError: there is no principal with this name.
+        InputError: the reason contains the name.
+        ConflictError: the principal is the last admin of a project.
         WorkspaceError: the ledger is of a newer release.
     """
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
-        raise InputError(f"the reason must not contain {name!r}, which is erased; write it without")
+        raise InputError(f"the reason must not contain {name!r}, which is erased; remove the name")
     with ledger.database.write(across="names are erased in every project") as connection:
         _refuse_newer(connection)
         principal = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
@@ -151,7 +151,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
 
 
 def _refuse_newer(connection: Connection) -> None:
-    """Refuse a ledger of a newer release, which may keep words in tables that this release does not have.
+    """Reject a ledger of a newer release, which may have words in tables unknown to this release.
 
     Raises:
         WorkspaceError: the ledger is of a newer release.
@@ -169,12 +169,12 @@ def _below(column: Any, subject: str) -> Any:
 
 
 def _empty_answers(connection: Connection) -> None:
-    """Empty the answers kept for repeated requests, which may contain any word; the requests are not repeated."""
+    """Empty the stored answers to repeated requests, which may contain any word; the requests stay known."""
     connection.execute(update(requests).where(requests.c.answer.is_not(None)).values(answer=None))
 
 
 def _empty_work(connection: Connection, where: Any) -> None:
-    """Empty the errors and tracebacks in the work queue; no event records them."""
+    """Empty the errors and tracebacks in the work queue, which no event records."""
     connection.execute(update(work).where(where).values(error="", traceback=""))
 
 
@@ -184,12 +184,12 @@ def _author(ledger: Ledger, actor: str) -> Author:
 
 def _journal(connection: Connection, ledger: Ledger, actor: str) -> Journal:
     journal = Journal(connection, _author(ledger, actor), ledger.clock, ledger.project)
-    assert journal.own  # read before it may be erased
+    assert journal.own  # read it before it may be erased
     return journal
 
 
 def _told(connection: Connection, where: Any = None) -> Iterator[tuple[_Told, str]]:
-    """Events with words that may be erased, each with the text of its payload."""
+    """Yield events with words that may be erased, each with the text of its payload."""
     columns = (events.c.id, events.c.words, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
     query: Select[Any] = select(*columns).join(payloads, payloads.c.event == events.c.id)
     query = query.where(events.c.kind.not_in(_NEVER), *([] if where is None else [where]))
@@ -242,7 +242,7 @@ def _erase(
 
 
 def _empty_rows(connection: Connection, rows: Sequence[_Row], left: _Left) -> tuple[int, list[Change]]:
-    """Write the remaining words of rows of one table; return how many rows lost words, and the changes to record."""
+    """Write the remaining words of one table's rows; return the number of rows that lost words, and the changes."""
     spec = TABLES[rows[0][0]]
     table, columns = spec.table, sorted(spec.words)
     here = tuple_(*table.primary_key.columns).in_([key for _, key in rows])
@@ -262,7 +262,7 @@ def _empty_rows(connection: Connection, rows: Sequence[_Row], left: _Left) -> tu
 
 
 def _functional(table: str, column: str, value: Any) -> Any:
-    """The value to keep of a column that is emptied: its numbers, and the words that later work requires."""
+    """Return the value that remains of an emptied column: its numbers, and the words that later work requires."""
     kept = _KEPT.get(table, set())
     if isinstance(value, Mapping):
         return {name: one for name, one in value.items() if name in kept or isinstance(one, (int, float))}
@@ -270,7 +270,7 @@ def _functional(table: str, column: str, value: Any) -> Any:
 
 
 def _without(word: re.Pattern[str], table: str, column: str, value: Any) -> Any:
-    """The value to keep of a column from which one word is erased."""
+    """Return the value that remains of a column from which one word is erased."""
     kept = _KEPT.get(table, set())
     if isinstance(value, Mapping):
         said = {name: json.dumps(one, ensure_ascii=False) for name, one in value.items()}

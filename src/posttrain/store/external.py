@@ -1,7 +1,7 @@
-"""External objects: named by URL, version and checksum, read and hashed, never written.
+"""External objects: identified by URL, version and checksum, read and hashed, never written.
 
-Credentials come from the environment, as for the artifact store; a URL with credentials is refused before anything is
-recorded. An endpoint in the environment that cannot be an S3 server is refused too: obstore panics on some of these.
+Credentials come from the environment, as for the artifact store; a URL with credentials is rejected before anything is
+recorded. An endpoint in the environment that cannot be an S3 server is also rejected, because obstore panics on some.
 """
 
 import os
@@ -44,22 +44,22 @@ def _names_server(value: str) -> bool:
         return False
 
 
-EXTERNAL = "external"  # the form of an asset version with external bytes
+EXTERNAL = "external"  # form of an asset version with external bytes
 
 
-URI, VERSION = "uri", "version"  # in its meta
+URI, VERSION = "uri", "version"  # keys in its meta
 
 
 SCHEMES = ("s3", "gs", "az", "file")
 
 
-_VERSIONED = ("s3", "gs", "az")  # whose objects have versions
+_VERSIONED = ("s3", "gs", "az")  # schemes whose objects have versions
 
 
 _CHUNK = 4 << 20
 
 
-_SECONDS = timedelta(seconds=30)  # that a request may take, including obstore's retries
+_SECONDS = timedelta(seconds=30)  # maximum duration of a request, including obstore's retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,19 @@ class External:
     """One object: `External("s3://bucket/train.jsonl", version="3Lg…")`."""
 
     uri: str
-    version: str = ""  # of the store; empty: the current one
+    version: str = ""  # the store's version; empty: the current one
 
     def __str__(self) -> str:
         return f"{self.uri} (version {self.version})" if self.version else self.uri
 
     @property
     def name(self) -> str:
-        """The name of its file: `train.jsonl`."""
+        """The file name: `train.jsonl`."""
         return unquote(self.uri.rpartition("/")[2])
 
     @property
     def of_this_machine(self) -> bool:
-        """Whether the URL is a path, at which another machine may have another file or no file."""
+        """Whether the URL is a local path, at which another machine may have a different file or none."""
         return self.uri.startswith("file:")
 
 
@@ -95,7 +95,7 @@ def external(uri: str, version: str = "") -> External:
     """Return the object of a URL, after checking that the URL may be recorded.
 
     Raises:
-        InputError: the URL has an unknown scheme, names no object, or contains credentials, which are not shown.
+        InputError: the URL has an unknown scheme, names no object, or contains credentials (not shown in the error).
     """
     try:
         parts = urlsplit(uri)
@@ -119,8 +119,9 @@ def check_external(place: External, checksum: str) -> int:
     """Hash an external object in constant memory; return its size in bytes.
 
     Raises:
-        ChangedError: it has another checksum.
-        NotFoundError: it does not exist. InfrastructureError: its store does not answer, or refuses this process.
+        ChangedError: the object has a different checksum.
+        NotFoundError: the object does not exist.
+        InfrastructureError: the store does not answer, or denies access.
     """
     return sum(len(chunk) for chunk in _verified(place, checksum))
 
@@ -129,7 +130,7 @@ def fetch_external(place: External, checksum: str, path: Path) -> None:
     """Write an object's bytes to `path`, atomically and in constant memory, if they have this checksum.
 
     Raises:
-        ChangedError, NotFoundError, InfrastructureError: see `check_external`; `path` is unchanged then.
+        ChangedError, NotFoundError, InfrastructureError: see `check_external`; `path` is unchanged.
         WorkspaceError: `path` cannot be written.
     """
     write_stream(path, lambda file: file.writelines(_verified(place, checksum)))

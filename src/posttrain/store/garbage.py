@@ -1,15 +1,15 @@
-"""Sweep of the artifact store: marks the needed blobs and deletes the others.
+"""Sweep of the artifact store: marks the needed blobs and deletes old unmarked ones.
 
-A sweep marks the needed blobs, and deletes those that are unmarked and old. A process that records blobs that it put,
-or found, holds the store's lock shared from the put to the record (`store.atomic`). A sweep takes the lock alone for
-one batch at a time, marks again if anything was recorded since, checks the age of each blob again, records in the
-ledger what it is about to delete, and deletes. So a blob that is recorded under the lock is never lost, whatever the
-grace period; a blob that is recorded later, as after an upload, is safe within the grace period. A sweep that is killed
-at any point leaves blobs that the next sweep deletes.
+A process that records blobs that it put, or found, holds the store's lock shared from the put to the record
+(`store.atomic`). A sweep takes the lock alone for one batch at a time. In it, the sweep marks again if anything was
+recorded since the last marks, checks the age of each blob again, records the deletions in the ledger, and deletes.
+Therefore a blob that is recorded under the lock is never lost, for any grace period; a blob that is recorded later, as
+after an upload, is safe within the grace period. A sweep that is killed at any point leaves blobs that the next sweep
+deletes.
 
-A blob is needed if a row names it, or a needed document or tree does. Marking errs on the side of keeping. Every digest
-in any column of any project's rows counts, with these exceptions: the list `artifacts` (it lists all that exist),
-checkpoints that attempts of succeeded or rejected runs resumed from, and digests that only erased versions name.
+A blob is needed if a row names it, or if a needed document or tree does. In doubt a blob is kept: every digest in any
+column of any project's rows counts, with these exceptions: the table `artifacts` (it lists all blobs that exist),
+checkpoints from which attempts of succeeded or rejected runs resumed, and digests that only erased versions name.
 """
 
 import json
@@ -48,11 +48,11 @@ from posttrain.store.writer import POLICY_SET
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _AT_ONCE = 1000
-_LOOKED_INTO = 16 << 20  # bytes of a blob of unknown class that is searched for digests
+_LOOKED_INTO = 16 << 20  # maximum bytes of a blob of unknown kind that is searched for digests
 _OF_VERSIONS = (assets.name, edges.name)
-_DOCUMENTS = (MANIFEST, "record")  # classes of artifacts that name others
-_NO_BLOBS = ("cache_key", "secret_digest")  # digests of values that are in no store
-ENDED = (RunState.SUCCEEDED, RunState.REJECTED)  # no retry restarts these
+_DOCUMENTS = (MANIFEST, "record")  # kinds of artifacts that name others
+_NO_BLOBS = ("cache_key", "secret_digest")  # columns with digests of values that are in no store
+ENDED = (RunState.SUCCEEDED, RunState.REJECTED)  # states that no retry leaves
 SWEPT = "gc.swept"
 _DONE = "done"  # the state of an answered request
 _BATCH = 200
@@ -64,8 +64,8 @@ class Marks:
     """The needed digests at one moment."""
 
     needed: frozenset[str]
-    erased: Mapping[str, float]  # digests that only erased versions name → time of the erasure
-    moment: tuple[int, int]  # newest event, and number of events: every change of rows is an event
+    erased: Mapping[str, float]  # digest that only erased versions name → time of the erasure
+    moment: tuple[int, int]  # (newest event, number of events); every change of rows is an event
 
 
 @dataclass
@@ -76,19 +76,19 @@ class _Roots:
     erased: dict[str, float] = field(default_factory=dict)
     trees: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)  # digests whose class a row records
+    known: set[str] = field(default_factory=set)  # digests whose kind a row records
     moment: tuple[int, int] = (0, 0)
 
 
 class Marker:
-    """Marks the needed digests, repeatedly; it reads the content of each blob once."""
+    """Marks the needed digests; repeated calls read the content of each blob once."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore) -> None:
         self._ledger, self._blobs = ledger, blobs
         self._inside: dict[str, frozenset[str]] = {}
 
     def mark(self) -> Marks:
-        """Return the digests needed now.
+        """Return the needed digests.
 
         Raises:
             IntegrityError: a needed tree or document is missing or corrupt, so the digests in it are unknown.
@@ -104,7 +104,7 @@ class Marker:
         return Marks(frozenset(needed), gone, roots.moment)
 
     def moment(self) -> tuple[int, int]:
-        """The current moment: it differs from that of marks if anything changed since they were made."""
+        """Return the current moment, which differs from that of earlier marks if anything has changed since."""
         with self._ledger.database.read(across="garbage of every project") as connection:
             return _moment(connection)
 
@@ -139,7 +139,7 @@ class Marker:
 
 
 def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str, str], float]:
-    """Versions of assets whose words were erased, of one project or all: (project, `dataset:NAME@VERSION`) → time."""
+    """Return erased asset versions of one project or all: (project, `dataset:NAME@VERSION`) → time."""
     told = select(events.c.project, events.c.subject, events.c.at).where(events.c.kind == ERASED)
     told = told.where(events.c.project == project) if project else told
     return {
@@ -148,7 +148,7 @@ def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str
 
 
 def ended_runs(ledger: Ledger, before: float) -> list[str]:
-    """Runs of every project that no retry can restart, and that ended before this moment."""
+    """Return the runs of every project that no retry can restart and that ended before this moment."""
     query = select(runs.c.id).where(runs.c.state.in_(ENDED), runs.c.finished_at < before).order_by(runs.c.id)
     with ledger.database.read(across="garbage of every project") as connection:
         return list(connection.execute(query).scalars())
@@ -185,7 +185,7 @@ def _roots(connection: Connection) -> _Roots:
 
 
 def _version_of(table: str, row: Mapping[Any, Any]) -> str:
-    """The version of an asset that a row describes; for an edge its consumer, or its producer if it has none."""
+    """Return the asset version that a row describes; for an edge its consumer, or its producer if it has none."""
     if table == assets.name:
         return f"{row['kind']}:{row['name']}@{row['version']}"
     return str(row["producer"] if not row["consumer"] else row["consumer"])
@@ -223,7 +223,7 @@ class SweptBlobs:
     deleted_bytes: int = 0
     needed: int = 0
     needed_bytes: int = 0
-    young: int = 0  # not needed, but not old enough either
+    young: int = 0  # not needed, but too young to delete
     young_bytes: int = 0
 
 
@@ -233,17 +233,17 @@ def sweep(
     """Delete every blob that no row of any project needs and that is older than `older_than` seconds.
 
     Args:
-        lock: of the store; every process that records stored blobs holds it.
-        dry_run: delete nothing, and return the result of a real sweep.
+        lock: the store's lock, which every process holds while it records stored blobs.
+        dry_run: delete nothing, and return what a sweep would delete.
 
     Raises:
-        IntegrityError: the needed blobs are unknown, since a tree or a document is missing or corrupt.
+        IntegrityError: the needed blobs cannot be determined, because a tree or a document is missing or corrupt.
         WorkspaceError: the ledger is of a newer release.
         DeadlineError: a process stored artifacts for longer than ten minutes; earlier batches stay deleted.
     """
     marker = Marker(ledger, blobs)
-    before = time.time() - older_than  # by the clock of the store, not of the ledger
-    found = list(blobs.stored())  # first: later blobs are not considered
+    before = time.time() - older_than  # by the store's clock, not the ledger's
+    found = list(blobs.stored())  # listed first, so that later blobs are not considered
     marks = marker.mark()
     done, old = SweptBlobs(), []
     for blob in found:
@@ -271,7 +271,7 @@ def sweep(
 
 
 def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> int:
-    """Delete answers to requests before this moment, which no client will repeat; return their number."""
+    """Delete answers to requests from before this moment, which no client repeats; return their number."""
     old = (requests.c.state == _DONE) & (requests.c.at < before)
     if dry_run:
         with ledger.database.read(across="garbage of every project") as connection:
@@ -281,15 +281,15 @@ def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> i
 
 
 def _kept(modified: float, digest: str, marks: Marks, before: float) -> bool:
-    """Whether a blob is too young to delete: a blob put again after its erasure may be in use again."""
+    """Return whether a blob is too young to delete, or was put again after its erasure and may be in use."""
     return modified >= min(before, marks.erased.get(digest, before))
 
 
 def _still(blobs: ObjectBlobs, blob: StoredBlob, marks: Marks, before: float) -> bool:
-    """Whether a blob may still be deleted, checked under the lock."""
+    """Return whether a blob may still be deleted, checked under the lock."""
     try:
         modified = blobs.modified(blob.digest)
-    except NotFoundError:  # another sweep was faster
+    except NotFoundError:  # another sweep has deleted it
         return False
     return blob.digest not in marks.needed and not _kept(modified, blob.digest, marks, before)
 

@@ -1,10 +1,10 @@
-"""Tokens that let a running job read its inputs from a server, and sessions of browsers.
+"""Tokens with which a running job reads its inputs from a server, and sessions of browsers.
 
-A job's token is for one attempt, and only its digest is stored. It becomes invalid when its attempt ends, another
-attempt of the stage begins, or it is not renewed: every request looks it up in one statement, at any server of the
-ledger.
+A job's token is for one attempt, and only its digest is stored. The token becomes invalid when the attempt ends, when
+another attempt of the stage begins, or when it is not renewed. Every request looks it up in one statement, at any
+server of the ledger.
 
-A session maps the secret that a browser presents to a token; only the digest of the secret is stored.
+A session maps a browser's secret to a token; only the digest of the secret is stored.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from posttrain.store.database import Database, now_in
 from posttrain.store.hosts import Ledger
 from posttrain.store.schema import attempts, grants, runs, sessions, tokens
 
-SECONDS = 900.0  # that a grant is valid without renewal
-_KEPT = 86400.0  # seconds that a grant is kept after that: a returning driver renews it
+SECONDS = 900.0  # validity of a grant without renewal
+_KEPT = 86400.0  # seconds that an expired grant is kept, because a returning driver may renew it
 _LIVE = [state for state in AttemptState if not is_final("attempt", state)]
-MOST = 20  # sessions of one token
+MOST = 20  # maximum sessions of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Granted:
     run_id: str
     stage: str
     number: int
-    resume: str | None  # digest of the checkpoint that it resumes from
+    resume: str | None  # digest of the checkpoint from which it resumes
 
 
 class Grants:
@@ -43,14 +43,14 @@ class Grants:
         self._database, self._clock = database, clock
 
     def add(self, attempt: AttemptRecord, digest: str) -> None:
-        """Grant the access of the attempt to the holder of the secret with this digest."""
+        """Grant the holder of the secret with this digest the access of the attempt."""
         with self._database.write() as connection:
             until = now_in(connection, self._clock) + SECONDS
             key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
             connection.execute(insert(grants).values(digest=digest, expires_at=until, put_bytes=0, **key))
 
     def known(self, digest: str) -> Granted | None:
-        """The attempt that owns the secret; None: the secret is not valid."""
+        """Return the attempt that owns the secret; None if the secret is not valid."""
         later = attempts.alias()
         newer = exists().where(
             later.c.run_id == grants.c.run_id, later.c.stage == grants.c.stage, later.c.number > grants.c.number
@@ -65,11 +65,11 @@ class Grants:
         return Granted(*row) if row else None
 
     def count(self, digest: str, size: int, most: int) -> bool:
-        """Count bytes that an attempt writes; False: they would exceed its limit, and are not counted.
+        """Count bytes that an attempt writes; return False, without counting, if they would exceed its limit.
 
         Args:
-            digest: of its secret.
-            most: bytes, over the whole attempt.
+            digest: of the attempt's secret.
+            most: maximum bytes over the whole attempt.
         """
         with self._database.write(across="a secret names its run") as connection:
             mine = (grants.c.digest == digest) & (grants.c.put_bytes <= most - size)
@@ -77,7 +77,7 @@ class Grants:
             return done.rowcount == 1
 
     def renew(self, host: str | None) -> Sequence[str]:
-        """Renew the grants of live attempts of a host, and delete those of ended ones; return the live folders."""
+        """Renew the grants of a host's live attempts, and delete those of ended attempts; return the live folders."""
         with self._database.write(across="a host has jobs of every project") as connection:
             mine = attempts.c.host == host if host else attempts.c.host.is_(None)
             living = select(attempts.c.folder).join(grants, _of_attempt()).where(attempts.c.state.in_(_LIVE), mine)
@@ -103,7 +103,7 @@ def _of_attempt() -> ColumnElement[bool]:
 
 
 def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float) -> None:
-    """Store a session, and delete expired ones and the oldest of a token that has too many."""
+    """Store a session; delete expired sessions, and a token's oldest ones if it has too many."""
     column = sessions.c
     newest = (
         select(column.digest)
@@ -120,6 +120,6 @@ def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float)
 
 
 def end_session(ledger: Ledger, digest: str) -> None:
-    """Delete a session; an unknown one is no error."""
+    """Delete a session; an unknown session is not an error."""
     with ledger.database.write() as connection:
         connection.execute(delete(sessions).where(sessions.c.digest == digest))

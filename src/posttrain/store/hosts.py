@@ -1,22 +1,22 @@
-"""The ledger, its hosts, the store lock that they share, and the state of a ledger in numbers.
+"""The ledger, its hosts, the store lock that they share, and counts that describe a ledger.
 
-A host is a workspace folder whose drivers share the ledger, with the jobs that run on it.
+A host is a workspace folder, with its jobs, whose drivers share the ledger.
 
 A job runs on the host on which its attempt was planned, and only that host's drivers drive its run (`work.affinity`). A
-host sends periodic heartbeats. The runs of a host that is silent for long continue on other hosts, if none of their
-jobs can still be alive.
+host sends periodic heartbeats. If a host has been silent for long, those of its runs without a job that may still be
+alive continue on other hosts.
 
 Times are those of the database on PostgreSQL, whose hosts' clocks need not agree.
 
 The lock covers an artifact store that several hosts of a ledger share.
 
-The numbers describe a ledger as a whole, for the monitoring of a server: over all projects, and without their names.
-They take three statements, whose cost does not grow with the history: large sets are counted up to `MOST`.
+The counts are for the monitoring of a server: they cover all projects, without their names. Three statements compute
+them, at a cost that does not grow with the history: large sets are counted up to `MOST`.
 
 The ledger contains runs, stages, attempts, assets, releases, and the events that record their changes.
 
-Reading: each method of `Ledger` reads its own snapshot; `snapshot()` gives several reads of one moment.
-Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it holds the only write lock.
+Reading: each method of `Ledger` reads a separate snapshot; `snapshot()` gives several reads of one moment.
+Writing: `transaction(actor)`. The block must be short and only write: on SQLite it holds the only write lock.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from posttrain.store.schema import attempts, cursors, events, hosts, runs, sinks
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
-BEAT_SECONDS = 10.0  # between two heartbeats of a host
-GONE_SECONDS = 60.0  # of silence after which a host counts as dead: its runs without a live job continue elsewhere
+BEAT_SECONDS = 10.0  # seconds between two heartbeats of a host
+GONE_SECONDS = 60.0  # seconds of silence after which a host counts as dead
 _SAY = (
     "INSERT INTO hosts (id, name, url, server, version, seen_at) "
     "VALUES (:id, :name, :url, :server, :version, {now}) "
@@ -56,13 +56,13 @@ _SAY = (
 )
 _AND_SERVER = ", url = excluded.url, server = excluded.server"
 _ENDED = [state for state in AttemptState if is_final("attempt", state)]
-_KEY = 0x706F7375  # of PostgreSQL's advisory lock
-MOST = 100_000  # that are counted of anything
-_AT_ONCE = 1000  # named
+_KEY = 0x706F7375  # key of PostgreSQL's advisory lock
+MOST = 100_000  # maximum count of anything
+_AT_ONCE = 1000  # maximum number of objects listed
 DELIVERING, FAILING, PAUSED = "delivering", "failing", "paused"
 P = ParamSpec("P")
 R = TypeVar("R")
-_DIGITS = 32  # of a transaction's id
+_DIGITS = 32  # of a transaction's id, hexadecimal
 _WRITTEN: ContextVar[list[Any] | None] = ContextVar("posttrain_written", default=None)
 
 
@@ -72,7 +72,7 @@ class Host:
 
     id: str
     name: str  # HOSTNAME:FOLDER
-    url: str  # of its server, for other servers; empty: it has no server
+    url: str  # URL of its server, for other servers; empty: none
     server: str  # the process of its server, HOSTNAME:PID:START
     version: str
     silent: float  # seconds since its last heartbeat
@@ -84,15 +84,15 @@ class Host:
 
 
 class Hosts:
-    """The hosts of one ledger, from the view of one host."""
+    """The hosts of one ledger, for use by one host."""
 
     def __init__(self, database: Database, clock: Clock, identity: str, name: str) -> None:
         self._database, self._clock, self.id, self.name = database, clock, identity, name
-        self._said = -BEAT_SECONDS  # by its clock, which may jump
+        self._said = -BEAT_SECONDS  # by this host's clock, which may jump
         self._lock = threading.Lock()
 
     def beat(self) -> None:
-        """Write this host's heartbeat, if one is due, and release the runs of dead hosts."""
+        """Write this host's heartbeat if one is due, and release the runs of dead hosts."""
         with self._lock:
             now = self._clock.now()
             if 0 <= now - self._said < BEAT_SECONDS:
@@ -103,12 +103,12 @@ class Hosts:
             self._let_go(connection)
 
     def announce(self, url: str, server: str) -> None:
-        """Record the URL and process of this host's server, for other servers; empty: it no longer has a server."""
+        """Record the URL and process of this host's server, for other servers; empty: the server has ended."""
         with self._database.write() as connection:
             self._say(connection, (url, server))
 
     def all(self) -> list[Host]:
-        """Every host that ever sent a heartbeat, including this one, by name."""
+        """Return every host that ever sent a heartbeat, including this one, by name."""
         with self._database.read() as connection:
             query = select(hosts, (now_in(connection, self._clock) - hosts.c.seen_at).label("silent")).order_by(
                 hosts.c.name, hosts.c.id
@@ -126,7 +126,7 @@ class Hosts:
         connection.execute(text(_SAY.format(now=now) + ("" if serving is None else _AND_SERVER)), values)
 
     def _let_go(self, connection: Connection) -> None:
-        """Release the runs whose host is dead and that have no attempt that may still be alive."""
+        """Release the runs of dead hosts, except runs with an attempt that may still be alive."""
         gone = select(hosts.c.id).where(hosts.c.seen_at < now_in(connection, self._clock) - GONE_SECONDS)
         live = exists().where(attempts.c.run_id == work.c.object, attempts.c.state.not_in(_ENDED))
         theirs = (work.c.kind == journal.RUN, work.c.affinity.in_(gone), ~live)
@@ -135,7 +135,7 @@ class Hosts:
 
 
 def server_lives(database: Database, clock: Clock, process: str) -> bool:
-    """Whether a server's process on another machine may still be alive: it is the latest server of a live host.
+    """Return whether a server's process on another machine may be alive: it is the latest server of a live host.
 
     Args:
         process: HOSTNAME:PID:START.
@@ -146,7 +146,7 @@ def server_lives(database: Database, clock: Clock, process: str) -> bool:
 
 
 def host_of(database: Database, project: str, run_id: str) -> str | None:
-    """The host that has the newest job of a run of this project; None: no host has one, or there is no such run."""
+    """Return the host of the newest job of a run of this project; None if there is no such job or run."""
     mine = (runs.c.project == project) & (runs.c.id == run_id)
     query = select(attempts.c.host).join(runs, runs.c.id == attempts.c.run_id).where(mine, attempts.c.host.is_not(None))
     newest = query.order_by(attempts.c.created_at.desc(), attempts.c.stage, attempts.c.number.desc()).limit(1)
@@ -155,9 +155,9 @@ def host_of(database: Database, project: str, run_id: str) -> str | None:
 
 
 class LedgerLock:
-    """The lock of all hosts of a ledger in PostgreSQL: each host's file, and a server lock, freed with its session.
+    """The lock of all hosts of a ledger in PostgreSQL: each host's file, and a server lock, released with its session.
 
-    A thread that holds it may take it shared again.
+    A thread that holds the lock may take it shared again.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -186,24 +186,24 @@ class LedgerLock:
 
 @dataclass(frozen=True, slots=True)
 class SinkCounts:
-    """The numbers of the sinks of one kind."""
+    """The counts of the sinks of one kind."""
 
     states: Mapping[str, int]
     behind: int  # events that the slowest sink has not received
-    failures: int  # most consecutive failures of a sink that is not paused
+    failures: int  # maximum of consecutive failures of a sink that is not paused
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """The state of a ledger in numbers."""
+    """Counts that describe a ledger."""
 
     runs: Mapping[str, int]  # by state
     due: int  # objects that wait for a driver
-    oldest_due: float  # longest wait in seconds of those with a due time
-    at_once: frozenset[int]  # those due immediately: the ledger does not record since when; the caller may
+    oldest_due: float  # longest wait, seconds, of objects with a due time
+    at_once: frozenset[int]  # objects due immediately; the ledger does not record since when
     leased: int
-    expired: int  # leases that were not renewed or taken over
-    dead: int  # set aside until a person looks
+    expired: int  # expired leases that no driver has taken over
+    dead: int  # objects set aside until a person resumes them
     sealed: int  # events
     unsealed: int
     oldest_unsealed: float  # seconds
@@ -211,14 +211,15 @@ class LedgerCounts:
 
 
 def ledger_counts(database: Database, clock: Clock) -> LedgerCounts:
-    """The current numbers of a ledger.
+    """Return the current counts of a ledger.
 
     Raises:
-        WorkspaceError: it cannot be reached. DeadlineError: it answers too late.
+        WorkspaceError: the ledger cannot be reached.
+        DeadlineError: the ledger answers too late.
     """
     here = clock.now()
     with database.read(across="numbers of the whole server") as connection:
-        of_server = connection.dialect.name == "postgresql"  # the queue's times are of the server's clock
+        of_server = connection.dialect.name == "postgresql"  # the queue's times are by the server's clock
         now: ColumnElement[float] = SERVER_TIME if of_server else literal(here, Float(53))
         row = connection.execute(select(*_runs(), *_queue(now), *_log())).one()._mapping
         waiting = select(work.c.id).where(*_due(now), work.c.due_at == 0.0).order_by(work.c.id).limit(_AT_ONCE)
@@ -245,7 +246,7 @@ def ledger_counts(database: Database, clock: Clock) -> LedgerCounts:
 
 
 def _counted(query: Select[int], name: str) -> ColumnElement[int]:
-    """How many rows a query finds, up to `MOST`."""
+    """Return the number of rows that a query finds, up to `MOST`."""
     return select(func.count()).select_from(query.limit(MOST).subquery()).scalar_subquery().label(name)
 
 
@@ -255,7 +256,7 @@ def _runs() -> list[ColumnElement[int]]:
 
 
 def _queue(now: ColumnElement[float]) -> list[ColumnElement[float]]:
-    """The columns that count rows of the queue, which has rows of unfinished objects only."""
+    """Return the columns that count rows of the queue, which has only rows of unfinished objects."""
     held = work.c.lease_owner.is_not(None)
     wanted = {
         "due": (select(func.count()), _due(now)),
@@ -299,12 +300,12 @@ _SINKS = (
 
 
 def numbered(request: str, number: int) -> str:
-    """Return the id of a request's transaction: 32 hexadecimal digits, the last ones its number, from 0."""
+    """Return the id of a request's transaction: 32 hexadecimal digits, ending with its number, from 0."""
     return f"{request}{number:0{_DIGITS - len(request)}x}"
 
 
 def _read(query: Callable[Concatenate[Snapshot, P], R]) -> Callable[Concatenate[Ledger, P], R]:
-    """The method of `Ledger` that runs one read in its own snapshot."""
+    """Return the method of `Ledger` that runs one read in a separate snapshot."""
 
     def asked(self: Ledger, /, *words: P.args, **options: P.kwargs) -> R:
         with self.snapshot() as now:
@@ -316,15 +317,16 @@ def _read(query: Callable[Concatenate[Snapshot, P], R]) -> Callable[Concatenate[
 
 
 class Ledger:
-    """The state of record, over one database.
+    """The ledger of one project in one database.
 
-    Every method raises WorkspaceError (read-only, disk full, damaged) and DeadlineError (locked for too long).
+    Every method raises WorkspaceError (the database is read-only or damaged, or the disk is full) and DeadlineError
+    (the database was locked for too long).
 
     Args:
-        project: all reads and writes are limited to it.
-        auth: how the actor was authenticated, as events record it.
-        entropy: returns this many random bytes, for ids and salts.
-        request: id of the request; its transactions have numbered ids, so that events and logs identify them. Empty:
+        project: the project to which all reads and writes are limited.
+        auth: how the actor was authenticated, for events.
+        entropy: returns the given number of random bytes, for ids and salts.
+        request: id of the request, from which numbered ids of its transactions are formed, for events and logs. Empty:
             each transaction has a random id.
     """
 
@@ -342,21 +344,21 @@ class Ledger:
         self.clock: Clock = clock or SystemClock()
         self.project, self.entropy, self.auth = project, entropy, auth
         self._request, self._numbers = request, itertools.count()
-        self._principals: dict[str, str] = {}  # name of an earlier actor → their id
+        self._principals: dict[str, str] = {}  # name of an earlier actor → principal id
 
     @contextmanager
     def transaction(self, actor: str) -> Iterator[Transaction]:
-        """One write transaction. It commits when the block ends and leaves nothing when the block raises.
+        """Open a write transaction, committed when the block ends and rolled back if the block raises.
 
-        A lost answer to the commit is resolved by reading the ledger afterwards.
+        If the answer to the commit is lost, the ledger is read to find out whether the commit succeeded.
 
         Args:
-            actor: whose principal is named in every event, e.g. `user:ann` or `reconciler`.
+            actor: the author whom every event names, e.g. `user:ann` or `reconciler`.
 
         Raises:
             InfrastructureError: the connection was lost and nothing was written.
-            ConflictError: another process wrote the same rows; or another process erased the actor's name since their
-                last transaction, and the name is of another principal now: try again.
+            ConflictError: another process wrote the same rows; or the actor's name was erased since the last
+                transaction and now names a different principal. Try again.
         """
         request = numbered(self._request, next(self._numbers)) if self._request else new_request(self.entropy)
         author = Author(actor, request, self.auth, self.entropy, self._principals)
@@ -383,10 +385,10 @@ class Ledger:
 
     @contextmanager
     def untold(self) -> Iterator[Connection]:
-        """A write transaction over rows that no event records.
+        """Open a write transaction for rows that no event records.
 
         Raises:
-            InfrastructureError: the answer to its commit was lost: the caller must read again.
+            InfrastructureError: the answer to the commit was lost; the caller must read again.
         """
         try:
             with self.database.write() as connection:
@@ -396,7 +398,7 @@ class Ledger:
 
     @contextmanager
     def written(self) -> Iterator[list[Any]]:
-        """The records of runs, stages and attempts that this thread's transactions in the block commit."""
+        """Collect the records of runs, stages and attempts that this thread's transactions in the block commit."""
         found, outer = list[Any](), _WRITTEN.get()
         kept = _WRITTEN.set(found)
         try:
@@ -407,17 +409,17 @@ class Ledger:
                 outer += found
 
     def forget_principals(self) -> None:
-        """Drop the cached ids of principals: a name was erased, and its next user is another principal."""
+        """Drop the cached ids of principals: after an erasure, the same name is a different principal."""
         self._principals.clear()
 
     def _committed(self, request: str) -> bool:
-        """Whether a transaction whose answer was lost was committed."""
+        """Return whether a transaction whose answer was lost was committed."""
         with self.snapshot() as now:
             return now.has_request(request)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Several reads of one moment."""
+        """Open a snapshot: several reads of one moment."""
         with self.database.read() as connection:
             yield Snapshot(connection, self.project)
 

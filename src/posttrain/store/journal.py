@@ -1,17 +1,17 @@
 """The journal of a transaction: its events, the row changes that they record, and the objects it schedules.
 
 Events are buffered, and written together before the transaction commits. An event consists of an envelope that is kept
-for ever, and words that may be erased. The envelope contains states, numbers, digests and pseudonymous ids. Free text
-and personal data are its *words*: a separate payload, which the envelope names by a salted digest, so that a change of
-either is detected, and an erased payload cannot be guessed from its digest. An event's leaf is the RFC 6962 hash of its
-canonical envelope. It has no sequence number: the sealer assigns its place later.
+permanently, and words that may be erased. The envelope contains states, numbers, digests and pseudonymous ids. Free
+text and personal data are the event's *words*: a separate payload, which the envelope names by a salted digest. A
+change of the envelope or the words is detected, and an erased payload cannot be guessed from its digest. An event's
+leaf is the RFC 6962 hash of its canonical envelope. The sealer assigns the sequence number later.
 
 The event log records the columns of every table whose rows it can rebuild. A change of rows is recorded as
 `[sign, table, key, values]`: `+` a new row (columns with their empty value are left out), `~` changed columns, `-` a
 deleted row. Columns of free text are recorded in the event's words instead, in the same order. The first events of a
 log record the initial rows of a ledger.
 
-A transaction that gives an object work also schedules (wakes) it in the work queue.
+A transaction that creates work for an object also schedules (wakes) the object in the work queue.
 """
 
 import functools
@@ -56,15 +56,15 @@ _THERE = (
 _WAKE = text(f"{_INTO}VALUES (:project, :what, :object, :due, 0, 1, 0, '', ''){_THERE}")
 CREATED = "ledger.created"  # the first event of a log
 ERASED = "words.erased"  # its `erased` are the digests of deleted payloads
-RETAINED = "run"  # retention class of words: as long as the run, asset or channel they are about
+RETAINED = "run"  # retention class of words: as long as their run, asset or channel
 SALT = 16  # bytes
 FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "audited", "words")
-_EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
+_EXACT = 2**53  # JSON readers may read larger whole numbers inexactly
 ADDED, CHANGED, REMOVED = "+", "~", "-"
-Entropy = Callable[[int], bytes]  # returns this many random bytes
+Entropy = Callable[[int], bytes]  # number → random bytes
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
-# Another process may have erased the name of a cached principal. Then no row has this id and this name, and the column,
-# which may not be NULL, refuses the event: so this rare case costs no extra statement.
+# Another process may have erased the name of a cached principal. In this rare case no row has the id with the name, and
+# the NOT NULL column rejects the event, so no extra statement is needed.
 _STILL = "(SELECT id FROM principals WHERE id = {0}author AND name = coalesce({0}called, name))"
 _ENVELOPE = "project, kind, subject, principal, auth, request, at, audited, words, leaf"
 _BESIDE = "retention, salt, body, woken"  # the words of an event, and the run that it wakes
@@ -92,7 +92,7 @@ def wake(connection: Connection, project: str, kind: str, names: Collection[str]
 
 
 def settle_at(connection: Connection, project: str, run_id: str, host: str | None) -> None:
-    """Let only the drivers of one host, which has the run's job, observe a run; None: those of any host."""
+    """Restrict a run to the drivers of the host that has its job; None: drivers of any host may observe it."""
     connection.execute(update(work).where(*keyed(work, project=project, kind=RUN, object=run_id)).values(affinity=host))
 
 
@@ -104,7 +104,7 @@ def settle(connection: Connection, project: str, names: Collection[str]) -> None
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:
-    """Schedule a run and its stages that were set aside, or wait for another try."""
+    """Schedule a run and those of its stages that were set aside or wait for another try."""
     values = {"dead_at": None, "due_at": 0.0, "failures": 0, "failed_since": None}
     connection.execute(update(work).where(work.c.project == project, _with_stages(run_id)).values(values))
 
@@ -138,7 +138,7 @@ _TELLING = {
 
 @functools.cache
 def _telling(dialect: str) -> TextClause:
-    """The statement that writes one event with its words, its row for the sealer and its wake-up."""
+    """Return the statement that writes one event with its words, its row for the sealer and its wake-up."""
     return text(_TELLING[dialect]).bindparams(
         bindparam("audited", type_=JsonText),
         bindparam("body", type_=JsonText),
@@ -173,7 +173,7 @@ def envelope_leaf(envelope: Mapping[str, Any]) -> bytes:
 
 
 def auditable(value: Any) -> Any:
-    """Return `value` as canonical JSON can hold it: numbers beyond its range become strings, tuples lists."""
+    """Return `value` for canonical JSON: numbers outside its range become strings, tuples become lists."""
     if isinstance(value, Mapping):
         return {str(key): auditable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -185,10 +185,10 @@ def auditable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AuditColumns:
-    """How events record one table."""
+    """The rules by which events record one table."""
 
     table: Table
-    title: str  # of a row, by its columns
+    title: str  # of a row, from its columns
     words: frozenset[str] = frozenset()  # free text and personal data
 
     @functools.cached_property
@@ -198,11 +198,11 @@ class AuditColumns:
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
-        """Every column: events record all of them."""
+        """All columns, which events record."""
         return tuple(column.name for column in self.table.columns)
 
     def name(self, row: Mapping[str, Any]) -> str:
-        """The name of a row, for people."""
+        """Return the name of a row, for people."""
         return self.title.format(**row)
 
     @functools.cached_property
@@ -264,7 +264,7 @@ class Change:
     sign: str
     table: str
     key: Mapping[str, Any]
-    values: Mapping[str, Any]  # all of a new row, the changed ones of a changed row, none of a removed row
+    values: Mapping[str, Any]  # new row: all; changed row: the changed ones; removed row: none
 
     def told(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the part for the envelope, and the part for the words."""
@@ -281,13 +281,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """The author of a transaction, and how they were authenticated."""
+    """The author of a transaction, and the method of authentication."""
 
     name: str  # `user:ann`, `service:driver`
-    request: str  # of this transaction; shows afterwards whether it was committed
+    request: str  # id of the transaction, by which its commit can be checked afterwards
     auth: str = "os"
     entropy: Entropy = os.urandom
-    known: Mapping[str, str] = field(default_factory=dict)  # name → principal, of earlier authors; may be outdated
+    known: Mapping[str, str] = field(default_factory=dict)  # name → principal of earlier authors; may be outdated
 
 
 def new_request(entropy: Entropy) -> str:
@@ -303,7 +303,7 @@ class Journal:
         self.author = author
         self._rows: list[dict[str, Any]] = []
         self._payloads: list[Payload | None] = []
-        self.found: dict[str, str] = {}  # name → principal, of those that this transaction read or made
+        self.found: dict[str, str] = {}  # name → principal, read or created by this transaction
 
     def tell(
         self,
@@ -313,7 +313,7 @@ class Journal:
         facts: Mapping[str, Any] | None = None,
         said: Mapping[str, Any] | None = None,
     ) -> None:
-        """Append an event with changed rows and other facts: states, numbers, digests. `said` may be erased later.
+        """Append an event with changed rows and other facts (states, numbers, digests). `said` may be erased later.
 
         Raises:
             InputError: it contains a value that canonical JSON cannot hold.
@@ -341,7 +341,7 @@ class Journal:
         self._payloads.append(payload)
 
     def flush(self, woken: Collection[str] = ()) -> None:
-        """Write the events and wake these runs. All transactions wake runs in the same order, so no two deadlock."""
+        """Write the events and wake these runs, in the same order in all transactions, which prevents deadlocks."""
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
         names = sorted(woken)
@@ -353,7 +353,7 @@ class Journal:
             self._connection.execute(_telling(self._connection.dialect.name), told)
 
     def _whole(self, row: Mapping[str, Any], payload: Payload | None) -> dict[str, Any]:
-        """The values of `_telling`; an author's name that this transaction did not read is checked by the statement."""
+        """Return the values of `_telling`; its statement checks a cached id of the author."""
         name = self.author.name
         signed = {**row, "author": row["principal"], "called": None if name in self.found else name, "woken": None}
         del signed["principal"]
@@ -366,7 +366,7 @@ class Journal:
         return self.principal(self.author.name)
 
     def principal(self, name: str) -> str:
-        """The pseudonymous id of the principal `name`, read or made when this transaction first names them."""
+        """Return the pseudonymous id of the principal `name`, read or created at the first use in this transaction."""
         found = self.found.get(name) or (self.author.known.get(name) if name == self.author.name else None)
         if found is None:
             found = self.found[name] = self._read_principal(name) or self._make_principal(name)
@@ -385,7 +385,7 @@ class Journal:
         try:
             with self._connection.begin_nested():
                 self._connection.execute(insert(principals).values(**columns))
-        except exc.IntegrityError:  # another process made it just now
+        except exc.IntegrityError:  # another process has just created it
             there = self._read_principal(name)
             if there is None:
                 raise
@@ -396,7 +396,7 @@ class Journal:
 
 
 def tell_rows(connection: Connection, clock: Clock, entropy: Entropy) -> None:
-    """Record every row of a ledger that was just made."""
+    """Record every row of a newly created ledger."""
     actor = entropy(8).hex()
     connection.execute(insert(principals).values(id=actor, kind="service", name=DRIVER, created_at=clock.now()))
     author = Author(DRIVER, new_request(entropy), entropy=entropy, known={DRIVER: actor})

@@ -3,17 +3,17 @@
 ::
 
     start.json              the job's first write, or a tombstone: created once, so exactly one process begins
-    events/000001.jsonl     facts up: write-once segments, numbered without gaps; samples/ likewise
-    events/packs/000001     64 segments in one object, written before their removal: readers see each exactly once
-    summary.json            the job's progress: replaced with every segment, so that readers need not read those
-    controls/000001.json    orders down: numbered, typed, write-once
+    events/000001.jsonl     facts of the job: write-once segments, numbered without gaps; samples/ likewise
+    events/packs/000001     64 segments in one object, written before their removal: readers read each exactly once
+    summary.json            the job's progress: replaced with every segment, so readers need not read segments
+    controls/000001.json    orders to the job: numbered, typed, write-once
     controls/acks/000001.json   the job's acknowledgement of an order
-    result.json             how the job ended: written last, and once
+    result.json             the job's result: written last, and once
 
-The port `MailboxObjects` hides where the objects are; `store.mailboxes` has its back-ends. This module does not list
-what it can count, and replaces no object except `summary.json`. A lost answer (a PUT that succeeded without a response)
-is resolved by reading the object afterwards: a retry never duplicates a fact, an order or a start. Jobs import this
-module, so it uses only the standard library.
+    The port `MailboxObjects` hides the place of the objects; `store.mailboxes` has its back-ends. This module counts up
+    numbered objects instead of listing them where possible, and replaces no object except `summary.json`. If the answer
+    to a write is lost (a PUT that succeeded without a response), the object is read afterwards: a retry never
+    duplicates a fact, an order or a start. Jobs import this module, so it uses only the standard library.
 """
 
 from __future__ import annotations  # `shaped` reads the annotations of its forms as text
@@ -59,11 +59,11 @@ class MailboxObjects(Protocol):
         """The name of the place in errors."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object durably if none exists; False: one exists, and stays. Of several writers one wins.
+        """Write an object durably if none exists; return False if one exists. Of several writers, exactly one succeeds.
 
         Raises:
             WorkspaceError: the disk is full or read-only.
-            InfrastructureError: no answer.
+            InfrastructureError: there was no answer.
         """
 
     def overwrite(self, key: str, data: bytes) -> None:
@@ -74,17 +74,17 @@ class MailboxObjects(Protocol):
         """
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of an object; None: it does not exist.
+        """Return the bytes of an object; None if it does not exist.
 
         Raises:
-            InfrastructureError: no answer.
+            InfrastructureError: there was no answer.
         """
 
     def remove(self, key: str) -> None:
-        """Remove an object; a missing one is no error."""
+        """Remove an object; a missing object is not an error."""
 
     def numbers(self, folder: str) -> list[int]:
-        """The numbers of the objects `FOLDER/NUMBER.…` directly below a folder, in order."""
+        """Return the numbers of the objects `FOLDER/NUMBER.…` directly below a folder, in order."""
 
 
 class ControlKind(StrEnum):
@@ -105,13 +105,13 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The process that begins an attempt, by the `start` object; with a reason in `cancelled`, no job may begin it."""
+    """The `start` object: the process that begins an attempt, or, with a reason in `cancelled`, a tombstone."""
 
     epoch: int  # the attempt's
     host: str
     pid: int
-    process: str  # its identity: a pid alone may be reused by another process
-    token: str  # random: identifies the successful create when its answer was lost
+    process: str  # identity of the process; a pid alone may be reused
+    token: str  # random; identifies the successful create if its answer was lost
     at: float
     cancelled: str = ""
 
@@ -130,17 +130,17 @@ class Summary:
 
 
 class Mailbox:
-    """One attempt's mailbox over `objects`. Making the object touches nothing.
+    """One attempt's mailbox over `objects`. The constructor does not access them.
 
     Args:
-        pause: waits this many seconds between retries.
+        pause: called with the seconds to wait between retries.
     """
 
     def __init__(self, objects: MailboxObjects, pause: Callable[[float], None] = time.sleep) -> None:
         self._objects, self._pause = objects, pause
 
     def start(self, epoch: int, process: str) -> Start | None:
-        """Begin the attempt, as a job's first act. None: this process has it; else its holder, and the job must end."""
+        """Begin the attempt; a job's first action. Return None, or the earlier start; the job must then end."""
         mine = _start(epoch, process)
         held = self._held(mine)
         return None if held.token == mine.token else held
@@ -149,13 +149,13 @@ class Mailbox:
         """Leave a tombstone, so that a late job computes nothing.
 
         Returns:
-            None: no job of this attempt has begun, and none will; else the start of the job that began before.
+            None: no job of this attempt has begun, and none will. Otherwise the start of the job that began earlier.
         """
         held = self.started() or self._held(_start(epoch, cancelled=why))
         return None if held.cancelled else held
 
     def started(self) -> Start | None:
-        """The start of the process that has the attempt; None: no process has it.
+        """Return the start of the process that began the attempt; None if no process has begun it.
 
         Raises:
             IntegrityError: the object cannot be read.
@@ -164,7 +164,7 @@ class Mailbox:
         return None if data is None else self._read(_START, data, Start)
 
     def order(self, kind: ControlKind) -> int:
-        """Give the job an order and return its number. Concurrent callers get different numbers."""
+        """Send the job an order; return its number. Concurrent callers get different numbers."""
         number = 1
         while True:
             mine = _json({**asdict(Control(number, kind, time.time())), "token": secrets.token_hex(8)})
@@ -173,7 +173,7 @@ class Mailbox:
             number += 1
 
     def controls(self, after: int = 0) -> list[Control]:
-        """The orders after number `after`.
+        """Return the orders after number `after`.
 
         Raises:
             IntegrityError: an order cannot be read.
@@ -188,46 +188,47 @@ class Mailbox:
         return found
 
     def acknowledge(self, number: int) -> None:
-        """Record that the job carried out an order; recording it again changes nothing."""
+        """Record that the job has carried out an order; a repeated call has no effect."""
         if not self.acknowledged(number):
             self._create(_ack(number), _json({"at": time.time()}))
 
     def acknowledged(self, number: int) -> bool:
-        """Whether the job carried out an order."""
+        """Return whether the job has carried out an order."""
         return self._objects.get(_ack(number)) is not None
 
     def append(self, stream: str, number: int, data: bytes) -> None:
-        """Write segment `number` of a stream, once; the same bytes again change nothing.
+        """Write segment `number` of a stream, once; a repeated call with the same bytes has no effect.
 
         Raises:
-            ConflictError: it holds other facts: another process writes.
+            ConflictError: the segment has different facts, so another process writes.
         """
         if self._create(_segment(stream, number), data) != data:
             raise ConflictError(
-                f"segment {stream}/{number} of {self._objects.place} holds other facts; another job of it writes"
+                f"segment {stream}/{number} of {self._objects.place} contains other facts: another job of the attempt "
+                "writes them"
             )
 
     def last(self, stream: str) -> int:
-        """The number of the newest segment; 0 for none."""
+        """Return the number of the newest segment; 0 if there is none."""
         single, packed = self._objects.numbers(stream), self._objects.numbers(f"{stream}/packs")
         return max(single[-1] if single else 0, packed[-1] * PACK if packed else 0)
 
     def numbers(self, stream: str) -> list[int]:
-        """The numbers of the segments that were not packed."""
+        """Return the numbers of the segments that were not packed."""
         return self._objects.numbers(stream)
 
     def segment(self, stream: str, number: int) -> bytes:
-        """One segment that was not packed; empty: there is no such segment."""
+        """Return a segment that was not packed; empty if there is no such segment."""
         return self._objects.get(_segment(stream, number)) or b""
 
     def segments(
         self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> Iterator[tuple[int, bytes]]:
-        """(number, bytes) of the segments after `after`, in order, each once, even if a writer packs them.
+        """Yield (number, bytes) of the segments after `after`, in order, each once, even if a writer packs them.
 
         Args:
-            unreadable: called for a pack that cannot be read, which is then left out, or for a segment that is not a
-                file, where reading ends; the default raises.
+            unreadable: called for a pack that cannot be read, which is then skipped, and for a segment that is not a
+                file, at which reading ends; the default raises.
 
         Raises:
             IntegrityError: a pack cannot be read.
@@ -259,7 +260,7 @@ class Mailbox:
             number = first + PACK
 
     def backwards(self, stream: str) -> Iterator[bytes]:
-        """Segments from the newest to the oldest; a segment that a writer packs at the same time may come twice."""
+        """Yield segments from the newest to the oldest; a segment that is being packed may be yielded twice."""
         for number in reversed(self._objects.numbers(stream)):
             data = self._objects.get(_segment(stream, number))
             if data is not None:
@@ -269,7 +270,7 @@ class Mailbox:
             yield from reversed(self._unpacked(stream, group, whole) if whole is not None else [])
 
     def pack(self, stream: str, number: int) -> None:
-        """Pack a complete group of segments, of which `number` is the last, into one object. For their writer only."""
+        """Pack a complete group of segments, the last of which is `number`, into one object; only for their writer."""
         if number % PACK:
             return
         group, members = _group(number), range(number - PACK + 1, number + 1)
@@ -283,12 +284,12 @@ class Mailbox:
             self._objects.remove(_segment(stream, member))
 
     def summarise(self, summary: Summary) -> None:
-        """Write the job's progress; the next call makes up for a write without an answer."""
+        """Write the job's progress. A write without an answer is not retried: the next call replaces it."""
         with suppress(InfrastructureError):
             self._objects.overwrite(_SUMMARY, _json(asdict(summary)))
 
     def summary(self) -> Summary | None:
-        """The job's progress; None: it reported none yet, or a power cut lost the report."""
+        """Return the job's progress; None if none was reported yet, or a power cut lost the report."""
         with suppress(IntegrityError):
             data = self._objects.get(_SUMMARY)
             return None if data is None else self._read(_SUMMARY, data, Summary)
@@ -302,13 +303,13 @@ class Mailbox:
         """
         data = _json(result)
         if self._create(_RESULT, data) != data:
-            raise ConflictError(f"{self._objects.place} has another result; another job of this attempt answered")
+            raise ConflictError(f"{self._objects.place} has another result: another job of this attempt wrote it")
 
     def answered(self) -> dict[str, Any] | None:
-        """The job's result, as it reported it; None: there is no result yet.
+        """Return the job's result, as the job reported it; None if there is no result yet.
 
         Raises:
-            IntegrityError: it is not JSON.
+            IntegrityError: the result is not JSON.
         """
         data = self._objects.get(_RESULT)
         return None if data is None else self._table(_RESULT, data)
@@ -317,7 +318,7 @@ class Mailbox:
         return self._read(_START, self._create(_START, _json(asdict(wanted))), Start)
 
     def _create(self, key: str, data: bytes) -> bytes:
-        """Write an object if none exists; return the bytes that exist afterwards. Retries while there is no answer.
+        """Write an object if none exists; return the bytes that exist afterwards. Retry if there is no answer.
 
         Raises:
             WorkspaceError: the disk is full or read-only.

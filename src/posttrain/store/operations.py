@@ -1,11 +1,11 @@
 """Operations, repeated requests, parts of uploads and sent bytes, shared by every server of a ledger.
 
-An operation records its status, the server that carries it out, and the time of the last client request for it. That
-server reports each change of the status, and reports that it is alive every `BEAT_SECONDS`. After `SILENT_SECONDS`
-without a report, or once that process is known to have died, the operation counts as lost; until then no other server
-takes it over.
+An operation records its status, the server that carries it out, and the time of the last client request for it. The
+server reports each change of the status, and reports every `BEAT_SECONDS` that it is alive. After `SILENT_SECONDS`
+without a report, or as soon as the server's process is known to have died, the operation counts as lost; until then no
+other server takes it over.
 
-A request with a key that is sent again gets the same answer, and is not carried out again.
+A repeated request with the same key gets the same answer, and is not carried out again.
 
 Parts of unfinished uploads are objects in the store, and rows that name them. Any server can continue an upload:
 
@@ -13,11 +13,11 @@ Parts of unfinished uploads are objects in the store, and rows that name them. A
 
     uploads/PROJECT/HEX.START.RANDOM    the bytes received from offset START
 
-An upload is a digest with a size: a request with another size for the same digest is another upload and shares no
-parts. A part counts only after its row exists. Of two requests that send the same part, one gets the row; the object of
-the other is deleted. Objects without a row, left by a killed process, are deleted by `posttrain gc`.
+An upload is identified by digest and size: a request with a different size for the same digest is a different upload
+and shares no parts. A part counts only after its row exists. If two requests send the same part, one gets the row, and
+the object of the other is deleted. Objects without a row, left by a killed process, are deleted by `posttrain gc`.
 
-Bytes that a project sent are noted even before a row names them, so every server of the ledger finds them.
+Bytes that a project sent are noted before any row names them, so every server of the ledger finds them.
 """
 
 import itertools
@@ -42,14 +42,14 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.schema import hosts, keyed, operations, parts, requests, uploads
 from posttrain.store.trees import file_digest
 
-SILENT_SECONDS = 60.0  # after which an operation counts as lost
-BEAT_SECONDS = 15.0  # between two reports of a server on an operation, even without a change
-FORGOTTEN_SECONDS = 3600.0  # without a request for its status
-_LOOKED_SECONDS = 2.0  # least interval between two records of a look: recent enough for the server
+SILENT_SECONDS = 60.0  # seconds without a report after which an operation counts as lost
+BEAT_SECONDS = 15.0  # seconds between two reports of a server on an operation
+FORGOTTEN_SECONDS = 3600.0  # seconds without a request for its status
+_LOOKED_SECONDS = 2.0  # minimum seconds between two records of a client's request
 BEGUN, DONE = "begun", "done"
 _NOBODY = "nobody"  # in place of a process
-PART = 8 << 20  # bytes of every part of a request but the last one
-LEAST = 256 << 10  # bytes of a request that does not end its upload: each part costs a row and an object
+PART = 8 << 20  # bytes of every part of a request except the last
+LEAST = 256 << 10  # minimum bytes of a request that does not end its upload; each part costs a row and an object
 _UPLOADS = "uploads"
 
 
@@ -66,7 +66,7 @@ class Begun:
     document: str  # the status last reported, as JSON
     ago: float  # seconds since that report
     over: bool
-    lost: bool  # no server carries it out, and its result is unknown
+    lost: bool  # whether no server carries it out and its result is unknown
 
 
 class Operations:
@@ -74,16 +74,16 @@ class Operations:
 
     Args:
         server: this process, HOSTNAME:PID:START.
-        alive: whether such a process may still be alive, as far as this machine can check.
+        alive: returns whether such a process may still be alive, as far as this machine can check.
     """
 
     def __init__(self, database: Database, clock: Clock, server: str, alive: Callable[[str], bool]) -> None:
         self._database, self._clock, self._server, self._alive = database, clock, server, alive
 
     def begin(self, number: str, project: str, principal: str, verb: str, body: str, document: str) -> Begun | None:
-        """Record that this server carries out an operation; return the existing one if a server carries it out.
+        """Record that this server carries out an operation; return the existing record if a server already does.
 
-        Operations that no client queries any longer are deleted.
+        Operations that no client has queried for long are deleted.
         """
         row = {"id": number, "project": project, "principal": principal, "verb": verb, "body": body}
         fresh = {"server": self._server, "document": document, "over": 0, "ending": 0}
@@ -94,13 +94,13 @@ class Operations:
                 known = self._read(connection, operations.c.id == number)
                 if known is not None and not (known.over or known.lost):
                     return known
-                if known is not None:  # only the row that was read, not one that another server inserted since
+                if known is not None:  # only the row that was read, not one inserted since
                     connection.execute(delete(operations).where(*keyed(operations, id=number, server=known.server)))
                 try:
                     with connection.begin_nested():
                         connection.execute(insert(operations).values(**row, **fresh, told_at=now, looked_at=now))
                     return None
-                except exc.IntegrityError:  # another server was quicker
+                except exc.IntegrityError:  # another server has just inserted it
                     continue
 
     def tell(self, number: str, document: str, *, over: bool) -> None:
@@ -110,7 +110,7 @@ class Operations:
             connection.execute(update(operations).where(*self._mine(number)).values(told))
 
     def heard(self, number: str) -> tuple[float, bool]:
-        """Seconds since a client requested it, and whether it was cancelled; infinity and False if it is another's."""
+        """Return seconds since a client's last request, and whether it was cancelled; (inf, False) if not ours."""
         with self._database.read(across="a server has operations of every project") as connection:
             now = now_in(connection, self._clock)
             row = connection.execute(
@@ -119,12 +119,12 @@ class Operations:
             return (math.inf, False) if row is None else (float(row[0]), bool(row[1]))
 
     def forget(self, number: str) -> None:
-        """Delete an operation that this server does not carry out after all."""
+        """Delete an operation that this server will not carry out."""
         with self._database.write(across="a server has operations of every project") as connection:
             connection.execute(delete(operations).where(*self._mine(number)))
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:
-        """A principal's operation that another server carries out, recording this look; None: no such operation."""
+        """Return a principal's operation that another server carries out, or None; record the request."""
         mine = _of(number, project, principal)
         with self._database.of(project).read() as connection:
             found = self._read(connection, mine)
@@ -136,7 +136,7 @@ class Operations:
         return found
 
     def cancel(self, number: str, project: str, principal: str) -> None:
-        """Ask the server that carries out an operation to end it."""
+        """Request that the server that carries out an operation ends it."""
         with self._database.of(project).write() as connection:
             connection.execute(update(operations).where(_of(number, project, principal)).values(ending=1))
 
@@ -155,7 +155,7 @@ class Operations:
         return keyed(operations, id=number, server=self._server)
 
     def _is_dead(self, server: str, known: bool) -> bool:
-        """Whether a server is known to be dead: its process on this machine has ended, or its host has another one."""
+        """Return whether a server is known to be dead: its process here has ended, or its host has a newer server."""
         if server == self._server:  # a server calls this only for operations that it does not carry out
             return True
         near = server.partition(":")[0] == self._server.partition(":")[0]
@@ -169,13 +169,13 @@ def _of(number: str, project: str, principal: str) -> ColumnElement[bool]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A request that was received before."""
+    """A request that was received earlier."""
 
     body: str  # digest of the request
     state: str  # begun | done
     owner: str  # process that began it
     status: int | None
-    answer: str | None  # None: it was not kept
+    answer: str | None  # None: not stored
     at: float
 
 
@@ -190,7 +190,7 @@ class IdempotencyKeys:
         self._ledger, self._key = ledger, {"project": ledger.project, "principal": principal}
 
     def begin(self, key: str, verb: str, body: str, owner: str) -> Known | None:
-        """Record that a request is being answered; return its record if it was received before."""
+        """Record that a request is being answered; return its record if it was received earlier."""
         row = {**self._key, "key": key, "verb": verb, "body": body, "state": BEGUN, "owner": owner}
         with self._ledger.database.write() as connection:
             try:
@@ -202,7 +202,7 @@ class IdempotencyKeys:
                 return Known(**connection.execute(known).one()._mapping)
 
     def take_over(self, key: str, before: str, owner: str) -> bool:
-        """Take over a request whose process has ended; False: another process took it over."""
+        """Take over a request whose process has ended; return False if another process has taken it over."""
         with self._ledger.database.write() as connection:
             mine = update(requests).where(*self._of(key), requests.c.state == BEGUN, requests.c.owner == before)
             return connection.execute(mine.values(owner=owner, at=self._ledger.clock.now())).rowcount == 1
@@ -213,9 +213,9 @@ class IdempotencyKeys:
             connection.execute(update(requests).where(*self._of(key)).values(state=DONE, status=status, answer=answer))
 
     def leave(self, key: str, owner: str) -> None:
-        """Give up a request that was partly written, so that another process can continue it.
+        """Give up a partly written request, so that another process can continue it.
 
-        This does nothing if another process has taken it over: a suspended server counts as dead.
+        It has no effect if another process has taken the request over, e.g. because this server was suspended.
         """
         with self._ledger.database.write() as connection:
             connection.execute(
@@ -223,7 +223,7 @@ class IdempotencyKeys:
             )
 
     def forget(self, key: str, owner: str) -> None:
-        """Delete a request that `owner` did not carry out, so that it can be retried; a new owner keeps it."""
+        """Delete a request that `owner` did not carry out, for a retry; no effect if it has a new owner."""
         with self._ledger.database.write() as connection:
             connection.execute(delete(requests).where(*self._of(key), requests.c.owner == owner))
 
@@ -259,18 +259,19 @@ class PartStore:
         """The bytes of a part.
 
         Raises:
-            NotFoundError: it does not exist. UnavailableError: the store does not answer.
+            NotFoundError: the part does not exist.
+            UnavailableError: the store does not answer.
         """
         with answering(self.url, name):
             yield from self._backend.pieces(self._store, f"{_UPLOADS}/{name}")
 
     def drop(self, name: str) -> None:
-        """Delete a part; a part that was already deleted is no error."""
+        """Delete a part; an already deleted part is not an error."""
         with suppress(FileNotFoundError, NotFoundError), answering(self.url, name):
             obstore.delete(self._store, f"{_UPLOADS}/{name}")
 
     def stored(self) -> dict[str, float]:
-        """All parts, and objects that clients sent directly: name → time of writing (seconds since the epoch)."""
+        """Return all parts, and objects that clients sent directly: name → time written (seconds since the epoch)."""
         with answering(self.url, _UPLOADS):
             every = [one for some in obstore.list(self._store, prefix=_UPLOADS) for one in some]
         return {str(one["path"]).removeprefix(f"{_UPLOADS}/"): one["last_modified"].timestamp() for one in every}
@@ -283,16 +284,16 @@ class Parts:
         self._ledger, self._store = ledger, store
 
     def sizes(self, digest: str) -> dict[int, int]:
-        """The number of bytes received of each upload of a digest, by the size of the upload."""
+        """Return the bytes received of each upload of a digest, by the upload's size."""
         with self._ledger.database.read() as connection:
             query = select(parts.c.total, func.sum(parts.c.size)).where(*self._of(digest)).group_by(parts.c.total)
             return {int(total): int(have) for total, have in connection.execute(query)}
 
     def add(self, digest: str, total: int, start: int, data: bytes) -> None:
-        """Store the bytes from `start` on of an upload of `total` bytes; `start` must be the end of the last part.
+        """Store bytes of an upload of `total` bytes; they begin at `start`, which must be the end of the last part.
 
         Raises:
-            ConflictError: another request was faster.
+            ConflictError: another request has stored this part.
         """
         blob_key(digest)
         project = self._ledger.project
@@ -314,8 +315,9 @@ class Parts:
             raise
 
     def whole(self, digest: str, total: int, path: Path) -> str:
-        """Write all `total` received bytes to a file; its digest. Empty: the parts do not add up to `total`, or
-        another server, which had all of them too, has finished the upload.
+        """Write all `total` received bytes to a file; return its digest.
+
+        Empty: the parts do not add up to `total`, or another server has finished the upload.
 
         Raises:
             ConflictError: a part was deleted, so all parts are deleted; the client must send the upload again.
@@ -347,7 +349,7 @@ class Parts:
 
 
 def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> list[str]:
-    """Delete the rows of uploads of every project that got no part since a moment; return their objects."""
+    """Delete the rows of every project's uploads without a part since a moment; return their objects."""
     upload = parts.c.project, parts.c.digest, parts.c.total
     late = select(*upload).group_by(*upload)
     with ledger.database.write(across="garbage of every project") as connection:
@@ -377,10 +379,10 @@ class PendingUploads:
         self._ledger = ledger
 
     def add(self, digest: str, *, shown: bool = False) -> None:
-        """Note that these bytes are the project's.
+        """Note that the project has sent these bytes.
 
         Args:
-            shown: every viewer of the project may read them.
+            shown: whether every viewer of the project may read them.
         """
         row = {"project": self._ledger.project, "digest": digest}
         now = self._ledger.clock.now()
@@ -393,11 +395,11 @@ class PendingUploads:
                 connection.execute(update(uploads).where(*self._of(digest)).values(young))
 
     def has(self, digest: str) -> bool:
-        """Whether these bytes are the project's."""
+        """Return whether the project has sent these bytes."""
         return self._shown(digest) is not None
 
     def shown(self, digest: str) -> bool:
-        """Whether every viewer of the project may read them."""
+        """Return whether every viewer of the project may read these bytes."""
         return bool(self._shown(digest))
 
     def _shown(self, digest: str) -> int | None:
@@ -409,7 +411,7 @@ class PendingUploads:
 
 
 def forget_pending_uploads(ledger: Ledger, needed: Container[str], before: float) -> None:
-    """Delete, in every project, the notes of bytes that were sent before a moment and are not needed."""
+    """Delete every project's notes of bytes that were sent before a moment and are not needed."""
     with ledger.database.write(across="garbage of every project") as connection:
         old = connection.execute(select(uploads.c.project, uploads.c.digest).where(uploads.c.at < before)).all()
         for project, digest in old:

@@ -1,7 +1,7 @@
 """A ledger in PostgreSQL: its address, the options of its connections, and the translation of the server's errors.
 
-The driver is psycopg (the extra `posttrain[postgres]`); only SQLAlchemy imports it, when an engine is made.
-Errors are distinguished by SQLSTATE; if a connection fails before there is one, by libpq's message.
+The driver is psycopg (the extra `posttrain[postgres]`), which SQLAlchemy imports when it creates an engine. Errors are
+distinguished by SQLSTATE, or by libpq's message if a connection fails before there is a SQLSTATE.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _DRIVER = "postgresql+psycopg"
 _SPELLINGS = (SCHEME, "postgres", _DRIVER)
 _SECRETS = ("password", "sslpassword")  # libpq takes these as parameters of a URL, too
 _CONNECT_SECONDS = 10
-_NOTICED = {  # so that a lost server is detected within a minute
+_NOTICED = {  # options with which a lost server is detected within a minute
     **{"keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4},  # seconds, seconds, times
     "tcp_user_timeout": 40_000,  # milliseconds
 }
@@ -52,11 +52,11 @@ _STATES: Mapping[str, str] = {
 }
 _LATE = ("55P03", "57014")  # lock_timeout, statement_timeout
 _RETRIED = ("40001", "40P01")
-_LOST = ("08", "57P")  # classes: connection exceptions, operator intervention
+_LOST = ("08", "57P")  # SQLSTATE classes: connection exceptions, operator intervention
 
 
 def is_address(address: str) -> bool:
-    """Whether this names a PostgreSQL database."""
+    """Return whether this is the address of a PostgreSQL database."""
     return address.partition("://")[0] in _SPELLINGS
 
 
@@ -64,7 +64,7 @@ def checked_address(address: str) -> str:
     """Return the address in its normal form, as it is stored and compared.
 
     Raises:
-        InputError: it is not of PostgreSQL, or contains a password.
+        InputError: the address is not of PostgreSQL, or contains a password.
     """
     try:
         url = make_url(address) if is_address(address) else None
@@ -89,7 +89,7 @@ def shown(url: URL) -> str:
 
 
 def refuse_secrets(url: URL) -> None:
-    """Refuse an address with a password, since addresses are stored and shown.
+    """Reject an address with a password, because addresses are stored and shown.
 
     Raises:
         InputError: the URL contains a password.
@@ -101,8 +101,8 @@ def refuse_secrets(url: URL) -> None:
 def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
     """Return the connection options of an engine.
 
-    A process that waits for a lock gives up after `busy_seconds`, as on SQLite. The server ends the session of a
-    process that holds a lock and is idle for half as long (stopped, swapped out, cut off), before the waiters give up.
+    A process that waits for a lock gives up after `busy_seconds`, as on SQLite. If a process that holds a lock is idle
+    for half as long (stopped, swapped out, cut off), the server ends its session, before the waiting processes give up.
     """
     waits = {
         "lock_timeout": busy_seconds,
@@ -125,7 +125,7 @@ def may_write(connection: Connection, table: str) -> bool:
 
 
 def product(connection: Connection) -> tuple[str, str]:
-    """Return name and version of the server, and its settings with which a power cut can lose commits ("": no such)."""
+    """Return name and version of the server, and the settings with which a power cut can lose commits, or ""."""
     wanted = "SELECT name, setting FROM pg_settings WHERE name IN ('server_version', 'fsync', 'synchronous_commit')"
     rows = {str(row[0]): str(row[1]) for row in connection.execute(text(wanted))}
     unsafe = [name for name in ("fsync", "synchronous_commit") if rows[name] == "off"]

@@ -1,16 +1,16 @@
 """Retries while a server is unreachable, and a job's access to its server: a token and an address in its folder.
 
-Clients and jobs retry by one rule. They wait minutes for an unreachable server, and the job's log records it. At each
-try a job reads the token and the address again from its attempt's folder, which is private to its owner:
+Clients and jobs retry in the same way. They wait minutes for an unreachable server, and a job's log records the wait.
+At each try a job reads the token and the address again from its attempt's folder, which is private to its owner:
 
 ::
 
-    access.json     the token, written before the job starts, and never afterwards
+    access.json     the token, written once, before the job starts
     address.json    the server's URL, written again when it changes
 
-The job can write both files, so no part of the server reads them: its driver remembers their contents.
+The job can write both files, so no part of the server reads them; the driver keeps their contents in memory.
 
-The module imports only the standard library and the modules for the folder: jobs import it.
+Jobs import this module, so it imports only the standard library and the modules for the folder.
 """
 
 import http.client
@@ -30,16 +30,16 @@ from posttrain.domain.errors import InfrastructureError, IntegrityError, Unavail
 from posttrain.store.atomic import read_untrusted, write_json
 
 FILE, ADDRESS = "access.json", "address.json"
-PRIVATE_CACHE = "cache"  # in an attempt's folder: blobs that only its job in an image fetches, verifies and reads
-SOCKETS = "sockets"  # below the workspace: the sockets of its server for jobs without a network
+PRIVATE_CACHE = "cache"  # in an attempt's folder: blobs fetched, verified and read only by its job in an image
+SOCKETS = "sockets"  # below the workspace: its server's sockets for jobs without a network
 SOCKET = "server.sock"
 INSIDE = "/run/posttrain"  # the path of that folder in such jobs
 _MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
 PATIENCE = 900.0  # seconds that a server may be unreachable
 REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
-STALLED = 90.0  # seconds without a byte: longer than a server waits for its store
-_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one repeatedly
+STALLED = 90.0  # seconds without a byte; longer than a server waits for its store
+_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries; the last value repeats
 _TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def patiently(
     hope: str,
     pause: Callable[[float], None] | None = None,
 ) -> T:
-    """Call `ask` until it answers; retry while it raises `away`, and raise that after `patience` seconds.
+    """Call `ask` until it returns; retry while it raises `away`, and raise this error after `patience` seconds.
 
     Args:
         hope: the end of the message that is printed once, after some tries.
@@ -87,10 +87,10 @@ def patiently(
 class JobAccess:
     """A job's access to its server."""
 
-    url: str  # of its host's server
+    url: str  # of the host's server
     token: str = field(repr=False)
-    certificate: str = ""  # of that server, in PEM; empty: it has no TLS
-    socket: str = ""  # the path of its socket, for a job without a network
+    certificate: str = ""  # of the server, in PEM; empty: no TLS
+    socket: str = ""  # path of the server's socket, for a job without a network
 
     def write(self, folder: Path) -> None:
         """Write the access into the job's folder.
@@ -103,19 +103,20 @@ class JobAccess:
 
 
 def tell(folder: Path, url: str, certificate: str) -> None:
-    """Write the server's current URL. It reads no file of the folder.
+    """Write the server's current URL, without reading any file of the folder.
 
     Raises:
-        WorkspaceError: the disk is full or read-only. OSError: the job put something there that no file can replace.
+        WorkspaceError: the disk is full or read-only.
+        OSError: the job created something at the path that no file can replace.
     """
     write_json(folder / ADDRESS, {"url": url, **({"certificate": certificate} if certificate else {})})
 
 
 def read_access(folder: Path) -> JobAccess | None:
-    """Return a job's access from its folder; None: a file is missing. It never blocks, whatever the files are.
+    """Return a job's access from its folder; None if a file is missing. Never block, even on special files.
 
     Raises:
-        IntegrityError: it cannot be read.
+        IntegrityError: a file cannot be read.
     """
     where, key = _read(folder / ADDRESS, {"url", "certificate"}), _read(folder / FILE, {"token", "socket"})
     if where is None or key is None:
@@ -142,7 +143,7 @@ class Reach:
     """Requests to the server of an attempt, with retries.
 
     Args:
-        folder: the attempt's.
+        folder: the attempt's folder.
         patience: seconds that the server may be unreachable.
     """
 
@@ -156,7 +157,7 @@ class Reach:
 
         Args:
             trouble: called after each failed try.
-            once: do not retry.
+            once: whether to try only once.
 
         Raises:
             UnavailableError: the server was unreachable for longer than a job waits.
@@ -179,7 +180,7 @@ class Reach:
         try:
             return patiently(tried, AwayError, 0.0 if once else self._patience, "waiting for it", self._pause)
         except AwayError as error:
-            raise UnavailableError(f"server {url} was away for {self._patience:g} s ({why}); try again") from error
+            raise UnavailableError(f"server {url} did not answer within {self._patience:g} s ({why}); retry") from error
 
 
 def refusal() -> InfrastructureError:
@@ -229,13 +230,13 @@ def connected(
 
 
 class KeptConnection(threading.local):
-    """A connection that a thread keeps from one request to the next; each thread has its own."""
+    """A connection that a thread keeps between requests; each thread has a separate one."""
 
     made: http.client.HTTPConnection | None = None
     _way: object = None
 
     def to(self, way: W, opens: Callable[[W], http.client.HTTPConnection]) -> http.client.HTTPConnection:
-        """Return the kept connection to `way`; a new one if `way` changed or no connection was kept."""
+        """Return the kept connection to `way`, or a new one if `way` has changed or none was kept."""
         if self.made is None or self._way != way:
             self.drop()
             self._way, self.made = way, opens(way)

@@ -58,7 +58,7 @@ Record = TypeVar("Record")
 _ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
 _ROLES = _ROLES.where(roles.c.project == bindparam("of_project")).order_by(principals.c.name)
 SINK_ADDED = "sink.added"  # the event
-_NAMES = 500  # in one statement
+_NAMES = 500  # names per statement
 LIVE = "live"  # the role of a channel's live release
 
 
@@ -73,12 +73,12 @@ _ASKED, _SAID = acted(approval_requests), acted(approvals)
 
 
 def names_of(record: Any) -> tuple[str, ...]:
-    """The fields of a record, or of a kind of records."""
+    """Return the names of the fields of a record, or of a kind of record."""
     return tuple(record.__dataclass_fields__)
 
 
 def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
-    """Return the row as a `kind`: columns and fields have the same names."""
+    """Return the row as a `kind`, whose fields have the columns' names."""
     found = row._mapping
     values = {name: found[name] for name in names_of(kind)}
     if kind is Asset:
@@ -89,7 +89,7 @@ def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
 
 
 def to_records(kind: type[Record], found: Result[*tuple[Any, ...]]) -> list[Record]:
-    """Return all rows of a result, each as by `to_record`: the positions of columns are looked up once."""
+    """Return all rows of a result as by `to_record`; the positions of columns are looked up once."""
     if kind in (Asset, ChannelRecord):
         return [to_record(kind, row) for row in found]
     columns = list(found.keys())
@@ -122,9 +122,9 @@ def to_columns(record: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return mappings and tuples as the dictionaries and lists that JSON returns: a round trip keeps values equal.
+    """Return mappings and tuples as the dictionaries and lists of JSON, so that a round trip keeps values equal.
 
-    A job may report any text: NUL, which PostgreSQL refuses, becomes U+FFFD, half a surrogate pair `?`.
+    A job may report any text: NUL, which PostgreSQL rejects, becomes U+FFFD, and half a surrogate pair becomes `?`.
     """
     if type(value) is str:
         whole = value if value.isascii() else value.encode("utf-8", "replace").decode()
@@ -161,7 +161,7 @@ class Reading:
         names: Sequence[str],
         values: Mapping[str, Any] | None = None,
     ) -> list[Record]:
-        """Rows whose column has one of these values, read in batches."""
+        """Yield the rows whose column has one of these values, read in batches."""
         return [one for part in batches(names) for one in self._all(kind, query.where(column.in_(part)), values)]
 
 
@@ -169,17 +169,17 @@ class PrincipalReading(Reading):
     """The part of a snapshot that reads access rights."""
 
     def roles(self) -> dict[str, Role]:
-        """Principal → role in this project; empty: no role was ever given."""
+        """Return principal → role in this project; empty if no role was ever assigned."""
         return {name: Role(role) for name, role in self._connection.execute(_ROLES, {"of_project": self._project})}
 
     def people(self) -> set[str]:
-        """Principals who have a role in this project, or wrote an event there. Reads the author of every event."""
+        """Return principals who have a role in this project or wrote an event there. Reads every event's author."""
         wrote = select(events.c.principal).where(events.c.project == self._project).distinct()
         named = self._connection.execute(select(principals.c.name).where(principals.c.id.in_(wrote)))
         return {*named.scalars(), *self.roles()}
 
     def principal_of(self, name: str) -> str | None:
-        """The pseudonymous id of the principal of this name; None: there is no such principal."""
+        """Return the pseudonymous id of the principal with this name, or None."""
         return self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
 
     def projects(self) -> list[str]:
@@ -187,7 +187,7 @@ class PrincipalReading(Reading):
         return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
 
     def images(self) -> list[str] | None:
-        """The images that runs of this project may name; None: never set."""
+        """Return the images that runs of this project may name; None if never set."""
         return self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
 
     def roles_of(self, name: str) -> dict[str, Role]:
@@ -203,12 +203,12 @@ class PrincipalReading(Reading):
         return [one for one in every if self._project in one.scopes]
 
     def token_behind(self, session: str, moment: float) -> Token | None:
-        """The token behind a browser's session of this digest; None: no such session, or it has expired."""
+        """Return the token of a browser session by the session's digest; None if it does not exist or has expired."""
         query = _TOKENS.join(sessions, sessions.c.token == tokens.c.id)
         return self._one(Token, query.where(sessions.c.digest == session, sessions.c.expires_at > moment))
 
     def token_of(self, secret_digest: str) -> Token | None:
-        """The token whose secret has this digest; None: no such token."""
+        """Return the token whose secret has this digest, or None."""
         return self._one(Token, _TOKENS.where(tokens.c.secret_digest == secret_digest))
 
 
@@ -220,10 +220,10 @@ class SinkReading(Reading):
         return [_sink(row) for row in self._connection.execute(self._my_sinks().order_by(sinks.c.name))]
 
     def sink(self, name: str) -> SinkRecord:
-        """The sink of this name.
+        """Return the sink with this name.
 
         Raises:
-            NotFoundError: no such sink.
+            NotFoundError: the sink does not exist.
         """
         row = self._connection.execute(self._my_sinks().where(sinks.c.name == name)).one_or_none()
         if row is None:
@@ -285,7 +285,7 @@ class SinkReading(Reading):
         return ("", "") if row is None else (str(row.name), str(row.owner))
 
     def sink_added_at(self, name: str) -> int:
-        """The position in the log at which a sink was last added; 0: that event is not sealed."""
+        """Return the position in the log at which a sink was last added; 0 if that event is not sealed."""
         query = select(func.max(leaves.c.sequence)).join(events, events.c.id == leaves.c.event)
         mine = (events.c.project == self._project, events.c.kind == SINK_ADDED, events.c.subject == name)
         return int(self._connection.execute(query.where(*mine)).scalar() or 0)
@@ -309,7 +309,7 @@ class ChannelReading(Reading):
     """The part of a snapshot that reads channels."""
 
     def channel(self, name: str) -> ReleaseEntry | None:
-        """The live release of a channel; None: it never had a release."""
+        """Return the live release of a channel; None if it never had one."""
         here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
         here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
         return self._one(ReleaseEntry, self._releases().join(deployments, here).where(releases.c.channel == name))
@@ -340,7 +340,7 @@ class ChannelReading(Reading):
         return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
 
     def released(self, *run_ids: str) -> dict[str, str]:
-        """The last release of each of these runs that has a release: `channel@sequence`."""
+        """Return run → its last release, `channel@sequence`, for those of these runs that have one."""
         query = (
             select(releases.c.run_id, releases.c.channel, releases.c.sequence)
             .order_by(releases.c.at)
@@ -353,14 +353,14 @@ class ChannelReading(Reading):
         return found
 
     def quarantine(self, name: str) -> list[Quarantine]:
-        """Models that may not be promoted to a channel again, the newest first."""
+        """Return the models that may not be promoted to a channel again, newest first."""
         query = acted(quarantine).where(
             *keyed(quarantine, project=self._project, channel=name), quarantine.c.lifted_at.is_(None)
         )
         return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
 
     def looks(self, items: str) -> list[Look]:
-        """Stages that computed from these items, oldest first; stages answered by the stage cache do not count.
+        """Return the stages that measured these items, oldest first; cached stages do not count.
 
         Args:
             items: digest of a data set.
@@ -378,13 +378,13 @@ class ChannelReading(Reading):
         return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
 
     def measured(self, slots: str, output: str) -> list[Measured]:
-        """The measurements of stages on data: every result file for a set of items and its slot.
+        """Return the measurements of stages on data: every result file with its set of items and slot.
 
         Args:
             slots: prefix of the slots of the data.
-            output: of those stages, with the measurements.
+            output: the stages' output with the measurements.
         """
-        # DISTINCT makes SQLite read it once: a self-join would read every edge of the project for each result
+        # With DISTINCT SQLite reads it once; a self-join would read every edge of the project for each result
         left = select(edges.c.producer, edges.c.digest).where(edges.c.project == self._project).distinct()
         made = left.where(edges.c.consumer == "", edges.c.output == output).subquery("made")
         of_slots = edges.c.slot.startswith(slots, autoescape=True)
@@ -411,7 +411,7 @@ class ApprovalReading(Reading):
     def approval_requests(
         self, channel: str | None = None, run_id: str | None = None, prefix: str | None = None
     ) -> list[ApprovalRequest]:
-        """Approval requests, oldest first: of a channel, for a run, or with this prefix of the digest."""
+        """Return approval requests, oldest first: of a channel, for a run, or with this digest prefix."""
         known = {"project": self._project, "channel": channel, "run_id": run_id}
         wanted = {name: value for name, value in known.items() if value is not None}
         query = _ASKED.where(*keyed(approval_requests, **wanted))
@@ -425,10 +425,10 @@ class ApprovalReading(Reading):
         return self._all(Approval, query.order_by(approvals.c.at, approvals.c.principal))
 
     def submitter(self, run_id: str) -> str:
-        """The submitter of a run, by the event of its submission.
+        """Return the submitter of a run, from the event of its submission.
 
         Raises:
-            IntegrityError: no event records it.
+            IntegrityError: no event records the submission.
         """
         found = self.known_submitter(run_id)
         if found is None:
@@ -436,13 +436,13 @@ class ApprovalReading(Reading):
         return found
 
     def known_submitter(self, run_id: str) -> str | None:
-        """The submitter of a run; None: a version without such events recorded the run."""
+        """Return the submitter of a run; None if a release without such events recorded the run."""
         told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
         told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
         return self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
 
     def runs_that_wait_for_approval(self, channel: str | None = None) -> Sequence[str]:
-        """Ids of runs whose release, to this channel or any, waits for an approval."""
+        """Return the ids of runs whose release, to this channel or any, waits for an approval."""
         waits = keyed(stages, state=StageState.READY, reason=Reason.WAITING_FOR_APPROVAL)
         query = select(stages.c.run_id).join(approval_requests, approval_requests.c.run_id == stages.c.run_id)
         query = query.where(approval_requests.c.project == self._project, *waits)

@@ -1,12 +1,12 @@
 """The ledger's tables.
 
-Only plain SQL types, so that SQLite and PostgreSQL store the same values: times are 64-bit floats (seconds since the
-epoch), mappings are JSON text. `generation` is the compare-and-set counter of a row; leases are in separate columns and
-do not change it.
+Only plain SQL types are used, so SQLite and PostgreSQL store the same values: times are 64-bit floats (seconds since
+the epoch), mappings are JSON text. `generation` is the compare-and-set counter of a row; leases are in separate columns
+and do not change it.
 
-A release works together with the previous one. So a revision only adds tables, and columns that may be NULL or whose
-default is the empty value of their type. `schema_version.usable_since` is the oldest revision whose code may still use
-the ledger; a revision that does more than add sets it to itself.
+A release must work on the same ledger as the previous release. Therefore a revision only adds tables, and columns that
+may be NULL or whose default is the empty value of their type. `schema_version.usable_since` is the oldest revision
+whose code may still use the ledger; a revision that does more than add is usable only since itself.
 """
 
 import json
@@ -45,7 +45,7 @@ class UnreadableColumnError(IntegrityError, ValueError):
 class JsonText(TypeDecorator[Any]):
     """A JSON value as text.
 
-    It does not use the databases' JSON types: they differ, and PostgreSQL's refuses the NaN that a diverged stage
+    It does not use the databases' JSON types: they differ, and PostgreSQL's rejects the NaN that a diverged stage
     reports.
     """
 
@@ -63,7 +63,7 @@ def read_json_text(value: str | None) -> Any:
     """Return the value of a column of `JsonText`.
 
     Raises:
-        UnreadableColumnError: it is not JSON.
+        UnreadableColumnError: the value is not JSON.
     """
     if value == "{}":  # the most frequent value
         return {}
@@ -71,7 +71,7 @@ def read_json_text(value: str | None) -> Any:
         return None if value is None else json.loads(value)
     except ValueError as error:
         raise UnreadableColumnError(
-            f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor shows which"
+            f"the ledger contains {value!r:.40} where JSON was written: a row was altered; posttrain doctor shows which"
         ) from error
 
 
@@ -216,8 +216,8 @@ channels = Table(
     Column("project", String(63), primary_key=True),
     Column("name", String(128), primary_key=True),
     Column("policy", String(71)),  # digest of the document with the gates of a release; NULL: no policy
-    Column("protected", Integer, nullable=False),  # 1: its policy and its quarantine are changed by approval only
-    Column("frozen", String(16), nullable=False),  # the moves that are refused: empty | releases | all
+    Column("protected", Integer, nullable=False),  # 1: policy and quarantine change by approval only
+    Column("frozen", String(16), nullable=False),  # the rejected moves: empty | releases | all
     Column("revision", Integer, nullable=False),  # counts changes of its policy or protection
     Column("generation", Integer, nullable=False),  # counts releases and changes of the columns above
 )
@@ -299,7 +299,7 @@ assets = Table(
     CheckConstraint("version >= 1", name="asset_versions_start_at_1"),
     Index("assets_by_digest", "digest"),
 )
-asset_status = Table(  # people's judgement of a version, which itself never changes
+asset_status = Table(  # people's assessments of versions, which themselves never change
     "asset_status",
     metadata,
     Column("project", String(63), primary_key=True),
@@ -400,7 +400,7 @@ tree_head = Table(
     Column("peaks", LargeBinary, nullable=False),  # roots of the perfect subtrees, the largest first
     CheckConstraint("id = 1", name="one_tree_head"),
 )
-# --- empty in every ledger: tables of this schema that the next one removes -------------------------------------------
+# --- empty in every ledger: tables that the next schema removes -------------------------------------------------------
 
 events_before = Table(
     "events_before",

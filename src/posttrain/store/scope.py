@@ -1,9 +1,9 @@
-"""The project scope of SQL statements: a statement that could reach rows of another project is refused.
+"""The project scope of SQL statements: a statement that could reach rows of another project is rejected.
 
-A row has its project in its own column, by its run, or by its event. `Scope` adds the condition; `guard` refuses,
-before it is sent, a statement without one, and on a connection of one project a statement that names another, unless
-the connection was opened for rows of every project, with the reason. The verdict is cached with the compiled statement,
-so a repeated statement costs one look-up.
+A row has its project in a column, or by its run or event. `Scope` adds the condition to statements. Before a statement
+is sent, `guard` rejects a statement without the condition and, on a connection of one project, a statement that names
+another project. The exception is a connection that was opened, with a reason, for rows of every project. The verdict is
+cached with the compiled statement, so a repeated statement costs one look-up.
 """
 
 import functools
@@ -97,11 +97,11 @@ class Scope:
 
 
 class UnscopedStatementError(RuntimeError):
-    """A statement over rows of a project names no project, or another than its connection's: a bug in Posttrain."""
+    """A statement over rows of a project names no project, or not its connection's: a bug in Posttrain."""
 
 
 def guard(engine: Engine) -> None:
-    """Refuse statements of this engine that lack a required project, or name another than their connection's.
+    """Reject statements of this engine that lack a required project, or name one that is not their connection's.
 
     Raises:
         UnscopedStatementError: from the execution of such a statement, which does not reach the database.
@@ -130,7 +130,7 @@ def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> N
 
 
 def _projects(compiled: Any) -> frozenset[str]:
-    """The parameters of a statement that are projects: in conditions, and in rows that it writes."""
+    """Return the parameters of a statement that are projects: in conditions, and in rows that it writes."""
     found = {
         compiled.bind_names.get(right)
         for part in visitors.iterate(compiled.statement)
@@ -144,7 +144,7 @@ def _projects(compiled: Any) -> frozenset[str]:
 
 
 def _written(statement: Any) -> Iterator[Any]:
-    """The expressions that a statement writes as the project of a row, if they are not plain values."""
+    """Return the expressions, other than plain values, that a statement writes as the project of a row."""
     values = getattr(statement, "_values", None) or {}
     yield from (value for column, value in values.items() if getattr(column, "name", column) == PROJECT)
 
@@ -163,7 +163,7 @@ def _refused_write(statement: Insert | Update) -> str:
 
 @functools.lru_cache(1000)
 def _named(sent: str) -> str:
-    """The first project table that plain SQL names, unless it only adds rows."""
+    """Return the first project table that plain SQL names, unless the SQL only adds rows."""
     words = _WORDS.findall(sent.lower())
     over = "update" in words and not _OF_THE_SAME.search(sent.lower())
     if words[:1] in (["pragma"], ["insert"]) and not over and not {"select", "replace"} & set(words):
@@ -172,7 +172,7 @@ def _named(sent: str) -> str:
 
 
 def unscoped(statement: ClauseElement) -> str:
-    """Return the name of a table of which a statement reaches rows of any project; empty: no such table."""
+    """Return the name of a table whose rows of any project a statement reaches; empty if there is none."""
     written = _in_words(statement)
     if written:
         return written
@@ -208,7 +208,7 @@ def _in_words(statement: ClauseElement) -> str:
 
 
 def _unscoped_select(statement: Select[Any], outer: frozenset[FromClause] | set[FromClause]) -> str:
-    """`unscoped` for one SELECT inside others, whose tables `outer` are each limited to one project."""
+    """Return `unscoped` for a SELECT inside others, whose tables `outer` are each limited to one project."""
     froms: set[FromClause] = set()
     conditions = [(one, froms) for one in _conjuncts(statement._where_criteria)]
     parts = statement.get_final_froms()
@@ -257,7 +257,7 @@ def _held(
     conditions: list[tuple[Any, set[FromClause]]],
     given: Iterable[FromClause] = (),
 ) -> set[FromClause]:
-    """The tables limited to one project: those compared with a value, or with a table that is limited so."""
+    """Return the tables limited to one project: those compared with a value, or with a table so limited."""
     held = {one for one in froms if _key(one) is None} | set(given)
     grown = True
     while grown:
@@ -288,7 +288,7 @@ def _reads(part: Any) -> bool:
 
 
 def _key(part: Any) -> str | None:
-    """The column with the project of the rows; empty: no project. None: a subquery, which is checked separately."""
+    """Return the column with the rows' project; empty: no project. None: a subquery, which is checked separately."""
     while isinstance(part, AliasedReturnsRows):
         part = part.element
     if not isinstance(part, Table):
@@ -329,7 +329,7 @@ def _tables(conditions: Iterable[Any]) -> Iterator[FromClause]:
 
 
 def _nested(statement: ClauseElement, held: Iterable[FromClause]) -> str:
-    """`unscoped` for the statements inside one."""
+    """Return `unscoped` for the statements inside a statement."""
     waiting: list[tuple[Any, frozenset[FromClause]]] = [(one, frozenset(held)) for one in statement.get_children()]
     while waiting:
         one, outer = waiting.pop()

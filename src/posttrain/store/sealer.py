@@ -1,16 +1,16 @@
 """The sealer, which assigns committed events their place in the Merkle tree, and heads that detect a lost tail.
 
-Writers append events with their leaves and no number, so nothing serialises them; afterwards one sealer at a time
-numbers the committed events, without gaps. It inserts leaves and complete tiles, and updates the head. The row
-`tree_head` is both the lock (the sealer holds it for the length of its transaction) and the proof of the tail: without
-it, cutting off the last events would leave a valid, shorter log.
+Writers append events with their leaves and without a number, so they are not serialised; afterwards one sealer at a
+time numbers the committed events, without gaps. It inserts leaves and complete tiles, and updates the head. The row
+`tree_head` is the lock, which the sealer holds during its transaction, and the proof of the tail: without the head, a
+log without its last events would be valid and shorter.
 
-Heads of the event log are also kept outside the ledger: in the artifact store and in the orders of attempts. A ledger
-that lost its tail (its write-ahead log was removed) or that was replaced by an older copy is complete and its log
-verifies: only records outside it show the loss. The store has one small object, `heads/LOG/SIZE-ROOT`, written when a
-command or a run ends; if there are several, each counts, so no writer can shorten the log. An order (`job.json`)
-contains the head at its launch. A job owns its folder, so an order's content raises suspicion and never lowers it. The
-run folders themselves show runs and attempts that the ledger lacks.
+Heads of the event log are also stored outside the ledger: in the artifact store and in the orders of attempts. If a
+ledger loses its tail (its write-ahead log was removed) or is replaced by an older copy, it is consistent and its log
+verifies: only records outside the ledger show the loss. The store has one small object, `heads/LOG/SIZE-ROOT`, written
+when a command or a run ends; if there are several, each counts, so no writer can shorten the log. An order (`job.json`)
+contains the head at its launch. A job can write its folder, so an order can only add to the evidence of a loss. The run
+folders themselves show runs and attempts that the ledger lacks.
 
 A user accepts an intended loss with a reason, by an event that names the heads and attempts to ignore.
 """
@@ -56,7 +56,7 @@ _WAITING = (  # foreign rows in `unsealed` are left for `verify` to report
     .outerjoin(leaves, leaves.c.event == events.c.id)
     .where(leaves.c.event.is_(None))
 )
-_AS_WRITTEN = (  # an event and its words, as text: an unreadable value is reported and does not raise
+_AS_WRITTEN = (  # an event and its words, as text, so that an unreadable value is reported and does not raise
     events.c.leaf.label("written"),
     *(type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS),
     payloads.c.retention,
@@ -67,7 +67,7 @@ ACCEPTED, SUBJECT = "ledger.loss_accepted", "ledger"
 _FOLDER, _DIGITS, _SHOWN = "heads", 16, 10
 _HEAD = re.compile(rf"[0-9]{{{_DIGITS}}}-[0-9a-f]{{64}}")
 _ATTEMPT = (
-    re.compile(  # RUN/STAGE/NUMBER as submission makes them: other folders below runs/ are copies or a user's files
+    re.compile(  # RUN/STAGE/NUMBER as created by submission; other folders below runs/ are copies or a user's files
         rf"(?=[^/]+-[a-z0-9]{{8}}/){TYPES['RunId'].pattern}/{TYPES['StageName'].pattern}/[0-9]{{3,9}}"
     )
 )
@@ -77,7 +77,7 @@ _REMEDY = "restore the newest copy of the ledger, or accept the loss: posttrain 
 
 @dataclass(frozen=True, slots=True)
 class TreeReport:
-    """A valid log: `sealed` events under `root`, and `pending` ones that the sealer has not reached yet."""
+    """A valid log: `sealed` events under `root`, and `pending` events that are not sealed yet."""
 
     sealed: int
     root: str
@@ -103,7 +103,7 @@ def _waits(ledger: Ledger) -> bool:
 def _seal_batch(connection: Connection) -> int:
     head = connection.execute(select(tree_head).with_for_update()).one()
     found = connection.execute(_WAITING.order_by(events.c.id).limit(_BATCH)).all()
-    if not found:  # another sealer was faster
+    if not found:  # another sealer has sealed them
         return 0
     tree = Tree.of(head.size, head.peaks)
     placed = [
@@ -120,7 +120,7 @@ def _seal_batch(connection: Connection) -> int:
 
 
 class _Erasures:
-    """The words that the log records as erased, read at the first missing words, and how many were found missing."""
+    """The words that the log records as erased (read at the first missing words), and the number found missing."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self.met = connection, 0
@@ -143,7 +143,7 @@ class _Erasures:
 
 
 def root_at(connection: Connection, size: int) -> bytes | None:
-    """The root over the first `size` leaves, from tiles and the leaves after them; None: there are fewer."""
+    """Return the root over the first `size` leaves, from tiles and the leaves after them; None if there are fewer."""
     peaks, at = list[bytes](), 0
     for level in reversed(range(-(-size.bit_length() // LEVELS))):
         wanted = size >> LEVELS * level & (1 << LEVELS) - 1
@@ -158,7 +158,7 @@ def root_at(connection: Connection, size: int) -> bytes | None:
 
 
 def _hashes(connection: Connection, level: int, first: int, number: int) -> list[bytes]:
-    """Roots over 256^level leaves each, `number` of them from place `first` on, as far as they exist."""
+    """Return up to `number` roots over 256^level leaves each, beginning with place `first`."""
     place, kept = (leaves.c.sequence, leaves.c.leaf) if level == 0 else (tiles.c.position, tiles.c.hash)
     first += level == 0  # sequences start at 1
     query = select(kept).where(place >= first, place < first + number).order_by(place)
@@ -170,7 +170,7 @@ def verify_chain(ledger: Ledger) -> TreeReport:
     """Recompute every leaf from its envelope and words, every tile, and the head.
 
     Raises:
-        IntegrityError: an event, words, a leaf, a tile or the head was changed, moved, removed or cut off; names the
+        IntegrityError: an event, words, a leaf, a tile or the head was changed, moved or removed. The error names the
             first bad sequence.
     """
     with ledger.database.read(across="the log is of every project") as connection:
@@ -191,8 +191,8 @@ def verify_chain(ledger: Ledger) -> TreeReport:
 def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
     """Verify only the events of some runs and assets: each matches its leaf, and its leaf is in the tree.
 
-    The number of rows read grows with these events and with the logarithm of the log. Only `verify_chain` shows that
-    no event of theirs was cut out together with its leaf.
+    The number of rows read grows with these events and with the logarithm of the log. Only `verify_chain` detects that
+    such an event was removed together with its leaf.
 
     Args:
         names: ids of runs and refs of assets.
@@ -214,7 +214,7 @@ def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
 
 
 def of_subjects(connection: Connection, project: str, names: Collection[str]) -> ColumnElement[bool]:
-    """The events of runs with their stages and attempts, and of assets, in one project."""
+    """Return the condition for events of runs with their stages and attempts, and of assets, in one project."""
     subject = events.c.subject  # order of code points, so that PostgreSQL can use the index
     ordered = collate(subject, "C") if connection.dialect.name == "postgresql" else subject
     runs = [name for name in sorted(names) if ":" not in name]
@@ -241,7 +241,7 @@ def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
 
 
 def _sealed(connection: Connection, *where: ColumnElement[bool]) -> Iterator[Mapping[str, Any]]:
-    """Every leaf with its event and words, with None for missing values."""
+    """Yield every leaf with its event and words; missing values are None."""
     query = select(leaves.c.sequence, leaves.c.event, leaves.c.leaf, *_AS_WRITTEN)
     query = query.outerjoin(events, events.c.id == leaves.c.event).outerjoin(payloads, payloads.c.event == events.c.id)
     rows = connection.execute(query.where(*where).order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
@@ -283,7 +283,7 @@ def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[st
 
 
 def _check_beginning(first: Mapping[str, Any]) -> None:
-    """Refuse a log that continues one of schema 0001: it depends on events that this module does not verify."""
+    """Reject a log that continues one of schema 0001: it depends on events that this module does not verify."""
     if first["kind"] != CREATED:
         raise _broken(1, f"a log must begin with {CREATED}, got {first['kind']}")
 
@@ -336,7 +336,7 @@ class Lost:
     heads: tuple[str, ...] = ()
     attempts: tuple[str, ...] = ()
     kept: int = 0  # heads in the store, of any log
-    named: bool = True  # whether lines name runs: not for members of one project among several
+    named: bool = True  # whether lines name runs; not for members of one of several projects
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.attempts)
@@ -367,7 +367,7 @@ def head_name(size: int, root: bytes) -> str:
 
 
 def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:
-    """Keep the head in the store, and drop smaller heads that the log contains; all others stay.
+    """Store the head, and delete smaller heads that the log contains; all others stay.
 
     Args:
         log: identifies this ledger among others that keep heads in the same store.
@@ -394,7 +394,7 @@ def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: 
         root: the workspace folder.
         run_id: the only run whose folder is read; `*`: all.
     """
-    folders = dict(_folders(root, run_id))  # first of all: the log only grows
+    folders = dict(_folders(root, run_id))  # read before the log, which only grows
     kept = _kept(blobs, log)
     heads = {*kept, *filter(None, folders.values())}
     with ledger.database.read(across=_WHY) as connection:

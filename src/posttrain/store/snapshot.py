@@ -1,9 +1,9 @@
 """Reads of the ledger as of one moment, and the error for a run that does not exist.
 
-All reads of one `Snapshot` are of one moment. The statement of every look at a run is built once: building it costs
+All reads of one `Snapshot` are of one moment. The statement that reads a run is built once, because building it costs
 more than running it.
 
-The error for an unknown run lists the object that the word names instead, similar names, and the newest runs.
+The error for an unknown run lists any other object of that name, similar names, and the newest runs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ from posttrain.store.schema import (
 from posttrain.store.scope import Scope, across, of_project
 
 _CHANNEL = "channel:"
-_SEARCHED = 1000  # of the newest runs, for similar names
+_SEARCHED = 1000  # number of newest runs searched for similar names
 _LISTED = 3
 _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
@@ -120,7 +120,7 @@ _BY_KEY = select(stages).join(runs, runs.c.id == stages.c.run_id).where(_OF_KEY)
 _BY_KEY = _BY_KEY.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position)
 _ENTRY = stage_cache.alias("entry")
 _ANSWERED = _BY_KEY.add_columns(stage_cache.c.stage.label("answers")).outerjoin(stage_cache, _ANSWERS)
-_ANSWERED = _ANSWERED.where(  # if the cache has the key, only its stage, not all that ever reused its outputs
+_ANSWERED = _ANSWERED.where(  # if the cache has the key, only its stage, not those that reused its outputs
     or_(
         stage_cache.c.stage.is_not(None),
         ~exists().where(_ENTRY.c.project == _PROJECT, _ENTRY.c.cache_key == bindparam("of_key")),
@@ -180,8 +180,8 @@ _ARTIFACTS = select(artifacts, artifacts.c["class"].label("kind"))
 class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     """Reads of one project over one connection.
 
-    Inside a `Transaction` it reads the rows that the transaction has written so far. Rows of other projects are
-    invisible, except to reads that name every project.
+    Inside a `Transaction` the reads include the rows that the transaction has written. Rows of other projects are
+    invisible, except to reads over every project.
     """
 
     def __init__(self, connection: Connection, project: str) -> None:
@@ -189,7 +189,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         self.scope = Scope(project)
 
     def run(self, run_id: str) -> RunRecord:
-        """The run of exactly this id.
+        """Return the run with exactly this id.
 
         Raises:
             NotFoundError: there is no such run.
@@ -201,7 +201,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return to_record(RunRecord, row)
 
     def rows_of(self, run_id: str) -> RunRows:
-        """A run with its stages, attempts and watches, in one statement.
+        """Return a run with its stages, attempts and watches, in one statement.
 
         Raises:
             NotFoundError: there is no such run.
@@ -211,7 +211,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     def rows_in(
         self, run_id: str, query: Select[Any], values: Mapping[str, Any] | None = None
     ) -> tuple[RunRows, Sequence[Row[*tuple[Any, ...]]]]:
-        """The result of `rows_on`, possibly with added columns, for a run; and the raw rows with those columns.
+        """Return a run's rows and the raw result of `rows_on`, which may have added columns.
 
         Raises:
             NotFoundError: there is no such run.
@@ -232,11 +232,11 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         before: str | None = None,
         tag: str | None = None,
     ) -> list[RunRecord]:
-        """Runs, newest first; of one manifest by repetition, the last first.
+        """Return runs, newest first; runs of one manifest are ordered by repetition, the last first.
 
         Args:
-            before: id of a run: only runs after it in this order.
-            tag: only runs that have it.
+            before: id of a run; only runs that follow it in this order are returned.
+            tag: only runs with this tag.
 
         Raises:
             NotFoundError: `before` is not a run.
@@ -256,11 +256,11 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(RunRecord, query, self._here())
 
     def find_run(self, words: str) -> RunRecord:
-        """The run with this id, else the newest with this name, else the one whose id starts like this.
+        """Return the run with this id, else the newest with this name, else the only one with this id prefix.
 
         Raises:
             NotFoundError: no run matches.
-            InputError: several ids start like this; the message lists them.
+            InputError: several ids have this prefix; the message lists them.
         """
         newest = _runs_on(self._connection.dialect.name)
         newest = newest.order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
@@ -284,7 +284,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._each(StageRecord, _STAGES, stages.c.run_id, run_ids, {"of_project": self._project})
 
     def stages_in_brief(self, *run_ids: str) -> list[StageRecord]:
-        """As `stages`, without inputs and outputs; metrics of gates and evaluations only."""
+        """Return stages without inputs and outputs, and with metrics only for gates and evaluations."""
         return self._each(StageRecord, _IN_BRIEF, stages.c.run_id, run_ids, {"of_project": self._project})
 
     def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
@@ -298,8 +298,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._each(AttemptRecord, query, attempts.c.run_id, run_ids, {"of_project": self._project})
 
     def occupying(self, host: str | None, now: float) -> tuple[int, list[AttemptRecord]]:
-        """Attempts of this host that have not ended, in every project: the number in runs with a driver, and the
-        attempts of the other runs.
+        """Return this host's attempts that have not ended, in every project.
+
+        The result is the number of attempts in runs with a driver, and the attempts of the other runs.
         """
         live = and_(
             attempts.c.host.is_(None) if host is None else attempts.c.host == host, attempts.c.state.not_in(_OVER)
@@ -322,7 +323,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """One version of an asset; the latest without `version`.
 
         Raises:
-            NotFoundError: no such name or version; the message lists the existing ones.
+            NotFoundError: the name or version does not exist; the message lists existing ones.
         """
         versions = self.assets(kind, name)
         if not versions:
@@ -361,7 +362,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         )
 
     def alike(self, *wanted: Asset) -> list[Asset]:
-        """Versions of the same kind that share a digest with these, and the latest version of each of their names."""
+        """Return versions of the same kind that share a digest with these, and the latest version of each name."""
         other = assets.alias()
         mine = (other.c.project == assets.c.project, other.c.kind == assets.c.kind, other.c.name == assets.c.name)
         latest = select(func.max(other.c.version)).where(*mine).scalar_subquery()
@@ -391,11 +392,11 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._each(Artifact, _ARTIFACTS.where(artifacts.c.project == self._project), artifacts.c.digest, digests)
 
     def find_artifact(self, prefix: str) -> Artifact:
-        """The artifact whose digest starts like this.
+        """Return the artifact with this digest prefix.
 
         Raises:
-            NotFoundError: no digest does.
-            InputError: several do.
+            NotFoundError: no digest has this prefix.
+            InputError: several digests have this prefix.
         """
         begins = func.substr(artifacts.c.digest, 1, len(prefix)) == prefix
         found = self._all(Artifact, _ARTIFACTS.where(artifacts.c.project == self._project, begins).limit(2))
@@ -460,14 +461,14 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return set(self._connection.execute(query).scalars())
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
-        """The stage whose outputs the cache has for this key; None: no such stage, or the event log contradicts it.
+        """Return the stage whose outputs the cache has for this key; None if there is none or the log contradicts it.
 
         The caller must check that its blobs still exist.
         """
         return self.computed(cache_key)[0]
 
     def computed(self, cache_key: str) -> tuple[StageRecord | None, list[StageRecord]]:
-        """`cached_stage` and, if the cache lacks the key, `stages_by_key`: one statement, however many stages exist."""
+        """Return `cached_stage` and, if the cache lacks the key, `stages_by_key`, in one statement."""
         found = self._connection.execute(_ANSWERED, {"of_key": cache_key, "of_project": self._project}).all()
         same = [to_record(StageRecord, row) for row in found]
         if not (found and found[0]._mapping["answers"]):
@@ -475,7 +476,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return (same[0], []) if self._logged(cache_key, same[0]) else (None, self.stages_by_key(cache_key))
 
     def _logged(self, cache_key: str, stage: StageRecord) -> bool:
-        """Whether events recorded this stage as the answer to this key, with the outputs that its row has."""
+        """Return whether events recorded this stage for this key, with the outputs in its row."""
         query = select(type_coerce(events.c.audited, Text)).where(events.c.project == self._project)
         query = query.where(events.c.subject == f"{stage.run_id}/{stage.name}").order_by(events.c.id)
         answers, made = (stage_cache.name, (self._project, cache_key)), (stages.name, (stage.run_id, stage.name))
@@ -487,7 +488,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return told[answers] == named and told[made].get("outputs", {}) == auditable(stage.outputs)
 
     def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
-        """Sealed events with `sequence > after`, in order: a cursor over them has no gap and misses no event.
+        """Return sealed events with `sequence > after`, in order, without gaps.
 
         Args:
             subject_prefix: a subject and everything below it: `run1` selects `run1`, `run1/train`, `run1/train/2`, not
@@ -497,7 +498,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._told(query.where(*_below(subject_prefix)))
 
     def last_said(self, *subjects: str) -> dict[str, float]:
-        """The time of the newest event of exactly each of these subjects, if it has one; in one statement."""
+        """Return subject → time of its newest event, for exactly these subjects, in one statement."""
         if not subjects:
             return {}
         query = self.scope.select(events, events.c.subject, func.max(events.c.at)).group_by(events.c.subject)
@@ -506,7 +507,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         }
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
-        """Committed events that the sealer has not reached yet, in id order; they have no `sequence`."""
+        """Return committed events that are not sealed, in id order; they have no `sequence`."""
         query = self._events().join(unsealed, unsealed.c.event == events.c.id).order_by(events.c.id).limit(limit)
         return self._told(query.where(*_below(subject_prefix)))
 
@@ -550,8 +551,7 @@ def _run_on(dialect: str) -> Select[Any]:
 
 @functools.cache
 def rows_on(dialect: str) -> Select[Any]:
-    """Every column of a run, its stages, attempts and watches, named `KIND.COLUMN`, and the log's head: a row for
-    each attempt.
+    """Return the rows of a run, one per attempt: `KIND.COLUMN` of run, stage, attempt and watch, and the log's head.
 
     JSON columns are returned as text: a stage's JSON is in the row of each of its attempts, but is parsed once.
     """

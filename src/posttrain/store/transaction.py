@@ -1,9 +1,9 @@
 """Writing the ledger: state rows and the events that record them commit together or not at all.
 
 Every update is a compare-and-set on (id, generation): a writer that decided on an old row gets `StaleWriteError`,
-reads again and decides again; so a driver whose lease expired is stopped as soon as its successor has written. Events
-are buffered until the end of the block and written together. A change of a run, or of its rows, schedules it in the
-work queue.
+reads again and decides again. A driver whose lease expired is therefore stopped as soon as its successor has written.
+Events are buffered until the end of the block and written together. A change of a run, or of its rows, schedules the
+run in the work queue.
 """
 
 import functools
@@ -53,7 +53,7 @@ _WATCH = sql(
     "WHERE watches.run_id = excluded.run_id"
 )
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
-_RACES = 20  # that a version may lose to runs of the same name that end at the same time
+_RACES = 20  # times that a version may lose to concurrently ending runs of the same name
 _FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
@@ -63,10 +63,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     """One write transaction of `actor`, open during the `with` block of `Ledger.transaction`."""
 
     def refuse_repeated(self, request: str) -> None:
-        """Refuse to repeat a request that another process, whose client has left, carried out under this id.
+        """Reject a request that was already carried out under this id, by a process whose client has left.
 
         Raises:
-            ConflictError: the request was carried out.
+            ConflictError: the request was already carried out.
         """
         if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             key = int.from_bytes(bytes.fromhex(request[:16]), "big", signed=True)
@@ -93,10 +93,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         self._woken.add(run.id)
 
     def insert_attempt(self, attempt: AttemptRecord) -> None:
-        """Insert a new attempt: the intent to launch.
+        """Insert a new attempt, before its job is launched.
 
         Raises:
-            ConflictError: the number or the external name is taken.
+            ConflictError: the number or the external name is already used.
         """
         subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
         self._insert(attempts, to_columns(attempt), f"attempt {attempt.name}", f"attempt.{attempt.state}", subject)
@@ -113,21 +113,21 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         event_payload: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> RunRecord:
-        """Change a run, if it did not change since `run` was read.
+        """Change a run, unless it has changed since `run` was read.
 
         The event is `run.<state>`, or `run.updated` without a new state.
 
         Args:
             state: the new state; the transition must be in the table.
             event_payload: facts for the event, in addition to the changed columns.
-            columns: fields of `RunRecord` to set. A column that already has its value is no change: without any
+            columns: fields of `RunRecord` to set. Columns that already have the value are not changes; without any
                 change nothing is written and `run` is returned.
 
         Returns:
             The new row, with the next generation.
 
         Raises:
-            StaleWriteError: the row changed since it was read.
+            StaleWriteError: the row has changed since it was read.
             ConflictError: the transition is not in the table.
             InputError: a column that cannot be set.
         """
@@ -147,10 +147,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Change a stage, as `update_run` does. Changed inputs and outputs are written as edges too.
 
         Args:
-            models: the models among its outputs, as versions without a number: each is registered as the next version
+            models: the models among its outputs, as versions without a number. Each is registered as the next version
                 of its name, unless a model with these bytes exists under any name.
             sizes: bytes of the outputs, if known.
-            taken: which output of another stage an input is, if known; else it is looked up by its bytes.
+            taken: input → name of the producing stage's output, if known; otherwise it is looked up by its bytes.
         """
 
         def joined(changes: Mapping[str, Any]) -> list[Change]:
@@ -193,7 +193,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             sizes: bytes of its content and of the objects it names, if known.
 
         Returns:
-            The latest version (or the one `asset` names) when its digest, form and meta are the same; else the new one.
+            The latest version (or the version that `asset` names) if digest, form and meta are equal; else the new one.
 
         Raises:
             ConflictError: the version exists with other content, or would leave a gap.
@@ -214,10 +214,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return new
 
     def lock_recalls(self, *, exclusive: bool = False) -> None:
-        """Lock recalls until the end of this transaction: no recall commits while it reads and acts.
+        """Lock recalls until the end of this transaction: no recall commits while the transaction reads and acts.
 
         Args:
-            exclusive: this transaction recalls, so it waits for all that read.
+            exclusive: whether this transaction recalls, and so waits for all transactions that read.
         """
         if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             self._connection.execute(
@@ -225,21 +225,21 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             )
 
     def alone(self) -> None:
-        """Let one transaction at a time pass, for decisions that no compare-and-set covers."""
+        """Serialise transactions, for decisions that no compare-and-set covers."""
         hold_off_others(self._connection)
 
     def leave_to(self, run_id: str, host: str | None) -> None:
-        """Let only this host's drivers observe a run from now on."""
+        """Restrict a run to this host's drivers."""
         settle_at(self._connection, self._project, run_id, host)
 
     def lock_run(self, run_id: str, slots_of: str | None = None) -> str:
-        """Lock a run's row until the end of this transaction: one driver at a time begins or ends its parts.
+        """Lock a run's row until the end of this transaction, so that one driver at a time begins or ends its parts.
 
         Args:
-            slots_of: a host whose slots are counted in this transaction: one driver at a time counts them.
+            slots_of: a host whose slots this transaction counts, also one driver at a time.
 
         Returns:
-            Its state; empty: there is no such run.
+            The run's state; empty if there is no such run.
         """
         columns: list[Any] = [runs.c.state]
         if slots_of is not None and self._connection.dialect.name == "postgresql":
@@ -264,7 +264,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return new
 
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
-        """Let `cache_key` name this stage, replacing any earlier one."""
+        """Set the stage for `cache_key`, replacing any earlier one."""
         key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
         subject = f"{run_id}/{stage}"
         if added := self._edges.add(stage_cache, [{**key, **values}]):
@@ -273,7 +273,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             self._change(stage_cache, key, values, "stage.cached", subject)
 
     def watch(self, watch: Watch) -> None:
-        """Store the result of a look at a silent job. No event records it: losing it costs less than recording it."""
+        """Store the observation of a silent job. No event records it, because its loss costs little."""
         self._connection.execute(_WATCH, to_columns(watch))
         self.written.append(watch)
 
@@ -283,7 +283,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         self._woken.add(run_id)
 
     def send_signal(self, run_id: str, name: str, reason: str = "") -> bool:
-        """Send a signal, so that a stage of the run that waits for it continues; False: it was sent before.
+        """Send a signal, so that a stage of the run that waits for it continues; return False if it was sent earlier.
 
         Raises:
             ConflictError: another process sends it at the same time.
@@ -312,7 +312,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         )
 
     def untag(self, note: RunNote) -> None:
-        """Remove a tag from a run; a tag that was already removed is no error."""
+        """Remove a tag from a run, if the run has it."""
         key = {"project": self._project, "run_id": note.run_id, "number": note.number}
         if self._connection.execute(delete(notes).where(*keyed(notes, **key))).rowcount:
             self._journal.tell("run.untagged", note.run_id, Change(REMOVED, notes.name, key, {}))
@@ -323,7 +323,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Append an event about something without a row.
 
         Args:
-            facts: states, numbers, digests: kept for ever. Numbers that canonical JSON cannot hold become strings.
+            facts: states, numbers, digests, kept permanently. Numbers outside canonical JSON's range become strings.
             said: free text and personal data, which may be erased.
         """
         self._journal.tell(kind, subject, facts=facts, said=said)
@@ -389,7 +389,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return now
 
     def _followed(self, run_id: str, machine: str, state: str) -> None:
-        """Schedule a run of which a row changed, or release it if this transaction ended it."""
+        """Schedule a run of which a row has changed, or release it if this transaction ended it."""
         if machine == "run" and is_final("run", state):
             self._ended.add(run_id)
             self._woken.discard(run_id)
@@ -400,7 +400,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
 
 @functools.cache
 def _compare_and_set(machine: str, columns: frozenset[str]) -> Update:
-    """The update of these columns if the row is unchanged. Built once: building it costs as much as running it."""
+    """Return the statement that updates these columns if the row is unchanged. Cached, because building it is slow."""
     table = _TABLES[machine]
     was = [table.c[name] == bindparam(f"was_{name}") for name in (*_KEYS[machine], "generation")]
     mine = of_project(table, bindparam("of_project"))

@@ -9,12 +9,12 @@ The listing of a tree is a blob that names the blobs of its files:
 The listing is canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes
 and times do not count.
 
-`scratch` makes folders for the length of a block. If its process is killed, the next call removes them.
+`scratch` creates a folder that exists during a block. If the process is killed, the next call removes the folder.
 
 The Merkle tree grows leaf by leaf:
-`leaf = SHA-256(0x00 || entry)`, `node = SHA-256(0x01 || left || right)`. A tree of n leaves is kept as the roots of its
-perfect subtrees, one for each bit of n, the largest first. Whenever 256, 256², … leaves are complete, their root is a
-*tile*, so that proofs need not hash everything again.
+`leaf = SHA-256(0x00 || entry)`, `node = SHA-256(0x01 || left || right)`. A tree of n leaves is stored as the roots of
+its perfect subtrees, one for each bit of n that is set, the largest first. Whenever 256, 256², … leaves are complete,
+their root is stored as a *tile*, so that proofs need not hash everything again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, make_folder, open_plain, sync_folder, taken, unwritable, writing
 
 _MOVED = ".moved-"
-_FRESH_SECONDS = 60.0  # a younger folder may be made and not locked yet
+_FRESH_SECONDS = 60.0  # a younger folder may not be locked yet
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20
 _BESIDE = re.compile(  # files that a trainer leaves next to a model, by path in its folder; most are pickles
@@ -53,10 +53,10 @@ LEVELS = 8  # levels of the binary tree that a tile spans: 256 leaves
 
 @contextmanager
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder below `parent` for the length of the block, after removing those of killed processes.
+    """Create a folder below `parent` that exists during the block; first remove those of killed processes.
 
     Raises:
-        WorkspaceError: it cannot be created.
+        WorkspaceError: the folder cannot be created.
     """
     make_folder(parent)
     _sweep(parent, prefix)
@@ -64,7 +64,7 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         held = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel releases it when this process dies, however it dies
+        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel releases the lock when this process dies
         yield folder
     finally:
         remove_tree(folder)
@@ -74,8 +74,8 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
 def remove_tree(folder: Path) -> None:
     """Remove a folder with everything in it, as far as possible, however deeply folders are nested.
 
-    A job may have made them: a recursive walk ends at a thousand levels, and a path has at most 4096 characters. So
-    nested folders are moved up first, until no folder is nested.
+    A job may have nested folders more deeply than a recursive walk (a thousand levels) or a path (4096 characters)
+    allows. Nested folders are therefore moved up first, until no folder is nested.
     """
     with suppress(OSError):
         folder.chmod(0o700)
@@ -101,10 +101,10 @@ def _sweep(parent: Path, prefix: str) -> None:
     for folder in parent.glob(f"{prefix}*"):
         try:
             if time.time() - folder.stat().st_mtime < _FRESH_SECONDS:
-                continue  # it may be new and not locked yet
+                continue  # may be new and not locked yet
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            continue  # already removed, or another user's
+            continue  # already removed, or owned by another user
         try:
             if taken(held):
                 remove_tree(folder)
@@ -131,12 +131,13 @@ def put_tree(
     """Store every file below `folder` and the listing; return the listing's digest.
 
     Args:
-        follow_links: store the target of a symbolic link to a file (a hub's cache has such links); else it is refused.
-        skip: whether to leave out a file, by its path in the tree.
+        follow_links: whether to store the target of a symbolic link to a file (a hub's cache has such links); if not,
+            links are rejected.
+        skip: returns whether to leave out a file, by its path in the tree.
         progress: called after each file with the number of files and bytes stored.
 
     Raises:
-        InputError: no such folder, a link or special file, or a name that is not portable.
+        InputError: the folder does not exist; there is a link or special file, or a name that is not portable.
         WorkspaceError: the store is full or read-only.
     """
     done = [0, 0]
@@ -156,31 +157,35 @@ def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str
 
 
 def is_byproduct(name: str) -> bool:
-    """Whether a file is a by-product of programs: compiled Python, hidden files of a version control, a downloader or
-    a desktop. An asset is the same version with and without them.
+    """Return whether a file is a by-product of programs.
+
+    By-products are compiled Python and hidden files of version control, a downloader or a desktop. An asset is the same
+    version with and without them.
     """
     return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
 
 
 def beside_model(name: str) -> bool:
-    """Whether a file in a model's folder is not part of the model: a by-product, or a file from which a trainer
-    resumes. A model is the same version with and without it.
+    """Return whether a file in a model's folder is not part of the model.
+
+    Such files are by-products and files from which a trainer resumes. A model is the same version with and without
+    them.
     """
     return is_byproduct(name) or _BESIDE.search(name) is not None
 
 
 def not_taken(folder: Path) -> str:
-    """The files that a trainer left next to a model, as a line; empty: no files. It reads names only."""
+    """Return one line about files that a trainer left next to a model, or an empty text. Reads only names."""
     names = [path.relative_to(folder).as_posix() for path in files_below(folder)]
     found = sorted({name[: place.end()] for name in names if (place := _BESIDE.search(name))})
-    return f"{folder}: not opened and not stored, no part of the model: {', '.join(found)}" if found else ""
+    return f"{folder}: not opened and not stored, not part of the model: {', '.join(found)}" if found else ""
 
 
 def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:
-    """Store files as the tree in which they have these names; return its digest.
+    """Store files as a tree, under these names; return the tree's digest.
 
     Raises:
-        InputError: a file that cannot be read, or a name that is not portable.
+        InputError: a file cannot be read, or a name is not portable.
         WorkspaceError: the store is full or read-only.
     """
     return blobs.put(_of_files(files, blobs.put_file))
@@ -219,7 +224,7 @@ def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, ski
         if skip(name):
             continue
         if (path.is_symlink() and not follow_links) or not path.is_file():
-            raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of its target")
+            raise InputError(f"a tree contains plain files only, got {path}; replace it by a copy of its target")
         files[name] = path
     return _of_files(files, store)
 
@@ -238,7 +243,7 @@ def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
 
     Raises:
         NotFoundError: no such blob.
-        IntegrityError: corrupt, not a tree, or a listing that would write outside its folder.
+        IntegrityError: the blob is corrupt or not a tree, or a path would leave the folder.
     """
     value = read_json(blobs, digest)
     try:
@@ -256,10 +261,10 @@ def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
 def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
     """Return the tree as a folder below `cache_dir`, shared by all callers for this digest; do not write into it.
 
-    Its files are read-only, and every call hashes each of them: a model that was altered in the cache would be trained
-    and evaluated under a wrong digest. A folder that does not match its listing is made again; a process that reads it
-    at that moment keeps its open files. The folder appears atomically, and several processes may call this at the same
-    time.
+    The files are read-only, and every call hashes each of them, because a model that was altered in the cache would be
+    trained and evaluated under a wrong digest. A folder that does not match its listing is recreated; a process that
+    reads the old folder at that moment keeps its open files. The folder appears atomically, and several processes may
+    call this function at the same time.
 
     Raises:
         NotFoundError, IntegrityError: a blob is missing or corrupt.
@@ -281,7 +286,7 @@ def verify_tree(blobs: BlobStore, digest: str) -> int:
     """Read the listing and every file back, in constant memory; return the number of bytes.
 
     Raises:
-        NotFoundError, IntegrityError: the first blob that is missing or corrupt.
+        NotFoundError, IntegrityError: a blob is missing or corrupt; the error names the first.
     """
     total = len(blobs.get(digest))
     for name, file in tree_listing(blobs, digest).items():
@@ -314,7 +319,7 @@ def read_json(blobs: BlobStore, digest: str) -> Any:
 
     Raises:
         NotFoundError: no such blob.
-        IntegrityError: corrupt, or not JSON.
+        IntegrityError: the blob is corrupt, or not JSON.
     """
     try:
         return json.loads(blobs.get(digest))
@@ -332,7 +337,7 @@ def _fill(blobs: BlobStore, listing: Mapping[str, TreeFile], folder: Path) -> No
 
 
 def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
-    """Whether the folder contains exactly the listed files. It compares sizes first, which is cheap."""
+    """Return whether the folder contains exactly the listed files. Sizes are compared first, because this is cheap."""
     try:
         paths = list(files_below(folder))
         found = {path.relative_to(folder).as_posix(): path for path in paths}
@@ -348,13 +353,13 @@ def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
 
 
 def _put_in_place(made: Path, target: Path, listing: Mapping[str, TreeFile], aside: Path) -> None:
-    """Rename `made` to `target`. An existing folder stays if it matches, else it is moved to `aside`."""
+    """Rename `made` to `target`. An existing folder stays if it matches; otherwise it is moved to `aside`."""
     try:
         if target.is_dir() and not _matches(target, listing):
             os.rename(target, aside)
         os.rename(made, target)
     except OSError as error:
-        if not _matches(target, listing):  # else another process made the same folder first
+        if not _matches(target, listing):  # otherwise another process has created the same folder
             raise unwritable(target, error) from error
 
 
@@ -396,14 +401,14 @@ class Tree:
 
     @property
     def packed(self) -> bytes:
-        """The peaks as stored bytes."""
+        """Return the peaks as bytes to store."""
         return b"".join(self.peaks)
 
     def add(self, leaves: Iterable[bytes]) -> list[Tile]:
         """Append leaf hashes.
 
         Returns:
-            The tiles that they completed, in order.
+            The tiles that became complete, in order.
         """
         tiles: list[Tile] = []
         for leaf in leaves:

@@ -1,14 +1,15 @@
-"""The work queue, and the cursors of sinks: which driver observes which object, and when.
+"""The work queue, which records when a driver observes an object, and the cursors of sinks.
 
-A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers schedule it in the transaction
-that gives it work; a driver claims it with a lease, observes it, and gives it back with the time of the next look. An
-object that was scheduled in between is observed again: giving back compares `wanted_version` with that of the claim.
-Rows contain nothing that the ledger's audited rows lack: the driver of an object makes a lost row again.
+A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers schedule the object in the
+transaction that creates its work. A driver claims the object with a lease, observes it, and gives it back with the time
+of the next observation. If the object was scheduled in between, it is observed again: giving back compares
+`wanted_version` with that of the claim. Rows contain nothing that the ledger's audited rows lack, so the driver of an
+object can recreate a lost row.
 
 Times are those of the database on PostgreSQL, whose hosts' clocks need not agree, and of the ledger's clock elsewhere.
 
 A cursor records the position of a sink, the process that delivers to it, and the last failure. No event records
-cursors. A lost cursor is created again at the position where its sink was added: the receiver gets events twice, and
+cursors. A lost cursor is recreated at the position where its sink was added: the receiver gets events twice, and
 misses none.
 """
 
@@ -54,7 +55,7 @@ from posttrain.store.writer import FREE, FRESH
 NEVER = 1e11  # seconds: until a writer schedules it
 _TOKEN_BYTES = 16
 _TRACEBACK = 20_000  # characters kept
-LEASE_SECONDS = 120.0  # longer than one delivery; each one renews it
+LEASE_SECONDS = 120.0  # longer than a delivery; each delivery renews the lease
 
 
 _QUEUED = ("Work", "Trouble")  # a run's row of the queue, and the row of a failing stage
@@ -62,7 +63,7 @@ _QUEUED = ("Work", "Trouble")  # a run's row of the queue, and the row of a fail
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One object to observe, as its row was when it was read."""
+    """The row of one object to observe, as read."""
 
     id: int
     kind: str
@@ -71,15 +72,15 @@ class Work:
     priority: int
     wanted_version: int
     lease_owner: str | None
-    lease_token: str | None  # of this claim: another token means that the object was lost
+    lease_token: str | None  # of this claim; a different token means that the lease was lost
     lease_until: float | None
-    failures: int  # consecutive looks that raised
+    failures: int  # consecutive observations that raised
     failed_since: float | None
-    error: str  # of the last one, one line
+    error: str  # of the last failure, one line
     traceback: str
-    dead_at: float | None  # set aside until a person looks
+    dead_at: float | None  # time at which it was set aside
     affinity: str | None = None  # the only host whose drivers may observe it
-    # seconds, by the clock that set these times: a host's clock may differ from the database's
+    # seconds, by the clock that set these times; a host's clock may differ from the database's
     due_in: float = field(default=0.0, compare=False)
     failed_for: float | None = field(default=None, compare=False)
     lease_in: float | None = field(default=None, compare=False)
@@ -90,9 +91,9 @@ class WorkQueue:
 
     Args:
         owner: `host:pid:start` of this process.
-        alive: whether another owner may still be alive: a dead one loses its leases immediately.
-        lease: seconds that a claim holds without being renewed.
-        host: whose jobs this driver can reach, if a ledger has several hosts; None: it has one.
+        alive: returns whether another owner may be alive; a dead owner loses its leases immediately.
+        lease: seconds for which a claim is valid without renewal.
+        host: the host whose jobs this driver can reach, if the ledger has several; None: it has one.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class WorkQueue:
         self._ledger, self.owner, self._alive, self.lease, self._host = ledger, owner, alive, lease, host
 
     def due(self, objects: Collection[str] | None = None) -> set[str]:
-        """The objects that `claim` would find among these, or among all; one statement, which writes nothing."""
+        """Return the objects that `claim` would find among these, or among all; one read-only statement."""
         with self._ledger.database.read() as connection:
             now = self._now(connection)
             return set(
@@ -117,11 +118,12 @@ class WorkQueue:
         """Claim due objects that are free or already this owner's; the most urgent first.
 
         Args:
-            objects: only these; None: any.
-            early: claim objects that are not due, too.
+            objects: only these objects; None: any.
+            early: whether to claim objects that are not due as well.
 
         Raises:
-            InfrastructureError: the answer was lost; the claimed objects are this owner's, who may claim them again.
+            InfrastructureError: the answer was lost; objects that were claimed have this owner, who may claim them
+                again.
         """
         token = self._ledger.entropy(_TOKEN_BYTES).hex()
         with self._ledger.untold() as connection:
@@ -173,13 +175,13 @@ class WorkQueue:
             connection.execute(update(work).where(mine).values(lease_until=self._now(connection) + self.lease))
 
     def give_back(self, one: Work, after: float = NEVER, *, hold: bool = False) -> bool:
-        """Record a look at an object without an error, and make it due again after `after` seconds.
+        """Record a successful observation of an object, and make the object due again after `after` seconds.
 
         Args:
-            hold: whether it stays this owner's.
+            hold: whether this owner keeps the lease.
 
         Returns:
-            Whether it was recorded; False: it was scheduled in between, or another owner has it now.
+            Whether it was recorded; False if the object was scheduled in between, or has a different owner.
         """
         with self._ledger.untold() as connection:
             at = self._moment(connection)
@@ -198,16 +200,16 @@ class WorkQueue:
     def failed(
         self, kind: str, name: str, error: str, trace: str, again_after: float | None, held: Work | None = None
     ) -> Work:
-        """Record that a look at an object raised: it is due again after `again_after` seconds, or set aside (None).
+        """Record a failed observation: the object is due again after `again_after` seconds, or set aside (None).
 
         Args:
-            held: the claim under which it was observed; None: it was observed as a part of another object.
+            held: the claim under which the object was observed; None: it was observed as a part of another object.
 
         Returns:
-            Its row, which this call may have made.
+            The object's row, which this call may have created.
 
         Raises:
-            StaleWriteError: another owner has it now, whose look counts.
+            StaleWriteError: a different owner has the object, and its observation counts.
         """
         with self._ledger.untold() as connection:
             now = self._now(connection)
@@ -228,19 +230,19 @@ class WorkQueue:
             if changed is None:
                 raise StaleWriteError(f"{kind} {name}: another driver has leased it")
             row = _work(changed)
-            self._finish(connection, name.partition("/")[0])  # another driver may have ended it since
+            self._finish(connection, name.partition("/")[0])  # another driver may have ended it
             return row
 
     def over(self, kind: str, name: str) -> None:
-        """Delete the row of an object whose looks no longer raise."""
+        """Delete the row of an object whose observations no longer fail."""
         with self._ledger.untold() as connection:
             connection.execute(delete(work).where(self._named(kind, [name])))
 
     def revive(self, kind: str, name: str) -> None:
-        """Make an object due again that was set aside.
+        """Make an object that was set aside due again.
 
         Raises:
-            NotFoundError: no object of that name was set aside.
+            NotFoundError: no object with this name was set aside.
         """
         with self._ledger.untold() as connection:
             now = self._now(connection)
@@ -261,7 +263,7 @@ class WorkQueue:
                 self._finish(connection, name)
 
     def leave_to(self, run_id: str, host: str | None) -> None:
-        """Give up a run whose job is on another host; None: that host is unknown."""
+        """Leave a run whose job is on another host to that host; None: the host is unknown."""
         with self._ledger.untold() as connection:
             settle_at(connection, self._ledger.project, run_id, host)
         self.release([run_id])
@@ -289,7 +291,7 @@ class WorkQueue:
         """Rows of the queue, by object.
 
         Args:
-            within: a run: its stages only.
+            within: id of a run; only its stages are returned.
             dead: only objects that were set aside.
         """
         values: dict[str, Any] = {"of_project": self._ledger.project}
@@ -307,7 +309,7 @@ class WorkQueue:
             ]
 
     def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
-        """These rows, locked on PostgreSQL in the order in which `wake` locks them, so that two never deadlock."""
+        """Return these rows; on PostgreSQL lock them in the same order as `wake`, to prevent deadlocks."""
         ids = select(work.c.id).where(*where)
         if connection.dialect.name == "postgresql":
             ids = ids.order_by(work.c.kind, collate(work.c.object, "C")).with_for_update()
@@ -352,11 +354,11 @@ class WorkQueue:
 
 
 def open_runs(database: Database, host: str | None = None, owner: str = "") -> dict[str, list[str]]:
-    """Project → its runs that a driver has to observe now or later, the most urgent first; one statement.
+    """Return project → runs that a driver has to observe now or later, the most urgent first; one statement.
 
     Args:
         host: leave out runs that only another host's drivers may observe, or that another owner holds.
-        owner: of the caller's own leases.
+        owner: the owner of the caller's leases.
     """
     found: dict[str, list[str]] = {}
     query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None), _here(host))
@@ -373,7 +375,7 @@ _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_unt
 
 
 def let_go(database: Database) -> None:
-    """Release every lease: their owners hold them in the ledger that this one is a copy of."""
+    """Release every lease in a copied ledger: the owners' leases are in the original."""
     with database.write(across="a copy of a ledger") as connection:
         connection.execute(update(work).values(**_FREE))
         connection.execute(update(cursors).values(lease_owner=None, lease_until=None))
@@ -407,7 +409,7 @@ def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
     )
 
 
-# The statements of every look at a run are built once: building them costs more than running them.
+# Statements that read a run are built once, because building them costs more than running them.
 
 
 def _now_of(server: bool) -> ColumnElement[float]:
@@ -425,15 +427,15 @@ def _about(server: bool) -> CompoundSelect[Any]:
     run = (work.c.kind == RUN) & (work.c.object == bindparam("of_object"))
     stage = (work.c.kind == STAGE) & (func.substr(work.c.object, 1, bindparam("length")) == bindparam("within"))
     mine = work.c.project == bindparam("of_project")
-    # UNION ALL: an index finds the run, while OR would scan every run of the project
+    # UNION ALL uses an index to find the run, while OR would scan every run of the project
     return union_all(*[select(*_told(_now_of(server))).where(mine, one) for one in (run, stage)])
 
 
 @functools.cache
 def _whole(dialect: str, server: bool) -> Select[Any]:
-    """The rows of a run with those of the queue, its own (`Work.…`) and its stages' (`Trouble.…`).
+    """Return the rows of a run with its rows of the queue: the run's (`Work.…`) and its stages' (`Trouble.…`).
 
-    Without tracebacks: each would be repeated in the row of every attempt.
+    Tracebacks are left out: each would be repeated in the row of every attempt.
     """
     trouble, now = work.alias(), _now_of(server)
     of_stage = (trouble.c.project == bindparam("of_project")) & (trouble.c.kind == STAGE)
@@ -474,7 +476,7 @@ class Cursors:
 
     Args:
         owner: `host:pid:start` of this process.
-        alive: whether another owner may still be alive: a dead one loses its leases immediately.
+        alive: returns whether another owner may be alive; a dead owner loses its leases immediately.
     """
 
     ledger: Ledger
@@ -482,10 +484,10 @@ class Cursors:
     alive: Callable[[str], bool]
 
     def claim(self, sink: str) -> Cursor | None:
-        """Claim a sink, so that no other process delivers to it; None: another one does, or it is not yet due.
+        """Claim a sink, so that no other process delivers to it; None if another process does, or it is not due.
 
         Raises:
-            InfrastructureError: the answer was lost; the claimed cursor is this owner's.
+            InfrastructureError: the answer was lost; if the cursor was claimed, it has this owner.
         """
         now = self.ledger.clock.now()
         with self.ledger.untold() as connection:
@@ -502,7 +504,7 @@ class Cursors:
             return replace(found, **leased)
 
     def _made(self, connection: Connection, sink: str) -> bool:
-        """Make a lost cursor at the position where the sink was added; False: another process made it."""
+        """Recreate a lost cursor at the position where the sink was added; False if another process has done so."""
         after = Snapshot(connection, self.ledger.project).sink_added_at(sink)
         values = {"project": self.ledger.project, "sink": sink, "sequence": after, **FRESH, "at": None, **FREE}
         with suppress(exc.IntegrityError), connection.begin_nested():
@@ -514,11 +516,11 @@ class Cursors:
         """Advance the cursor: the sink has every event up to `sequence`.
 
         Args:
-            delivered: the sink received an event; False: no event was for this sink.
-            keep: keep the lease.
+            delivered: whether the sink received an event; False: no event was for this sink.
+            keep: whether to keep the lease.
 
         Raises:
-            StaleWriteError: another process has it now, and delivers from the old position.
+            StaleWriteError: another process has the cursor, and delivers from the old position.
         """
         now = self.ledger.clock.now()
         values: dict[str, Any] = {"sequence": sequence, **(FRESH | {"at": now} if delivered else {})}

@@ -1,7 +1,7 @@
 """The base of write transactions, and the writing of access rights, sinks, channels and approvals.
 
-Each added or changed row is recorded in an event. Events about access name principals by their ids, and tokens by
-the digests of their secrets. Events about sinks record their rows; the delivering process owns the cursor
+Each added or changed row is recorded in an event. Events about access identify principals by their ids, and tokens by
+the digests of their secrets. Events about sinks record the sinks' rows; cursors are written by the delivering process
 (`store/work.py`).
 
 A channel records the live release, the models that may become live, and the inputs of every gate. Every change of a
@@ -50,7 +50,7 @@ from posttrain.store.schema import (
 )
 from posttrain.store.snapshot import Snapshot
 
-_MOST_IMAGES = 256  # that a project allows
+_MOST_IMAGES = 256  # maximum images of a project
 SINK_PAUSED, SINK_RESUMED, SINK_REMOVED = "sink.paused", "sink.resumed", "sink.removed"
 FRESH: dict[str, Any] = {"failures": 0, "error": "", "failed_since": None, "not_before": None}
 FREE: dict[str, Any] = {"lease_owner": None, "lease_until": None}
@@ -67,7 +67,7 @@ class Writing:
         self._project = project
         self._woken: set[str] = set()  # runs that a driver has to observe
         self._ended: set[str] = set()  # runs that no driver has to observe again
-        self.written: list[Any] = []  # records of runs, stages and attempts as they are now, in the order of changes
+        self.written: list[Any] = []  # new records of runs, stages and attempts, in the order of changes
         self._journal = Journal(connection, author, clock, project)
         self._edges = EdgeWriter(connection, project)
         self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows
@@ -99,14 +99,14 @@ class Writing:
         noted: Callable[[], list[Change]] = list,
         **facts: Any,
     ) -> None:
-        """Add a row, and the rows that `noted` writes with it, in one event."""
+        """Add a row, together with the rows that `noted` writes, in one event."""
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
-        """Add a row and return the change for its event. If its key is taken, the transaction stays usable.
+        """Add a row and return the change for its event. If its key exists, the transaction stays usable.
 
         Raises:
-            ConflictError: its key, or a unique name or number, is taken; or it references a row that does not exist,
+            ConflictError: the key, or a unique name or number, exists; or the row references a row that does not exist,
                 which ends the transaction.
         """
         try:
@@ -122,14 +122,14 @@ class Writing:
         return Change(ADDED, table.name, {column.name: columns[column.name] for column in table.primary_key}, columns)
 
     def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
-        """Set columns of a row without a generation and record it; False: there is no such row."""
+        """Set columns of a row without a generation and record the change; return False if there is no such row."""
         if not self._connection.execute(update(table).where(*keyed(table, **key)).values(**values)).rowcount:
             return False
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values))
         return True
 
     def _moved(self, table: Table, key: Mapping[str, Any], was: int, values: Mapping[str, Any]) -> Change | None:
-        """Set columns of a row that is still of generation `was`; the change for its event. None: it is not."""
+        """Set columns of a row if its generation is `was`; return the change for its event, or None if it is not."""
         values = {**values, "generation": was + 1}
         moved = update(table).where(*keyed(table, **key, generation=was)).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
@@ -139,17 +139,17 @@ class GrantWriting(Writing):
     """The part of a transaction that writes access rights."""
 
     def add_project(self) -> None:
-        """Make this transaction's project, with its author as its admin.
+        """Create this transaction's project, with the author as its admin.
 
         Raises:
-            ConflictError: a project of that name exists.
+            ConflictError: a project with this name exists.
         """
         self._insert(projects, {"id": self._project, "created_at": self._clock.now()}, f"project {self._project}",
             "project.added", self._project)  # fmt: skip
         self.set_role(self._journal.author.name, Role.ADMIN)
 
     def allow_image(self, rule: str) -> None:
-        """Allow runs of this project to name an image (`domain.jobspec`); allowing it again changes nothing.
+        """Allow runs of this project to name an image (`domain.jobspec`); a repeated call has no effect.
 
         Raises:
             InputError: the project already allows the maximum number of images.
@@ -184,16 +184,16 @@ class GrantWriting(Writing):
         self._change(projects, {"id": self._project}, {"images": sorted(images)}, "project.images", self._project)
 
     def set_role(self, name: str, role: Role | None) -> None:
-        """Give a principal a role in this project, change it, or withdraw it.
+        """Assign a principal a role in this project, change it, or withdraw it.
 
-        The author of the first role becomes an admin: until then everyone who could open the ledger was.
+        The author of the first role becomes an admin, because until then everyone who could open the ledger was one.
 
         Raises:
             ConflictError: the project would no longer have an admin.
-            InputError: a name that no policy could contain.
+            InputError: a policy could not contain the name.
         """
         if role is not None and not is_principal(name):
-            raise InputError(f"role {role}: must be of {FORM}, got {name!a}")
+            raise InputError(f"role {role}: must be for {FORM}, got {name!a}")
         _lock(self._connection, self._project)
         known, own = self.snapshot.roles(), self._journal.author.name
         after: dict[str, Role | None] = {**(known or {own: Role.ADMIN}), name: role}
@@ -227,7 +227,7 @@ class GrantWriting(Writing):
         self._insert(tokens, columns, f"token {token.id}", "token.issued", token.id)
 
     def revoke_token(self, token_id: str) -> bool:
-        """Revoke a token; False: it was revoked before, or the project has no such token."""
+        """Revoke a token; return False if it was already revoked, or the project has no such token."""
         if all(one.id != token_id for one in self.snapshot.tokens()):
             return False
         live = select(tokens.c.id).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -237,7 +237,7 @@ class GrantWriting(Writing):
 
 
 def end_access(connection: Connection, author: Author, clock: Clock, principal: str) -> None:
-    """Take every role from a principal, in every project, and revoke their tokens.
+    """Withdraw all roles of a principal, in every project, and revoke their tokens.
 
     Raises:
         ConflictError: a project would no longer have an admin.
@@ -263,7 +263,7 @@ def end_access(connection: Connection, author: Author, clock: Clock, principal: 
 
 
 def _lock(connection: Connection, project: str) -> None:
-    """Lock a project's roles until the end of the transaction, and its channels, on which new approvals wait."""
+    """Lock a project's roles until the end of the transaction, and its channels, so that new approvals wait."""
     if connection.dialect.name == "postgresql":  # SQLite has one writer at a time
         connection.execute(select(projects.c.id).where(projects.c.id == project).with_for_update())
         connection.execute(
@@ -278,10 +278,10 @@ class SinkWriting(Writing):
         """Add a sink.
 
         Args:
-            after: it receives events after this position in the log.
+            after: position in the log; the sink receives the events after it.
 
         Raises:
-            ConflictError: a sink of this name exists.
+            ConflictError: a sink with this name exists.
         """
         columns = {
             "project": self._project,
@@ -296,14 +296,14 @@ class SinkWriting(Writing):
             "paused": "",
         }
         self._insert(sinks, columns, f"sink {sink.name}", SINK_ADDED, sink.name)
-        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # of an earlier sink of that name
+        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # of an earlier sink with this name
         self._connection.execute(
             insert(cursors).values(project=self._project, sink=sink.name, sequence=after, **FRESH, at=None, **FREE)
         )
         return replace(sink, created_at=columns["created_at"], actor=self._journal.author.name)
 
     def pause_sink(self, name: str, why: str, facts: dict[str, Any] | None = None, error: str = "") -> bool:
-        """Stop deliveries to a sink; False: it was paused before, or was removed.
+        """Stop deliveries to a sink; return False if it was already paused, or removed.
 
         Args:
             why: person | failing.
@@ -362,23 +362,24 @@ class ReleaseWriting(Writing):
     ) -> ReleaseEntry:
         """Move a channel to another model: compare-and-set against the live release, appended to its history.
 
-        A rollback quarantines the model that it takes off the channel. A promotion of a protected channel requires an
-        approval.
+        A rollback quarantines the model that it removes from the channel. A promotion to a protected channel requires
+        an approval.
 
         Args:
             action: `promote` or `rollback`; the event is `channel.<action>`.
             expected: sequence of the release that the caller read as live; 0 for an empty channel.
             lift: the reason for bringing back a quarantined model.
             policy: digest of the policy that a promotion was judged under; None: no policy.
-            generation: of the channel's row when the return of the model was decided; None: not checked.
+            generation: of the channel's row when the rollback was decided; None: not checked.
             approved: digest of the approved request, if one was needed.
             why: the reason, as text that may be erased.
-            requested_by: who requested the release, if that is not the author of this transaction.
+            requested_by: the requester of the release, if it is not the author of this transaction.
 
         Raises:
             QuarantinedError: the model was rolled back from this channel, and `lift` is empty.
-            ChannelClosedError: it is frozen, or protected and a quarantine would be lifted without approval.
-            PolicyError: the channel has another policy now.
+            ChannelClosedError: the channel is frozen, or is protected and a quarantine would be lifted without
+                approval.
+            PolicyError: the channel's policy has changed.
             ConflictError: a different release is live, or the row has a different generation.
             StaleWriteError: the channel is protected, and the promotion carries no approval.
         """
@@ -392,7 +393,7 @@ class ReleaseWriting(Writing):
         by = requested_by or self._journal.author.name
         entry = ReleaseEntry(sequence, channel, model_digest, run_id, action, by, self._clock.now(), report_digest)
         what = f"release {sequence} of channel {channel}"
-        touched = self._touched(record)  # first: a concurrent writer waits here
+        touched = self._touched(record)  # first, so that a concurrent writer waits here
         previous = live.model_digest if live else None
         changes = [self._added(releases, self._owned(entry, "actor"), what), self._serve(entry), touched]
         noted = self._edges.release(entry, previous)
@@ -405,7 +406,10 @@ class ReleaseWriting(Writing):
     def _as_it_was_seen(
         self, channel: str, action: str, expected: int, policy: str | None, generation: int | None
     ) -> tuple[ChannelRecord, ReleaseEntry | None]:
-        """A channel and its live release, if they are those that the caller read. Errors: see `append_release`."""
+        """Return a channel and its live release, if they are unchanged since the caller read them.
+
+        Errors: see `append_release`.
+        """
         record, live = self.snapshot.channel_record(channel), self.snapshot.channel(channel)
         found = live.sequence if live else 0
         if found != expected:
@@ -418,8 +422,9 @@ class ReleaseWriting(Writing):
         pass_freeze(record, action)
         if action == "promote" and record.policy not in (None, policy):
             raise PolicyError(
-                f"channel {channel}: its policy is {str(record.policy)[:_SHOWN]}…, and this was judged under "
-                f"{f'{policy[:_SHOWN]}…' if policy else 'none'}; run its file again: posttrain run RUN.yaml"
+                f"channel {channel}: the policy is {str(record.policy)[:_SHOWN]}…, but the run was judged "
+                f"{f'under {policy[:_SHOWN]}…' if policy else 'without a policy'}; judge it again: "
+                "posttrain run RUN.yaml"
             )
         return record, live
 
@@ -432,7 +437,7 @@ class ReleaseWriting(Writing):
         approved: str = "",
         **columns: Any,
     ) -> ChannelRecord:
-        """Change the settings of a channel, if it was not moved or changed since `record` was read.
+        """Change the settings of a channel, unless it was moved or changed since `record` was read.
 
         Args:
             kind: of the event.
@@ -442,7 +447,7 @@ class ReleaseWriting(Writing):
             columns: fields of `ChannelRecord` to set.
 
         Raises:
-            ConflictError: it was moved or changed.
+            ConflictError: the channel was moved or changed.
         """
         revision = record.revision + int(bool({"policy", "protected"} & columns.keys()))
         new = replace(record, **columns, revision=revision, generation=record.generation + 1)
@@ -460,7 +465,7 @@ class ReleaseWriting(Writing):
         return new
 
     def _touched(self, record: ChannelRecord, new: ChannelRecord | None = None) -> Change:
-        """Advance the channel's row by one generation; the first use of a channel makes the row."""
+        """Advance the channel's row by one generation; the first use of a channel creates the row."""
         columns = {"policy": (new or record).policy, "protected": int((new or record).protected)}
         columns |= {"frozen": (new or record).frozen, "revision": (new or record).revision}
         key = {"project": self._project, "name": record.name}
@@ -470,12 +475,12 @@ class ReleaseWriting(Writing):
             change = self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         if change is None:
             raise ConflictError(f"channel {record.name}: another user moved or changed it; check it again")
-        # their approvals are moot; read after the write, because a run that starts to wait needs the row's lock
+        # their approvals are obsolete; read after the write, because a run that starts to wait needs the row's lock
         self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
 
     def _serve(self, entry: ReleaseEntry) -> Change:
-        """Route the whole traffic of a channel to a release."""
+        """Route all traffic of a channel to a release."""
         served = {one.role: one for one in self.snapshot.deployments(entry.channel)}
         key = {"project": self._project, "channel": entry.channel, "role": LIVE}
         values = {"release_sequence": entry.sequence, "weight": 1.0}
@@ -526,10 +531,10 @@ def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REAS
 
 
 def refuse_protected(record: ChannelRecord, what: str) -> None:
-    """Refuse an action that a protected channel allows by approval only, where no one else could approve it.
+    """Reject an action that a protected channel allows only by approval, where no one else could approve it.
 
     Raises:
-        ChannelClosedError: it is protected.
+        ChannelClosedError: the channel is protected.
     """
     if record.protected:
         raise ChannelClosedError(
@@ -539,7 +544,7 @@ def refuse_protected(record: ChannelRecord, what: str) -> None:
 
 
 def pass_freeze(record: ChannelRecord, action: str) -> None:
-    """Refuse to move a frozen channel.
+    """Reject moves of a frozen channel.
 
     Raises:
         ChannelClosedError: the channel is frozen for this action.
@@ -565,7 +570,7 @@ class ApprovalWriting(Writing):
             self._connection.execute(select(channels.c.name).where(row).with_for_update())
 
     def ask_approval(self, request: ApprovalRequest) -> None:
-        """Request approvals. Requesting them again changes nothing.
+        """Request approvals. A repeated request has no effect.
 
         Raises:
             ConflictError: another process adds the same request at the same time.

@@ -1,1 +1,1 @@
-"""Reads the ledger and attempt folders; renders curves and progress, judges signals."""
+"""Curves, progress, timelines and trackers of runs, read from the ledger and attempt folders."""

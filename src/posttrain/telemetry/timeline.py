@@ -1,14 +1,14 @@
 """The timeline of a stage, and a run's spans as a Chrome trace.
 
-A timeline shows where a stage's time went: per role how busy its ranks were and how many bytes moved, per step how long
-each hand-off took. It is computed from spans alone. A hand-off ("phase") span is the controller's; a call span is one
-dispatch to a worker group and carries the busy interval of every rank. Runs whose spans name no calls have a controller
-and no roles.
+A timeline shows the use of a stage's time: for each role, how busy its ranks were and how many bytes moved; for each
+step, the duration of each hand-off. It is computed from spans alone. A hand-off ("phase") span is of the controller; a
+call span is one dispatch to a worker group, with the busy interval of every rank. Runs without call spans have a
+controller and no roles.
 
 ui.perfetto.dev and chrome://tracing open a Chrome trace. It has one process per stage's controller and per role, one
 thread per rank; the controller's hand-offs nest in steps; an arrow goes from each call to the work of its ranks; a
 counter adds up the bytes that moved. Times are microseconds since the first span. The viewers drop slices of a thread
-that overlap without nesting, which two clocks produce: see `_nested`. The untouched duration of a span is in its
+that overlap without nesting, as different clocks can produce: see `_nested`. A span's original duration is in its
 `seconds`.
 
 Format: "Trace Event Format", Google, 2016 (JSON object form, events X, M, s, f, C, i).
@@ -23,8 +23,8 @@ from typing import Any
 
 from posttrain.domain.jobs import Span
 
-CONTROLLER = "controller"  # the process that drives the dataflow: a track like a role's
-BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that alone are no step: after the last one
+CONTROLLER = "controller"  # the process that drives the dataflow; its track is like a role's
+BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that do not form a step, e.g. after the last step
 Interval = tuple[float, float]  # [start, end) in seconds since the epoch
 Event = dict[str, Any]
 _HAND_OFFS, _CALLS = 0, 1  # the controller's threads; overlapping calls use 2, 3, … too
@@ -76,7 +76,7 @@ class RoleUse:
     ranks: tuple[RankUse, ...]
     calls: int
     bytes_out: int  # to the workers
-    bytes_in: int  # back
+    bytes_in: int  # from the workers
     imbalance_mean: float  # max/mean cost over ranks, mean over calls; 1 without a split
     imbalance_max: float
 
@@ -97,7 +97,7 @@ class RoleUse:
         return self.idle / whole if whole else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "stage": self.stage,
             "role": self.role,
@@ -136,7 +136,7 @@ class StageTimeline:
     """Summary of a stage."""
 
     stage: str
-    seconds: float  # windows of all attempts together
+    seconds: float  # sum over the windows of all attempts
     attempts: int
     roles: tuple[RoleUse, ...]  # the controller first
     steps: tuple[StepTime, ...]
@@ -144,7 +144,7 @@ class StageTimeline:
 
     @property
     def redone(self) -> int:
-        """Steps that an attempt took and lost, and a later one took again."""
+        """Steps that an attempt lost and a later attempt repeated."""
         return len(self.steps) - len({step.step for step in self.steps})
 
     def slowest(self, most: int = 5) -> list[StepTime]:
@@ -157,7 +157,7 @@ class StageTimeline:
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "stage": self.stage,
             "seconds": self.seconds,
@@ -184,7 +184,7 @@ def end_of(span: Span) -> float:
 
 
 def rank_intervals(span: Span) -> Iterator[tuple[int, float, float]]:
-    """(rank, start, end) of every rank that a call kept busy."""
+    """Return (rank, start, end) of every rank that was busy with a call."""
     yield from (
         (int(rank), float(started), float(started) + max(0.0, float(seconds)))
         for rank, started, seconds in span.attributes.get("ranks", ())
@@ -192,7 +192,7 @@ def rank_intervals(span: Span) -> Iterator[tuple[int, float, float]]:
 
 
 def union_seconds(intervals: Iterable[Interval], window: Interval) -> float:
-    """Seconds inside `window` that at least one interval covers."""
+    """Return the seconds in `window` that at least one interval covers."""
     covered, reached = 0.0, window[0]
     for start, end in sorted(intervals):
         start, end = max(start, reached), min(end, window[1])
@@ -251,7 +251,7 @@ def _summary(stage: str, attempts: Sequence[AttemptSpans]) -> StageTimeline:
 
 
 def _controller(stage: str, attempts: Sequence[AttemptSpans]) -> RoleUse:
-    """Return the controller's use: busy in a hand-off while no call is out; idle in waits and between hand-offs."""
+    """Return the controller's use: busy in a hand-off without a running call; idle in waits and between hand-offs."""
     busy = whole = 0.0
     calls = [call for attempt in attempts for call in attempt.calls()]
     for attempt in attempts:
@@ -307,7 +307,7 @@ def _use(
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A complete event without its track yet, in microseconds."""
+    """A complete event before its track is assigned, in microseconds."""
 
     name: str
     start: int
@@ -320,7 +320,7 @@ class _Slice:
 def chrome_trace(attempts: Sequence[AttemptSpans]) -> dict[str, Any]:
     """Return the trace as a JSON object. Attempts of a stage follow each other on its tracks; stages are side by side.
 
-    Events of metadata come first, then all others by time.
+    Metadata events are first, then all other events by time.
     """
     said = [attempt for attempt in attempts if attempt.spans]
     starts = [span.started for attempt in said for span in attempt.spans]
@@ -438,7 +438,7 @@ def _lane(lanes: list[list[_Slice]], slice_: _Slice) -> list[_Slice]:
 
 
 def _apart(slices: Iterable[_Slice]) -> tuple[list[_Slice], list[list[_Slice]]]:
-    """Return steps with their hand-offs; and, in separate lanes, hand-offs that began during one and outlasted it."""
+    """Return steps with their hand-offs and, in separate lanes, hand-offs that outlast the one in which they began."""
     track: list[_Slice] = []
     lanes: list[list[_Slice]] = []
     last: _Slice | None = None
@@ -454,15 +454,15 @@ def _apart(slices: Iterable[_Slice]) -> tuple[list[_Slice], list[list[_Slice]]]:
 
 
 def _clocks_differ(first: _Slice, second: _Slice) -> bool:
-    """Return whether two overlap so little that the difference between start clock and duration clock explains it."""
+    """Return whether the different clocks of starts and durations explain the overlap of two slices."""
     return 2 * (first.end - second.start) < min(first.end - first.start, second.end - second.start)
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
     """Yield slices of one thread by start, each wholly inside or wholly outside of every other.
 
-    Of two that overlap by less than half of the shorter, the second is made to begin where the first ends (the clock of
-    start times differs from that of durations); of others, the second ends with the first.
+    If two overlap by less than half of the shorter, the second is moved to begin where the first ends (start times and
+    durations have different clocks); otherwise the second is cut to end with the first.
     """
     order = itertools.count()
     waiting = [(one.start, -one.end, next(order), one) for one in slices]

@@ -1,22 +1,21 @@
 """The port of trackers, the ownership of their targets, the points of a stage, and the progress of a run.
 
-A tracker writes a run's metrics for users' own tools, and keeps no state outside its target. `begin` reads from the
-target which points it has, and the writer skips those; so a process that was killed between any two writes, or inside
-one, is followed by one that neither repeats nor misses a point. Within a (stage, metric) points arrive by ascending
-step.
+A tracker writes a run's metrics for users' tools, and has no state outside its target. `begin` reads the existing
+points from the target, and the writer skips them: after a kill between or during writes, the next process repeats no
+point and misses none. Within a (stage, metric) points arrive by ascending step.
 
 ::
 
     begin(run) ──▶ log(rows) … flush() … log(rows) ──▶ end(ending) ──▶ close()
        ▲ repairs torn records, returns the points         ▲ may be called again after a retry of the run
 
-One process at a time writes a run to a tracker's target, and one workspace's run only. Run ids come from manifests, so
-two workspaces may have a run with the same id. A target of files has a `.NAME.writer` next to it: the writer locks it,
-and its line is the workspace's identity. The kernel releases the lock at a kill.
+One process at a time writes a run to a tracker's target, and only for one workspace. Run ids come from manifests, so
+two workspaces may have a run with the same id. A target of files has a file `.NAME.writer` next to it, which the writer
+locks and whose line is the workspace's identity. The kernel releases the lock when the writer dies.
 
 A stage's points come from the facts of its attempts, in the order in which they are written to trackers. For a step
-that was lost and redone the first value counts: it may have been written already. A redone step with another value is
-reported.
+that was lost and redone, the first value counts, because it may already have been written. A redone step with a
+different value is reported.
 
 Progress is read from the attempt folders: the live display, `get` and the report show it.
 """
@@ -42,18 +41,18 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.telemetry.timeline import is_call
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
-_REMEMBERED = 10_000  # steps of a metric that redone ones are compared with: more than between two checkpoints
+_REMEMBERED = 10_000  # remembered steps per metric, more than between two checkpoints
 _OF_THE_MACHINE = ("memory/",)  # differs between processes
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160), 8232, 8233, *range(0xD800, 0xE000)), "_")
-_HAND_OFFS = 20_000  # kept in all: about two thousand steps
-_RATE_WINDOW = 20  # progress facts that tokens/s and the ETA are averaged over
+_HAND_OFFS = 20_000  # maximum kept, about two thousand steps
+_RATE_WINDOW = 20  # number of progress facts for the averages of tokens/s and ETA
 
 
 class Cursor(dict[tuple[str, str], int]):
-    """The points of a target: (stage, metric) → the last step present."""
+    """The points of a target: (stage, metric) → the last step."""
 
     def saw(self, stage: str, step: int, *metrics: str) -> None:
-        """Record that these points are present."""
+        """Record that the target has these points."""
         for metric in metrics:
             self[stage, metric] = max(step, self.get((stage, metric), -1))
 
@@ -79,12 +78,12 @@ class TrackedRun:
     created_at: float
     params: Mapping[str, Any] = field(default_factory=dict)  # "grpo.optimizer.learning_rate" → value; also the seed
     stages: Sequence[str] = ()  # in their order
-    workspace: str = ""  # identity: 32 hexadecimal digits; empty: unknown, and nothing is compared
+    workspace: str = ""  # identity: 32 hexadecimal digits; empty: unknown, not compared
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended."""
+    """The end of a run."""
 
     state: str  # succeeded | rejected | failed | stopped
     message: str
@@ -95,7 +94,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A model that a channel was pointed at."""
+    """A model that a channel pointed at."""
 
     digest: str
     run_id: str | None
@@ -113,20 +112,21 @@ class ChannelState:
 
 
 class Tracker(ABC):
-    """One place that a run's points are written to.
+    """A target to which a run's points are written.
 
-    Every implementation: `begin` refuses a run that another workspace wrote there, and, where the target is files, one
-    that another process writes; it repairs a target that a killed writer left torn, and returns exactly the points that
-    are present. Any error of the target is an exception of any class, after which a new tracker may begin again.
+    In every implementation `begin` rejects a run that another workspace wrote there and, if the target is files, a run
+    that another process writes. It repairs a target that a killed writer left incomplete, and returns exactly the
+    points of the target. An error of the target is an exception of any class, after which a new tracker may begin
+    again.
     """
 
     kind: ClassVar[str]
-    _held: IO[bytes] | None = None  # the locked `.NAME.writer`, where the target is files
+    _held: IO[bytes] | None = None  # the locked `.NAME.writer` if the target is files
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """The file, folder or address, for a person."""
+        """The file, folder or address, for messages."""
 
     def name(self, metric: str) -> str:
         """Return the target's name of a metric; most take any name."""
@@ -134,17 +134,17 @@ class Tracker(ABC):
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> Cursor:
-        """Open the run's target, made if it does not exist; return its points."""
+        """Open the run's target, which is created if it does not exist; return its points."""
 
     @abstractmethod
     def log(self, rows: Sequence[Row]) -> None:
-        """Write points that are not present yet."""
+        """Write points that the target does not have."""
 
     def flush(self) -> None:  # noqa: B027
         """Write everything that `log` may have buffered."""
 
     def end(self, ending: Ending) -> None:
-        """Write how the run ended, where the target has a place for it; all points are present afterwards."""
+        """Write the end of the run, if the target has a place for it; all points are written afterwards."""
         self.flush()
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class FileTracker(Tracker):
     """A tracker with one file for each run.
 
     Raises:
-        WorkspaceError: the file cannot be written, or is another program's.
+        WorkspaceError: the file cannot be written, or was written by a different program.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,15 +177,15 @@ class FileTracker(Tracker):
 
 
 class AppendedTracker(FileTracker):
-    """A tracker that appends whole records to a file; a record that a kill or a full disk cut short is removed."""
+    """A tracker that appends whole records to a file; a record truncated by a kill or a full disk is removed."""
 
     _file = -1
 
     def _mend(self, ends: Iterable[int]) -> bool:
-        """Open the file and cut away incomplete records; return whether any record is left.
+        """Open the file and remove incomplete records; return whether any record is left.
 
         Args:
-            ends: the position behind each whole record; read once the file exists.
+            ends: the position after each whole record; read as soon as the file exists.
         """
         with writing(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -219,7 +219,7 @@ class Registry(Protocol):
     """A tracker that also stores released models."""
 
     def follow(self, channel: ChannelState) -> None:
-        """Store every model of the channel as a version, and point the channel's name at the live one."""
+        """Store every model of the channel as a version, and point the channel's alias at the live one."""
 
 
 def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
@@ -232,14 +232,14 @@ def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
 
 
 def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) -> IO[bytes]:
-    """Take a target's `.NAME.writer`, made if it does not exist; the lock is held until the file is closed.
+    """Lock a target's `.NAME.writer`, which is created if it does not exist, until the file is closed.
 
     Args:
-        target: the target's name for a person.
-        there: whether the target has any data; an identity without data is left from a target that was removed.
+        target: the target's name for messages.
+        there: whether the target has any data; an identity without data is from a removed target.
 
     Raises:
-        WorkspaceError: another process holds it, another workspace wrote the run there, or it cannot be written.
+        WorkspaceError: another process has the lock; another workspace wrote the run; the file cannot be written.
     """
     with writing(path), ExitStack() as opened:
         file = opened.enter_context(open(path, "a+b", buffering=0, opener=private))
@@ -260,10 +260,10 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
 
 
 def refuse_another(known: str, run: TrackedRun, target: str) -> None:
-    """Refuse a target that another workspace wrote this run to. One without a whole identity is accepted.
+    """Reject a target to which another workspace wrote this run. A target without a complete identity is accepted.
 
     Raises:
-        WorkspaceError: the identity is another workspace's.
+        WorkspaceError: the identity is that of another workspace.
     """
     if run.workspace and _IDENTITY.fullmatch(known) and known != run.workspace:
         raise WorkspaceError(
@@ -284,11 +284,11 @@ def _unseen(
 
 
 class StageFeed:
-    """Reads the facts of one stage's attempts as they come; each segment is read once.
+    """Reads the facts of one stage's attempts as they arrive; each segment is read once.
 
     Args:
         root: the workspace folder.
-        stage: how rows name the stage.
+        stage: the stage's name in rows.
     """
 
     def __init__(self, root: Path, stage: str) -> None:
@@ -297,7 +297,7 @@ class StageFeed:
         self._last: dict[str, int] = {}  # metric → the last step that was yielded
         self._values: dict[str, OrderedDict[int, float]] = {}
         self.differing = 0  # values of redone steps that differ from the first values
-        self.difference = ""  # a description of the first of them
+        self.difference = ""  # a description of the first difference
         self.troubles: list[str] = []  # segments that could not be read
 
     def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
@@ -341,7 +341,7 @@ class StageProgress:
     latest: dict[str, float] = field(default_factory=dict)  # metric → newest value
     notes: tuple[Note, ...] = ()
     at: float | None = None  # when the job reported its progress
-    stale: bool = False  # an earlier attempt reported it, and the newest none yet
+    stale: bool = False  # reported by an earlier attempt; the newest has not reported yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class Point:
 
 
 class StageWatcher:
-    """Reads the facts of one stage's attempts as they come; each segment is read once."""
+    """Reads the facts of one stage's attempts as they arrive; each segment is read once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -369,7 +369,7 @@ class StageWatcher:
         self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
-        """Read new facts and return the progress. An unreadable segment becomes a note: watching harms no run."""
+        """Read new facts and return the progress. An unreadable segment becomes a note and does not fail the run."""
         noted = self._notes.append
         told = _unseen(self._root, attempts, self._seen, lambda error: noted(Note(str(error), time.time(), "warning")))
         for folder, fact in told:
@@ -391,7 +391,7 @@ class StageWatcher:
         )
 
     def _pace(self) -> tuple[float | None, float | None]:
-        """Return tokens per second, and seconds to the end; None where the newest attempt reported too little."""
+        """Return tokens per second, and seconds to the end; None if the newest attempt has reported too little."""
         first, last = self._recent[0], self._recent[-1]
         seconds = last.at - first.at
         if seconds <= 0:
@@ -414,7 +414,7 @@ class StageWatcher:
         elif isinstance(fact, Metric):
             if fact.values.get("updates"):
                 self._of_step = frozenset(fact.values)
-            elif "updates" in fact.values:  # nothing was updated: the loss of an earlier step is not the newest
+            elif "updates" in fact.values:  # without an update, a loss is from an earlier step
                 for name in self._of_step - fact.values.keys():
                     self._latest.pop(name, None)
             for name, value in fact.values.items():

@@ -1,1 +1,1 @@
-"""The trackers of runs and the registries of channels: their choice, their writers, their states."""
+"""The trackers of runs and the registries of channels: their choice, writers and states."""

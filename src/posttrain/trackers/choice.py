@@ -1,10 +1,10 @@
-"""Trackers of a run: which ones it is written to, whether they can be written, and their states.
+"""Trackers of a run: their choice, a check that they can be written, and their states.
 
 ::
 
     .posttrain/workspace.json          "trackers": of every run that names none itself
-    .posttrain/runs/ID/trackers.json   of this run, paths absolute; written when it is submitted
-                      tracking.json    the state of each, recorded by the writer
+    .posttrain/runs/ID/trackers.json   trackers of this run, with absolute paths; written at submission
+                      tracking.json    the state of each tracker, recorded by the writer
                       trackers.lock    held by the writer: one process for each run
                       track.log        the output of that process
 
@@ -57,12 +57,12 @@ _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "
 
 
 def refuse_unreachable(words: Any) -> None:
-    """Refuse a tracking server that accepts no connection. Behind a proxy only its client can find out.
+    """Raise an error for a tracking server that accepts no connection; a server behind a proxy is not checked.
 
     Raises:
-        TrackerError: with the cause, in a few words.
+        TrackerError: the server accepts no connection; the message contains the cause.
     """
-    from urllib.request import getproxies, proxy_bypass  # only the writer needs it
+    from urllib.request import getproxies, proxy_bypass  # late: only the writer needs it
 
     uri = str(getattr(words, "tracking_uri", None) or "")
     parts = urlsplit(uri)
@@ -89,7 +89,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while found is not None and found not in seen:
         seen.append(found)
         yield found
-        reason = getattr(found, "reason", None)  # urllib3 keeps it there
+        reason = getattr(found, "reason", None)  # urllib3 stores the cause there
         found = reason if isinstance(reason, BaseException) else found.__cause__ or found.__context__
 
 
@@ -100,7 +100,7 @@ class TrackerState:
     kind: str
     state: str  # writing | written | `trouble` | waiting (for a driver of the run) | not written (and not due)
     where: str
-    message: str = ""  # of an error: one line with the next action; else remarks for a person, or nothing
+    message: str = ""  # for an error, one line with the next action; otherwise remarks for people, or empty
 
     @property
     def in_trouble(self) -> bool:
@@ -109,11 +109,11 @@ class TrackerState:
 
     @property
     def under_way(self) -> bool:
-        """Whether a process writes it now."""
+        """Whether a process is writing the tracker now."""
         return self.state == WRITING
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the state as plain JSON."""
         return asdict(self)
 
 
@@ -145,7 +145,7 @@ def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
 
 
 def _tracking_uri(given: str | None, base: Path, root: Path) -> str:
-    """Return an absolute URI, which is the same in every folder."""
+    """Return an absolute URI, which is valid from every folder."""
     if given is None:
         return f"sqlite:///{root / PLACE / 'mlflow.db'}"
     if given.startswith("sqlite:///"):
@@ -159,16 +159,16 @@ def parse_trackers(raw: Any, source: str) -> Trackers:
     """Return validated trackers.
 
     Raises:
-        InputError: an unknown tracker or setting, named with its field.
+        InputError: a tracker or setting is unknown; the message names the field.
     """
     return validated(Trackers, raw, source)
 
 
 def read_choice(words: Sequence[str]) -> dict[str, Any]:
-    """Return `["csv=logs", "mlflow"]` as it is recorded: with paths that do not depend on a later command's folder.
+    """Return the recorded form of `["csv=logs", "mlflow"]`, whose paths do not depend on a later command's folder.
 
     Raises:
-        InputError: an unknown tracker, one named twice, or an invalid target.
+        InputError: a tracker is unknown or named twice, or a target is invalid.
     """
     kinds = [word.partition("=")[0] for word in words]
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
@@ -209,8 +209,8 @@ def record_trackers(
     """Record a run's trackers.
 
     Args:
-        trackers: resolved; None: the run names none, so the workspace's are taken, or an earlier record is kept.
-        attached: the run was submitted before.
+        trackers: resolved trackers; None: the run names none, so the workspace's or an earlier record's are used.
+        attached: whether the run was submitted before.
     """
     folder = workspace.root / "runs" / run_id
     if trackers is None and (attached and (folder / RECORD).exists()):
@@ -226,14 +226,14 @@ def record_trackers(
 
 
 def check_trackers(trackers: Trackers, source: str) -> None:
-    """Refuse a tracker that could not be written.
+    """Reject a tracker that could not be written.
 
     Args:
-        trackers: resolved.
-        source: where they are chosen, for errors.
+        trackers: resolved trackers.
+        source: the file or option that chooses them, for errors.
 
     Raises:
-        InputError: its package is missing, its place cannot be written, or its key is not set.
+        InputError: the package of a tracker is missing, its place cannot be written, or its key is not set.
     """
     for kind, words in trackers.chosen().items():
         package = _PACKAGES.get(kind)
@@ -254,7 +254,7 @@ def check_trackers(trackers: Trackers, source: str) -> None:
 
 def _installed(package: str) -> bool:
     found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None  # a folder of that name, as wandb makes one, is no package
+    return found is not None and found.origin is not None  # a folder of that name (as wandb creates) is no package
 
 
 def folder_of(words: Any) -> Path | None:
@@ -275,7 +275,7 @@ def folder_of(words: Any) -> Path | None:
 def _refuse_unwritable(folder: Path, what: str) -> None:
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
-        raise InputError(f"{what}: {folder} cannot be made, since {there} is a file; choose another folder")
+        raise InputError(f"{what}: {folder} cannot be created, since {there} is a file; choose another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{what}: {folder} cannot be written, since {there} is read-only; choose another folder")
 
@@ -302,9 +302,9 @@ def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def opened(kind: str, words: Any) -> Iterator[Tracker]:
-    """Open the back-end of a resolved choice, whose server answers; close it at the end of the block."""
+    """Yield the back-end of a resolved choice, once its server answers; close it at the end of the block."""
     refuse_unreachable(words)
-    made = _MAKES[kind](words)  # its package is imported when it begins
+    made = _MAKES[kind](words)  # the tracker's package is imported when it begins
     try:
         yield made
     finally:
@@ -317,9 +317,9 @@ def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: s
     """Yield whether this process is the only one that writes the trackers of a run or a channel.
 
     Args:
-        lock: another lock file, for places that are not the run's own.
-        waits: wait until the other process has ended; else yield False while there is one.
-        handed: a descriptor of the lock, held already.
+        lock: the name of the lock file; a different one for places that are not the run's own.
+        waits: whether to wait until the other process has ended, instead of yielding False.
+        handed: a descriptor of the lock that this process holds already.
     """
     handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
     try:
@@ -331,10 +331,10 @@ def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: s
 def start_writer(
     workspace: OpenWorkspace, words: Sequence[str], folder: Path, environment: Mapping[str, str], *handed: int
 ) -> subprocess.Popen[bytes]:
-    """Start a separate process `posttrain track WORDS`, whose log is in a folder.
+    """Start a separate process `posttrain track WORDS`, with its log in `folder`.
 
     Args:
-        handed: descriptors that it inherits.
+        handed: descriptors that the process inherits.
     """
     log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     try:
@@ -348,7 +348,7 @@ def start_writer(
 
 
 def line(error: Exception, where: str) -> str:
-    """Return an error of a target in one line of bounded length; for an unreachable target only the cause."""
+    """Return an error of a target as one line of bounded length; for an unreachable target only the cause."""
     away = "" if isinstance(error, PosttrainError) else unreachable(error)
     if away:
         return f"cannot reach {where}: {away}"

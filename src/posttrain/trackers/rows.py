@@ -2,10 +2,10 @@
 
 The rows of a run come from the facts of its attempts and its gates' verdicts.
 
-A released model is a version in the registry, with an alias for each channel that follows it. A command that moves a
-channel starts one process, `posttrain track CHANNEL`, and does not wait for it; a run's own writer does the same at the
-run's end. One process at a time writes a channel (`channels/NAME/trackers.lock`) and reads the channel after it has the
-lock, so the last writer writes the latest release. `channels/NAME/tracking.json` records the result.
+A released model is a version in the registry, with an alias for each channel that serves it. A command that moves a
+channel starts one process, `posttrain track CHANNEL`, and does not wait for that process; a run's own writer does the
+same at the run's end. One process at a time writes a channel (`channels/NAME/trackers.lock`) and reads the channel
+after it has the lock, so the last writer writes the latest release. `channels/NAME/tracking.json` records the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from posttrain.trackers.choice import (
 )
 from posttrain.workspace.settings import OpenWorkspace
 
-_NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # of a verdict
+_NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # numbers of a verdict
 _OF_RESULT = ("best", "stopped_early", "fallback")  # groups of metrics that only a stage's result contains
 _MOST = 4900  # characters of a tag
 _REGISTRY = "mlflow"
@@ -70,7 +70,7 @@ class RunSource:
         return TrackedRun(run.id, run.name, run.owner, run.manifest_digest, run.created_at, params, stages, identity)
 
     def read(self) -> tuple[Iterator[Row], Ending | None]:
-        """Return new rows, and how the run ended once it has: then these rows are the last."""
+        """Return new rows, and the run's ending once it has ended; these rows are then the last."""
         with self._workspace.ledger.snapshot() as now:
             run, stages = now.run(self._id), now.stages(self._id)
             origins = {one.name: (one.cached_from or f"{run.id}/{one.name}").rpartition("/") for one in stages}
@@ -80,7 +80,7 @@ class RunSource:
         return rows, _ending(run, stages, report) if is_final("run", run.state) else None
 
     def remarks(self) -> str:
-        """Return remarks about the rows read for a person, in one line; empty: none."""
+        """Return remarks for people about the rows read so far, in one line; empty: no remarks."""
         feeds = list(self._feeds.values())
         said = []
         differing = sum(feed.differing for feed in feeds)
@@ -99,9 +99,7 @@ class RunSource:
                 yield from feed.take(0, stage.finished_at or 0.0, dict(_verdicts(report)))
             return
         yield from feed.read(attempts)
-        if (
-            kind_of(stage.kind).measures and stage.state == StageState.SUCCEEDED
-        ):  # also where its attempts were cleared away
+        if kind_of(stage.kind).measures and stage.state == StageState.SUCCEEDED:  # also if its attempts were deleted
             yield from feed.take(0, stage.finished_at or 0.0, stage.metrics)
         elif stage.state == StageState.SUCCEEDED:
             for step, values in _of_result(stage.metrics):
@@ -119,7 +117,7 @@ class RunSource:
 
 
 def _of_result(metrics: Mapping[str, float]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, values): the best model's at its own step, so they are on the probe's curve."""
+    """Yield (step, values); the best model's values have the model's own step, so they are on the probe's curve."""
     for group in _OF_RESULT:
         values = {name: value for name, value in metrics.items() if name.startswith(f"{group}/")}
         if values:
@@ -154,7 +152,7 @@ def _params(manifest: Manifest) -> Iterator[tuple[str, Any]]:
 
 
 def flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """`{"optimizer": {"betas": […]}}` → `optimizer.betas`, […]."""
+    """Yield (dotted path, value) for the leaves of nested maps: (`optimizer.betas`, […])."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flat(item, f"{path}.{key}" if path else str(key))
@@ -166,11 +164,11 @@ def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
     """Update every registry to the channel's current state.
 
     Returns:
-        Their states.
+        The states of the registries.
 
     Raises:
-        InputError: neither the workspace nor a run that the channel served chooses a registry.
-        TrackerError: one could not be written; the others were.
+        InputError: neither the workspace nor a run whose model the channel served chooses a registry.
+        TrackerError: a registry could not be written; the others were written.
     """
     chosen = list(_registries(workspace, name))
     if not chosen:
@@ -200,7 +198,7 @@ def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
 
 
 def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
-    """Return the states of a channel's registries; empty where none is chosen."""
+    """Return the states of a channel's registries; empty if no registry is chosen."""
     live, remedy = workspace.ledger.channel(name), f"posttrain track {name} writes it"
     if live is None:
         return []
@@ -225,7 +223,7 @@ def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
 
 def announce(workspace: OpenWorkspace, channel: str) -> None:
     """Update the registries after a channel moved, without waiting for them."""
-    with suppress(PosttrainError, OSError):  # `get CHANNEL` reports that it is missing
+    with suppress(PosttrainError, OSError):  # `get CHANNEL` reports that the registry's entry is missing
         if not any(True for _ in _registries(workspace, channel)):
             return
         folder = _folder(workspace, channel)
@@ -256,13 +254,13 @@ def _tags(workspace: OpenWorkspace, entry: ReleaseEntry) -> dict[str, str]:
         made_from = [f"{node.kind} {node.name} {node.digest or ''}".strip() for node in nodes]
         told = json.dumps(list(dict.fromkeys(made_from)), ensure_ascii=False)
         tags["lineage"] = told if len(told) <= _MOST else f"{told[:_MOST]}…"
-    except PosttrainError as error:  # part of it was deleted: the version is written all the same
+    except PosttrainError as error:  # a part was deleted: the version is written nevertheless
         tags["lineage"] = f"cannot be read: {error}"[:_MOST]
     return {key: value for key, value in tags.items() if value}
 
 
 def _registries(workspace: OpenWorkspace, channel: str) -> Iterator[Any]:
-    """Yield the choices of MLflow, each target once: the workspace's, and those of runs that the channel served."""
+    """Yield the MLflow choices of the workspace and of runs whose models the channel served, each target once."""
     runs = dict.fromkeys(entry.run_id for entry in workspace.ledger.history(channel) if entry.run_id)
     seen = set()
     for chosen in (of_workspace(workspace), *(of_run(workspace, run) for run in runs)):

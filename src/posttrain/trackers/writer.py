@@ -2,16 +2,16 @@
 
 ::
 
-    driver ──starts──▶ posttrain track RUN --follow   holds trackers.lock as long as it lives
-      │ checks now and then that it        │ a thread for each tracker: one that hangs or fails delays no other
+    driver ──starts──▶ posttrain track RUN --follow   holds trackers.lock while it lives
+      │ checks periodically that it        │ a thread for each tracker: one that hangs or fails delays no other
       ▼ lives; never waits for it          ▼ reads ledger and event segments ──▶ target; tracking.json: its state
 
-It ends when every ending is written, when errors outlast the run, or when no process drives the run. It may be
-killed anywhere: the next writer reads from each target which points it contains.
+The writer ends when every tracker has the run's ending, when errors outlast the run, or when no process drives the run.
+It may be killed anywhere: the next writer reads from each target which points the target contains.
 
 `posttrain track RUN --tracker …` writes a run to further places. A tracker of a kind that the run lacks is recorded as
-a tracker of the run, once its place has been opened. Another place of a kind that the run has is written immediately
-and not recorded; the run's own place stays as it was.
+a tracker of the run, once its place has been opened. A further place of a kind that the run already has is written
+immediately and not recorded; the run's own place is unchanged.
 """
 
 import fcntl
@@ -58,14 +58,14 @@ from posttrain.trackers.choice import (
 from posttrain.trackers.rows import REGISTRIES, RunSource, register_channel
 from posttrain.workspace.settings import OpenWorkspace
 
-_ROWS = 500  # at a time
+_ROWS = 500  # rows per write
 _MORE = "more.lock"  # in a run's folder: one process at a time adds places
 _POLL = 1.0  # seconds between checks of a run that has not ended
 _ALONE = 60.0  # seconds without a driver of the run, after which its writer ends
 _PATIENCE = 600.0  # seconds that a tracker may take after the end of its run
 _BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds between tries
 _HANDED = "POSTTRAIN_TRACKERS_LOCK"  # the descriptor of the lock that a new writer inherits
-_STARTS = 3  # of one driver: a tracker that needs more always dies
+_STARTS = 3  # starts by one driver: a writer that needs more always dies
 Reopen = Callable[[], OpenWorkspace]
 
 
@@ -76,11 +76,11 @@ def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wai
     """Write a run to one tracker until the run ends.
 
     Args:
-        wrote: receives after each write the remarks for a person, mostly empty.
-        wait: waits for new rows; False: leave instead.
+        wrote: called after each write with the remarks for people, which are mostly empty.
+        wait: waits for new rows; returns False to stop writing.
 
     Returns:
-        When the run ended; None: it has not, and `wait` returned False.
+        The time at which the run ended; None: it has not ended, and `wait` returned False.
 
     Raises:
         Exception: any error of the target.
@@ -129,7 +129,7 @@ def _attempt(
     """Write one tracker once.
 
     Raises:
-        PosttrainError: one line; `tracking.json` contains it too.
+        PosttrainError: the tracker could not be written; `tracking.json` contains the message too.
     """
     tracker: Tracker | None = None
     try:
@@ -162,14 +162,15 @@ def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = 
     """Write the missing points of each of a run's trackers, now.
 
     Args:
-        only: these kinds; None: all.
+        only: the kinds to write; None: all kinds.
 
     Returns:
-        Their states. While another process writes a run that has not ended, nothing is written.
+        The states of the trackers. If another process writes a run that has not ended, nothing is written.
 
     Raises:
-        NotFoundError: there is no such run. InputError: it has no tracker.
-        TrackerError: one could not be written; the others were.
+        NotFoundError: there is no such run.
+        InputError: the run has no tracker.
+        TrackerError: a tracker could not be written; the others were written.
     """
     ended = is_final("run", workspace.ledger.run(run_id).state)
     chosen = _chosen(workspace, run_id)
@@ -191,7 +192,7 @@ def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = 
 
 
 def follow(reopen: Reopen, run_id: str) -> None:
-    """Write a run's trackers until it ends; return immediately when another process writes them.
+    """Write a run's trackers until it ends; return immediately if another process writes them.
 
     Args:
         reopen: opens the workspace: once here, once for each tracker's thread.
@@ -259,7 +260,7 @@ def _chosen(workspace: OpenWorkspace, run_id: str) -> Trackers:
     if not chosen.chosen():
         raise InputError(
             f"run {run_id}: has no tracker; name one: posttrain track {run_id} --tracker csv, "
-            "or for all runs to come: posttrain init --tracker csv"
+            "or for all later runs: posttrain init --tracker csv"
         )
     return chosen
 
@@ -269,7 +270,7 @@ def _handed_lock() -> int | None:
     given = os.environ.pop(_HANDED, "")
     if not given.isdecimal():
         return None
-    os.set_inheritable(int(given), False)  # processes that a tracker's library starts must not hold it
+    os.set_inheritable(int(given), False)  # processes that a tracker's library starts must not hold the lock
     return int(given)
 
 
@@ -277,14 +278,14 @@ def _handed_lock() -> int | None:
 
 
 def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
-    """Write a run to these places too, now.
+    """Write a run to these places now, in addition to its own.
 
     Returns:
         The states of these places.
 
     Raises:
-        InputError: one cannot be written; then nothing is recorded or written.
-        TrackerError: an error of one; the others are written.
+        InputError: a place cannot be written; then nothing is recorded or written.
+        TrackerError: a place raised an error; the others are written.
     """
     added = resolved(parse_trackers(chosen, "--tracker"), Path.cwd(), workspace.root)
     _refuse(added)
@@ -315,7 +316,7 @@ def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any])
 
 
 def _refuse(added: Trackers) -> None:
-    """Refuse places that cannot be written, by making their folders.
+    """Reject places that cannot be written, by making their folders.
 
     Raises:
         InputError: a folder cannot be made.
@@ -331,7 +332,7 @@ def _refuse(added: Trackers) -> None:
 
 
 def _write(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> TrackerState:
-    """Write all rows that the run has now to a place that is not recorded."""
+    """Write all current rows of the run to a place that is not recorded."""
     source = RunSource(workspace, run_id)
     again = f"posttrain track {run_id} --tracker {shlex.quote(f'{kind}={_typed(words)}')}"
     try:
@@ -339,7 +340,7 @@ def _write(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> Trac
             ended = write(tracker, source, lambda said: None, lambda: False)
             remarks = [source.remarks()] if source.remarks() else []
             if ended is None:
-                remarks.insert(0, f"all there is by now; {again} writes what comes")
+                remarks.insert(0, f"all data so far; {again} writes later data")
             return TrackerState(kind, WRITTEN, tracker.where, "; ".join(remarks))
     except Exception as error:
         raise TrackerError(
@@ -354,13 +355,13 @@ def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
             tracker.begin(RunSource(workspace, run_id).about())
     except Exception as error:
         raise TrackerError(
-            f"run {run_id}: tracker {kind}: {line(error, target(words))}; the run's trackers are as before; choose "
+            f"run {run_id}: tracker {kind}: {line(error, target(words))}; the run's trackers are unchanged; choose "
             "another place"
         ) from error
 
 
 def _typed(words: Any) -> str:
-    """Return a choice in the form that `--tracker` takes."""
+    """Return a choice in the form of the option `--tracker`."""
     entity = getattr(words, "entity", None)
     return f"{entity}/{target(words)}" if entity else target(words)
 
@@ -379,16 +380,16 @@ class Scribe:
         self.start()
 
     def start(self) -> None:
-        """Start the writer if there is something to write and it was not started too often."""
+        """Start the writer if there is something to write and it has not been started too often."""
         self._next = time.monotonic() + _POLL
         if self._workspace.read_only or self._starts >= _STARTS or self.done():
             self._starts = _STARTS
             return
         folder = self._workspace.root / "runs" / self._id
-        with suppress(OSError), ExitStack() as held:  # on an error `get` reports that it is unwritten
+        with suppress(OSError), ExitStack() as held:  # on an error, `get` reports that the trackers are not written
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another process has it, perhaps for a check
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another process has it, perhaps for a check
             self._starts += 1
             self._process = start_writer(self._workspace, [self._id, "--follow"], folder, {_HANDED: str(lock)}, lock)
 
@@ -400,7 +401,7 @@ class Scribe:
         self.start()
 
     def done(self) -> bool:
-        """Return whether nothing is left to write: no tracker, or every one has the run's end."""
+        """Return whether nothing is left to write: there is no tracker, or every tracker has the run's end."""
         try:
             found = states(self._workspace, self._workspace.ledger.run(self._id))
         except PosttrainError:

@@ -1,11 +1,11 @@
-"""Descriptions of the sampling of evaluations, from parameters alone, so that showing a run loads no tables."""
+"""Descriptions of the sampling of evaluations, from parameters alone, so showing a run loads no tables."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def sampling_words(suite: Mapping[str, Any]) -> str:
-    """Return how the responses of a suite were sampled, from its parameters; missing ones count as defaults."""
+    """Return how the responses of a suite were sampled, from its parameters; missing parameters have their defaults."""
     words = ["1 greedy response to each item"] if suite else []
     if suite.get("samples"):
         drawn = [f"temperature {suite.get('temperature', 1.0):g}"]
@@ -18,7 +18,7 @@ def sampling_words(suite: Mapping[str, Any]) -> str:
 
 def drawn_words(params: Mapping[str, Any]) -> tuple[str, ...]:
     """Return one line for each suite of a stage that is sampled or has stop strings."""
-    suites = params.get("suites")  # of another kind it may have any type
+    suites = params.get("suites")  # in a stage of another kind it may have any type
     asked = (
         {name: one for name, one in suites.items() if isinstance(one, Mapping)} if isinstance(suites, Mapping) else {}
     )

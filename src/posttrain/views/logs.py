@@ -1,13 +1,13 @@
 """The logs of jobs, the watch over a run, the actions that its rows request, and the moves of a channel.
 
-The state of stages and the next actions are described as of now. The action that a row requests may have been done
-since the row was written: a driver records what a stage waits for when it observes it, and no process observes a run
-that has ended.
+State of stages and next actions are those at the time of reading. A person may have done the action that a row requests
+since the row was written: a driver records the cause of a wait when it observes the stage, and no process observes a
+run that has ended.
 
 The texts report a job that ended while no process drives its run, the host of a job that does not run here, and why a
-stage is in its state: what it waits for, and the next action of a person.
+stage is in its state, with the next action of a person.
 
-Moves of a channel are listed newest first, each with its state, who requested it, why, and who approved it.
+Moves of a channel are listed newest first, each with its state, requester, reason and approvers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from posttrain.store.hosts import Host, Ledger
 from posttrain.store.snapshot import Snapshot
 from posttrain.workspace.settings import OpenWorkspace
 
-NOTHING = "none needed"  # the next action where no action is needed
+NOTHING = "none needed"  # the next action if no action is needed
 DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _ALONE = 5.0  # seconds without a driver before that is reported: a change of drivers takes less
 _DIGITS = 18  # the maximum of a release number
@@ -54,11 +54,11 @@ def as_they_stand(
     signals: Sequence[Signal],
     reader: str,
 ) -> tuple[RunRecord, list[StageRecord]]:
-    """Return a run and its stages with the messages that are true now.
+    """Return a run and its stages with current messages.
 
     Args:
         asked: the statuses of all approval requests of the run.
-        signals: the signals sent to it.
+        signals: the signals that were sent to the run.
         reader: the person who reads: only an approver gets the command that approves.
     """
     release, sent = manifest.release, {signal.name: signal for signal in signals}
@@ -98,10 +98,10 @@ def _waits(
 
 
 def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[ApprovalStatus], reader: str) -> str:
-    """Return the next action of a run whose release was refused; empty: the recorded action remains."""
+    """Return the next action of a run whose release was rejected; empty: the recorded action remains."""
     live = now.channel(channel)
     if live is not None and live.run_id == run.id:
-        return f"posttrain get {channel}"  # promoted since
+        return f"posttrain get {channel}"  # it was promoted since
     promote = f"posttrain promote {run.id}"
     if run.reason == Reason.CHANNEL_FROZEN and not now.channel_record(channel).frozen:
         return promote
@@ -112,7 +112,7 @@ def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[App
 
 
 def asks_of(reader: str, found: ApprovalStatus) -> str:
-    """Return the next action where approvals are missing: the command for an approver, the approvers for others."""
+    """Return the next action if approvals are missing: for an approver the command, for others the approvers' names."""
     command = found.request.command
     if not found.may:
         return f"posttrain channel policy {found.request.channel}"
@@ -176,7 +176,7 @@ def on_another_host(
 def stage_attempts(
     workspace: OpenWorkspace, run_id: str, stage: str | None = None
 ) -> Iterator[tuple[str, AttemptRecord, AttemptFolder]]:
-    """Yield the attempts of a run in order, of one stage or of all; of a reused stage, those that computed it.
+    """Yield the attempts of one stage or of all stages of a run, in order; for a reused stage, those that computed it.
 
     Raises:
         NotFoundError: the run or stage does not exist.
@@ -198,19 +198,19 @@ def named(host: Host) -> str:
 
 
 def asks(row: StageRecord) -> bool:
-    """Whether the stage asks a person for an action, which may have been done since."""
+    """Return whether the stage requires an action of a person, which may have been done since."""
     return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
 
 
 def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
-    """Return a map from each stage to the unfinished stages that it waits for, as text."""
+    """Return stage → the unfinished stages that it waits for, as text."""
     undone = {row.name for row in rows if row.state not in DONE}
     return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
 
 
 def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
     """Return why the stage is in its state, and the next action of a person."""
-    if row.state in DONE:  # the action that its row requested before is obsolete
+    if row.state in DONE:  # the action that the row requested before is obsolete
         return row.message or row.state, "none needed"
     if row.state == StageState.RUNNING:
         return row.message or row.state, row.next_action or "none needed"
@@ -234,10 +234,10 @@ class LogFile:
     path: Path
     job: JobRef
     executor: Executor
-    elsewhere: str = ""  # why it cannot be read on this host
+    elsewhere: str = ""  # why the log cannot be read on this host
 
     def read(self, start: int = 0) -> tuple[str, int]:
-        """Return text from byte `start`, and where the next read starts. A log that does not exist yet is empty."""
+        """Return text from byte `start`, and the start of the next read. A log that does not exist yet is empty."""
         if self.elsewhere:
             return ("", start) if start else (f"{self.elsewhere}\n", 1)
         page = self.executor.logs(self.job, start)
@@ -245,7 +245,7 @@ class LogFile:
 
 
 def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -> list[LogFile]:
-    """Return the logs of a run's attempts in order; of a reused stage, those of the run that computed it.
+    """Return the logs of a run's attempts in order; for a reused stage, those of the run that computed it.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -285,7 +285,7 @@ def follow(
     """Yield pieces of logs as they appear, until the run has ended and everything was read.
 
     Args:
-        look: returns the run, as `RunWatch.look`; its exceptions propagate.
+        look: returns the run, as `RunWatch.look` does; its exceptions propagate.
     """
     read: dict[Path, int] = {}
     while True:
@@ -303,7 +303,7 @@ def follow(
 
 
 class RunWatch:
-    """Waits for a run that another process drives: reports when none does, and ends at a deadline.
+    """Waits for a run that another process drives; reports if no process drives it, and ends at a deadline.
 
     Args:
         say: called with one line each time the run has no driver.
@@ -347,12 +347,12 @@ class RunWatch:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One move of a channel. Exactly one, the last, is live, however often its model was before."""
+    """One move of a channel. Exactly one move, the last, is live, even if its model was live before."""
 
     entry: ReleaseEntry
-    state: ReleaseState  # of the move, not of its model
+    state: ReleaseState  # the state of the move, not of its model
     why: str = ""
-    approved_by: tuple[str, ...] = ()  # empty where no approval was needed
+    approved_by: tuple[str, ...] = ()  # empty if no approval was needed
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -374,7 +374,7 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
         history = moving(now.history(name))
         events = [event for kind in _KINDS for event in now.events_about(name, kind)]
         told = {event.payload.get("sequence"): event.payload for event in events}
-        ended = {"rollback": ReleaseState.ROLLED_BACK}  # by the action of the next move
+        ended = {"rollback": ReleaseState.ROLLED_BACK}  # action of the next move → state
         states = [ended.get(follower.action, ReleaseState.SUPERSEDED) for follower in history[1:]]
         states += [ReleaseState.LIVE] * bool(history)
         moved = zip(history, states, strict=True)
@@ -387,7 +387,7 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
 
 
 def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
-    """Return a release with its requester: entries of older versions name the account of the server's driver."""
+    """Return a release with its requester, since entries of older versions name the server's driver."""
     if one.actor != DRIVER or one.run_id is None:
         return one
     return replace(one, actor=now.known_submitter(one.run_id) or one.actor)

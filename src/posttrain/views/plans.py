@@ -21,12 +21,12 @@ class StagePlan:
 
     name: str
     kind: str
-    inputs: tuple[tuple[str, str, str | None], ...]  # slot, name, digest (None: known when the stage starts)
+    inputs: tuple[tuple[str, str, str | None], ...]  # slot, name, digest (None: unknown until the stage starts)
     cached_from: str | None  # "<run>/<stage>" of the reused result
     estimate: Estimate
-    load: Load | None = None  # of a training stage: its placement
-    residency: Residency | None = None  # memory by phase; None: trains nothing, or a model of unknown shape
-    passes: Passes | None = None  # `epochs` as steps, where the file sets them
+    load: Load | None = None  # for a training stage, its placement
+    residency: Residency | None = None  # memory by phase; None: no training, or a model of unknown shape
+    passes: Passes | None = None  # `epochs` as steps, if the file sets them
     stall_after: float | None = None  # seconds without progress until its job counts as hung; None: no job
     packages: tuple[str, ...] = ()  # installed packages of its kind and its trainer, with versions
     sizes: tuple[Size, ...] = ()  # its job's sizes of micro-batches, caches and time-outs
@@ -40,13 +40,13 @@ class PlanView:
     stages: tuple[StagePlan, ...]
     power: tuple[PowerNote, ...]
     warnings: tuple[str, ...]
-    changes: tuple[str, ...]  # changes to make before the run starts; empty: none
-    trackers: tuple[tuple[str, str], ...]  # kind, where
-    existing: RunRecord | None  # a run of this same manifest: submitting attaches to it
+    changes: tuple[str, ...]  # changes to make before the run starts
+    trackers: tuple[tuple[str, str], ...]  # kind, target
+    existing: RunRecord | None  # a run of the same manifest, to which a submission attaches
     gates: tuple[tuple[str, str], ...] = ()  # name, origin; empty: all from the run file
     evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of its evaluator for the released model
-    approvals: int = 0  # that its release needs
-    approvers: tuple[str, ...] = ()  # who may approve
+    approvals: int = 0  # number that the release needs
+    approvers: tuple[str, ...] = ()  # principals who may approve
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""

@@ -79,7 +79,7 @@ def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Pat
     """Draw several runs in one picture.
 
     Args:
-        runs: (label, run id); the stage boundaries drawn are the first run's.
+        runs: (label, run id); the stage boundaries of the first run are drawn.
 
     Raises:
         InputError: no run reported curves.
@@ -171,13 +171,13 @@ def _stage_curves(
         name, kind = stage.record.name, stage.record.kind
         if not kind_of(kind).measures and watcher.watcher(name).curves:
             series = stage_curves(workspace, watcher, manifest, name, name)
-            if not series:  # the job has reported only its sizes
+            if not series:  # the job has reported only sizes
                 continue
             yield StageCurves(name, kind, series, stage.begun, *_chosen(stage.record))
 
 
 def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """Return the decision of a stage's probe, as text and as steps to mark."""
+    """Return the decision of a stage's probe, as text and as marked steps."""
     marks = {"best/step": "best", "stopped_early/step": "stopped"}
     found = tuple((int(row.metrics[name]), word) for name, word in marks.items() if name in row.metrics)
     return selection_words(row.metrics), found
@@ -225,7 +225,7 @@ def _system_rows(watcher: RunWatcher, status: RunStatus) -> Iterator[SystemRow]:
 
 
 def _phase(name: str, steps: Sequence[StepTime], whole: float) -> tuple[str, float, float]:
-    """Return a hand-off's name, median over the steps that have it, and share of the total time."""
+    """Return a hand-off's name, median seconds over the steps with that hand-off, and share of the total time."""
     spent = [step.phases[name] for step in steps if name in step.phases]
     return name, statistics.median(spent), sum(spent) / whole if whole else 0.0
 
@@ -245,7 +245,7 @@ def _budget_rows(workspace: OpenWorkspace, status: RunStatus, manifest: Manifest
 def _changes(
     workspace: OpenWorkspace, status: RunStatus, manifest: Manifest, gates: GateReport | None
 ) -> tuple[str, list[Difference]]:
-    """Return the run of the channel's model that the gates compared with, and the differences of this run."""
+    """Return the run of the channel's model with which the gates compared, and this run's differences from it."""
     other = baseline_run(workspace, manifest, gates)
     if other is None or other == status.run.id:
         return "", []

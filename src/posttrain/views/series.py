@@ -33,11 +33,11 @@ PANELS = {
     "agreement": "agreement with the teacher",
     "response_tokens/mean": "response length (tokens)",
 }
-LOSS = {"loss": "training loss", "accuracy": "pairs ranked rightly"}  # where no stage scores samples
+LOSS = {"loss": "training loss", "accuracy": "pairs ranked correctly"}  # used if no stage scores samples
 _SCORED = frozenset({"reward/mean", "probe/accuracy"})
 KEPT = 600  # points of a curve in a page
 _MEANS = 160  # points of a running mean
-_EACH = 0.975  # one-sided, each end of a 95 % interval
+_EACH = 0.975  # one-sided confidence at each end of a 95 % interval
 _ERRORS = {"reward/mean": "reward/stderr"}  # metric → the metric of its standard error, which needs no panel
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
 _SHOWN = 16  # items of each kind, won and lost
@@ -57,8 +57,10 @@ class Curves:
 def main_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest, label: str
 ) -> Curves:
-    """Return the main curves of a run. Stages without a main quantity (SFT) are drawn only without other stages; the
-    loss is drawn where no stage scores its samples (distillation).
+    """Return the main curves of a run.
+
+    Stages without a main quantity (SFT) are drawn only if there are no other stages. The loss is drawn if no stage
+    scores its samples (distillation).
     """
     names = [stage.record.name for stage in status.stages]
     sampled = [name for name in names if watcher.watcher(name).curves.keys() & PANELS.keys()]
@@ -85,11 +87,9 @@ def main_curves(
 def stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, manifest: Manifest, stage: str, label: str
 ) -> dict[str, CurveSeries]:
-    """Return every recorded metric of a stage but the sizes that it used, the most important first.
+    """Return every recorded metric of a stage except the sizes that it used, the most important first.
 
-    A curve is thinned without losing its extremes.
-
-    Where the sampling noise is known, it gives the series' limits.
+    A curve is thinned without losing its extremes. If its sampling noise is known, the series has limits.
     """
     recorded = watcher.watcher(stage).curves
     found = {}
@@ -106,7 +106,7 @@ def stage_curves(
 
 
 def _smooth(curve: Curve) -> tuple[list[float], list[float]] | None:
-    """Return the running mean of a curve that will be thinned, since its extremes alone have another mean."""
+    """Return the running mean of a curve that will be thinned, since the extremes alone have a different mean."""
     if len(curve.values) <= KEPT:
         return None
     means = curve.smoothed(len(curve.values) // 20).thinned(_MEANS)
@@ -120,7 +120,7 @@ def _noise(
     curve: Curve,
     recorded: Mapping[str, Mapping[int, float]],
 ) -> tuple[list[float] | None, list[float] | None]:
-    """Return 95 % limits of a metric on other samples of the same size; None where they are unknown."""
+    """Return 95 % limits of a metric on other samples of the same size; None: unknown."""
     if curve.dropped:
         return None, None
     if metric == "probe/accuracy":
@@ -139,7 +139,7 @@ def _noise(
 
 
 def _probe_items(workspace: OpenWorkspace, stage: StageManifest) -> int | None:
-    """Return the number of rows of the probe; None where the registry lacks the number of rows."""
+    """Return the number of rows of the probe; None: the registry does not contain it."""
     ref = stage.inputs.get("probe")
     wanted = (stage.params.get("probe") or {}).get("items")
     if ref is None or ref.digest is None or not wanted:
@@ -187,11 +187,11 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     """Compare runs, or single evaluate stages, with the first one.
 
     Args:
-        words: `RUN` or `RUN/STAGE`, where a run's id may be shortened; `history:NAME` for an imported run.
+        words: `RUN` or `RUN/STAGE`, in which a run's id may be shortened; `history:NAME` for an imported run.
 
     Raises:
-        InputError: fewer than two, one twice, or one without an evaluation.
-        NotFoundError: no such run.
+        InputError: there are fewer than two subjects, one is named twice, or one has no evaluation.
+        NotFoundError: there is no such run.
     """
     if not 2 <= len(words) <= MOST:
         raise InputError(f"compare: name 2 to {MOST} runs or RUN/STAGE, got {len(words)}; posttrain ls lists the runs")
@@ -262,7 +262,7 @@ def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
 def _overlaid(
     workspace: OpenWorkspace, found: Comparison, watchers: dict[str, RunWatcher]
 ) -> dict[str, dict[str, list[CurveSeries]]]:
-    """Return stage → metric → one line per run: stages of one name are overlaid."""
+    """Return stage → metric → one line per run; stages with the same name are overlaid."""
     stages: dict[str, dict[str, list[CurveSeries]]] = {}
     for run, watcher in watchers.items():
         subjects = [one for one in found.subjects if one.run.id == run]
@@ -275,7 +275,7 @@ def _overlaid(
     for one in found.histories:
         for name, steps, values in recorded(workspace.blobs.get(one.digest)):
             for metrics in stages.values():
-                if (metric := name.removeprefix(_TRAINING)) in metrics:  # the run has a metric of that name
+                if (metric := name.removeprefix(_TRAINING)) in metrics:  # the run has a metric with that name
                     line = Curve.of(steps.tolist(), values.tolist()).thinned(KEPT)
                     label = f"{one.label} {one.ref}"
                     metrics[metric].append(CurveSeries(metric, label, line.steps.tolist(), line.values.tolist()))

@@ -1,7 +1,7 @@
 """The status of runs: their ledger rows joined with the reports of their jobs so far. Read-only.
 
-`get`, the live display and the report show the status of one run. The rows of several runs are read together: a list of
-runs costs the ledger as many statements as one run.
+`get`, the live display and the report show the status of one run. The rows of several runs are read together, so a list
+of runs costs the ledger as many statements as one run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # the standing of a stage whose job has not reported yet
-_MOST, _FRAME = 1024, 600  # maximum bytes of JSON: of a summary; of one without texts
+_MOST, _FRAME = 1024, 600  # maximum bytes of JSON of a summary, and of a summary without texts
 _SCORES, _NUMBER = 4, 30  # scores of a summary; bytes of JSON of each, without its name
 _SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a summary's sentence, of its short texts
 _QUOTED, _REST = 4, 7  # bytes around a tag in a list, and of the mark for omitted tags
-_LOOKED_AT = 10  # runs of a list that require an action, with up-to-date texts
+_LOOKED_AT = 10  # maximum number of runs of a list that require an action and get up-to-date texts
 _WAITS: Mapping[str, str] = {  # the standing of a run without a running job
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
     Reason.WAITING_FOR_SIGNAL: "waits for a signal",
@@ -54,11 +54,11 @@ _WAITS: Mapping[str, str] = {  # the standing of a run without a running job
 
 
 class Rows:
-    """The rows that a list shows of these runs, read in a constant number of statements.
+    """The rows that a list of runs shows, read in a constant number of statements.
 
     Args:
-        ledger: read now only.
-        runs: in the order of display.
+        ledger: the ledger, which is read only now.
+        runs: the runs, in the order of display.
         hosts: returns the hosts of the ledger; called at most once.
     """
 
@@ -80,7 +80,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """One stage as a person sees it."""
+    """The status of one stage for people."""
 
     record: StageRecord
     attempts: tuple[AttemptRecord, ...]
@@ -89,25 +89,25 @@ class StageStatus:
     reason: str  # one sentence; never empty for a stage that is not running
     next_action: str
     changed_at: float | None = None  # its last change in the ledger; None in a list of runs
-    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it resumed another stage's checkpoint
+    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", if it resumed another stage's checkpoint
     unanswered: bool = False  # its job is on another host, or ended without a driver: see `reason`
     drawn: tuple[str, ...] = ()  # how responses are sampled, for each suite that is not purely greedy
 
     @property
     def held_up(self) -> bool:
-        """Whether it runs, and yet waits: see `reason`."""
+        """Whether the stage is running but waits; see `reason`."""
         return self.unanswered or self.record.reason in HELD_UP
 
     @property
     def standing(self) -> str:
-        """Its state; `starting` where it runs and its job has not reported yet."""
+        """The state of the stage; `starting` if it runs and its job has not reported yet."""
         silent = self.progress.at is None or self.progress.stale
         by_job = kind_of(self.record.kind).driver is Driver.JOB and not self.unanswered
         return STARTING if self.record.state == StageState.RUNNING and by_job and silent else str(self.record.state)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the run's attempts at it: the billed ones, and those that a live attempt has reported."""
+        """Tokens of the stage's attempts: the billed tokens, and those that a live attempt has reported."""
         live = self.attempts[-1] if self.attempts else None
         if live is None or is_final("attempt", live.state) or self.progress.stale:
             return self.record.tokens
@@ -115,18 +115,18 @@ class StageStatus:
 
     @property
     def output(self) -> str | None:
-        """Digest of its (last) model, else of its first output."""
+        """Digest of the stage's (last) model, else of its first output."""
         made = self.record.outputs
         return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
 
     @property
     def selection(self) -> str:
-        """The decision of its probe, as text; empty without one."""
+        """The decision of the stage's probe, as text; empty without a decision."""
         return selection_words(self.record.metrics)
 
     @property
     def best(self) -> str | None:
-        """Digest of its best model by its probe, where it differs from the last one."""
+        """Digest of the stage's best model by its probe, if it differs from the last model; None: it does not."""
         found = self.record.outputs.get(BEST, {}).get("digest")
         return found if found != self.output else None
 
@@ -157,18 +157,18 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One run as a person sees it."""
+    """The status of one run for people."""
 
     run: RunRecord
     stages: tuple[StageStatus, ...]
     seconds: float  # since it started, until it ended or now
     driver: RunDriver | None  # None: it has ended
     next_action: str
-    trouble: str = ""  # one line where a part of the run cannot be read
-    warnings: tuple[str, ...] = ()  # the last ones of each stage's jobs, and those about its probes' choices
-    signals: tuple[Signal, ...] = ()  # sent to it
-    approvals: tuple[ApprovalStatus, ...] = ()  # of the requests on its behalf
-    image: str = ""  # of its jobs, except those that measure; empty: none
+    trouble: str = ""  # one line if a part of the run cannot be read
+    warnings: tuple[str, ...] = ()  # the last warnings of each stage's jobs, and those about choices of probes
+    signals: tuple[Signal, ...] = ()  # signals sent to the run
+    approvals: tuple[ApprovalStatus, ...] = ()  # statuses of its approval requests
+    image: str = ""  # image of its jobs, except those that measure; empty: no image
     notes: tuple[RunNote, ...] = ()  # texts and tags by people
 
     @property
@@ -178,12 +178,12 @@ class RunStatus:
 
     @property
     def outcome(self) -> PosttrainError | None:
-        """The error that the run ended with; None when it succeeded, or continues."""
+        """The error with which the run ended; None: it succeeded, or continues."""
         return outcome_error(self.run, (stage.record for stage in self.stages))
 
     @property
     def why(self) -> str:
-        """One line: why it is in its state. A run that only waits: for what; a run with a hanging job: its stage."""
+        """One line: why the run is in its state, what it waits for, or which stage has a job that hangs."""
         under_way = [stage for stage in self.stages if stage.record.state == StageState.RUNNING]
         if is_final("run", self.run.state) or under_way:
             hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.held_up]
@@ -193,7 +193,7 @@ class RunStatus:
 
     @property
     def standing(self) -> str:
-        """Its state; for a running run also `starting`, or what it waits for."""
+        """The state of the run; for a running run also `starting`, or the kind of its wait."""
         if self.run.state != RunState.RUNNING:
             return str(self.run.state)
         at_work = [stage.standing for stage in self.stages if stage.record.state == StageState.RUNNING]
@@ -203,7 +203,7 @@ class RunStatus:
 
     @property
     def reason(self) -> str:
-        """The reason of its state; for a running run without a running stage, the reason of its first waiting stage."""
+        """The reason of the run's state; without a running stage, the reason of its first waiting stage."""
         at_work = any(stage.record.state == StageState.RUNNING for stage in self.stages)
         waits = [] if at_work else [stage.record.reason for stage in self.stages if waiting(stage.record)]
         return waits[0] if waits and self.run.state == RunState.RUNNING else self.run.reason
@@ -215,13 +215,13 @@ class RunStatus:
 
     @property
     def under_way(self) -> str:
-        """`train 12/40, evaluate 3/8`: the reported progress of its jobs; empty where no job runs."""
+        """The reported progress of the run's jobs: `train 12/40, evaluate 3/8`; empty if no job runs."""
         running = [one for one in self.stages if one.record.state == StageState.RUNNING and one.progress.total]
         return ", ".join(f"{one.record.name} {one.progress.step}/{one.progress.total}" for one in running)
 
     @property
     def tokens(self) -> int:
-        """Tokens of this run's own attempts, live ones included; a cached stage costs nothing."""
+        """Tokens of this run's own attempts, including live ones; a cached stage costs no tokens."""
         return sum(stage.tokens for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a list shows of a run, in a kilobyte; `get` has the rest. Sentences are cut."""
+    """The summary of a run in a list, of at most a kilobyte; long texts are truncated. `get` shows the rest."""
 
     id: str
     name: str
@@ -274,10 +274,10 @@ class RunSummary:
     tokens: int
     driver: RunDriver | None  # None: it has ended
     stages: Mapping[str, int]  # state → number of stages
-    under_way: str  # `train 12/40`: progress of its jobs; empty where no job runs
-    score: Mapping[str, float]  # first of its gate, then of its last evaluation: at most four, one if there is no room
+    under_way: str  # `train 12/40`: progress of its jobs; empty if no job runs
+    score: Mapping[str, float]  # of its gate, then of its last evaluation: at most four, or one if space is short
     release: str  # `prod@3`, its last release; empty: none
-    tags: tuple[str, ...] = ()  # as many as fit; then `…`
+    tags: tuple[str, ...] = ()  # as many as fit, then `…`
 
     @classmethod
     def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:
@@ -285,7 +285,7 @@ class RunSummary:
         run, driver = status.run, status.driver
         scores: dict[str, float] = {}
         for name, value in _score(status.stages).items():
-            scores.setdefault(_cut(name, _ASIDE), value)  # two long names may have one beginning
+            scores.setdefault(_cut(name, _ASIDE), value)  # two long names may begin with the same text
         brief = cls(
             id=run.id,
             name=run.name,
@@ -326,7 +326,7 @@ class RunSummary:
 
     @property
     def at_work(self) -> bool:
-        """Whether a stage runs."""
+        """Whether a stage is running."""
         return StageState.RUNNING in self.stages
 
 
@@ -363,8 +363,8 @@ class RunWatcher:
 
     Args:
         run_id: the exact id.
-        cached: also read the facts of reused stages, from the run that computed them (for curves).
-        brief: of facts read only the jobs' summaries: progress without metrics.
+        cached: whether to read also the facts of reused stages, from the run that computed them (for curves).
+        brief: whether to read only the jobs' summaries instead of all facts: progress without metrics.
     """
 
     def __init__(self, workspace: OpenWorkspace, run_id: str, *, cached: bool = False, brief: bool = False) -> None:
@@ -388,7 +388,7 @@ class RunWatcher:
         return replace(self._told(*found), notes=notes)
 
     def of(self, run: RunRecord, rows: Rows) -> RunStatus:
-        """Return the run from rows that were read already, with their messages; its manifest is not read."""
+        """Return the status from rows that were already read, with their messages; the manifest is not read."""
         self._hosts, self._listed, stages = rows.hosts, True, rows.stages[run.id]
         return self._told(run, stages, (), [rows.live.get((run.id, row.name), []) for row in stages])
 
@@ -489,7 +489,7 @@ def read_newest(
     """Return the newest runs, in a constant number of statements.
 
     Args:
-        before: id of a run: only older ones.
+        before: the id of a run: only older runs.
         tag: only runs with this tag.
     """
     with workspace.ledger.snapshot() as ledger:
@@ -509,8 +509,9 @@ def _rows(workspace: OpenWorkspace, ledger: Snapshot, runs: Sequence[RunRecord])
 
 
 def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
-    """Return summaries. The first runs that require an action, which may have been done since, are read in full; the
-    others refer to `why`.
+    """Return summaries of runs.
+
+    The first runs that require an action, which may have been done since, are read in full; the others refer to `why`.
     """
     asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages[run.id])]
     looked_at, sent_on, found = set(asking[:_LOOKED_AT]), set(asking[_LOOKED_AT:]), []
@@ -524,7 +525,7 @@ def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
 
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
-    """Return the scores of the run; none where its manifest cannot be read, which `trouble` reports."""
+    """Return the scores of the run; no scores if its manifest cannot be read, which `trouble` reports."""
     from posttrain.control import scores  # late: intervals need numpy, which `ls` must not import
 
     manifest, _ = workspace.manifest_or_trouble(status.run)
@@ -535,7 +536,7 @@ def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
 
 
 def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateReport | None) -> str | None:
-    """Return the run of the model that a gate report compared with, as the baseline of a rejected run."""
+    """Return the run of the model with which a gate report compared, as the baseline of a rejected run."""
     if manifest.release is None or report is None or report.baseline is None:
         return None
     history = workspace.ledger.history(manifest.release.channel)
@@ -559,7 +560,7 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
 
 
 def _policy_moved(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[str]:
-    """Yield a warning where the channel's policy differs from the one that the run was planned under."""
+    """Yield a warning if the channel's policy differs from the policy under which the run was planned."""
     channel = manifest.release.channel if manifest.release else None
     if channel and workspace.ledger.channel_record(channel).policy != manifest.policy:
         yield (

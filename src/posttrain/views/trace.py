@@ -27,9 +27,9 @@ from posttrain.views.logs import stage_attempts
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers, TracePage, trace_page
 from posttrain.workspace.settings import OpenWorkspace
 
-_SEGMENTS = 24  # of recorded samples that are read
-_STEPS = 5  # shown of a stage, from the first to the last
-_MEMBERS = 4  # of a group
+_SEGMENTS = 24  # maximum number of segments of recorded samples that are read
+_STEPS = 5  # steps of a stage that are shown, from the first to the last
+_MEMBERS = 4  # members of a group that are shown
 _WRONG, _RIGHT = 24, 6  # answers of a suite
 _CUT = 4_000  # characters of a text in a page
 
@@ -43,7 +43,7 @@ class WrittenTrace:
     page: Path
     stages: tuple[StageTimeline, ...]
     samples: int
-    notes: tuple[str, ...]  # segments that could not be read and were left out
+    notes: tuple[str, ...]  # segments that could not be read and are omitted
     begun: tuple[str, ...] = ()  # stages that resumed another stage's checkpoint
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class WrittenTrace:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSample:
-    """A sample, and which attempt recorded it."""
+    """A sample, and the attempt that recorded it."""
 
     stage: str
     attempt: int
@@ -106,7 +106,7 @@ def recorded_samples(
     step: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[RecordedSample]:
-    """Return the recorded samples by stage and step. Of a step that was lost and repeated, those of the last attempt.
+    """Return the recorded samples by stage and step; for a step that was repeated, those of the last attempt.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -125,7 +125,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
     """Return one sample with the text of its tokens.
 
     Raises:
-        NotFoundError: it was not recorded, or the run has no such stage.
+        NotFoundError: the sample was not recorded, or the run has no such stage.
         InputError: several stages recorded a sample of that id.
     """
     everything = recorded_samples(workspace, run_id, stage)
@@ -176,7 +176,7 @@ def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) ->
 
 
 def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[str]:
-    """Return the text of each response token by the stage's own tokenizer; empty where it is not available."""
+    """Return the text of each response token by the stage's own tokenizer; empty if that is not available."""
     row = next(row for row in workspace.ledger.stages(run_id) if row.name == one.stage)
     model = row.inputs.get("model")
     try:
@@ -185,7 +185,7 @@ def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[
             return []
         data = workspace.blobs.get(listing["tokenizer.json"].digest)
     except PosttrainError:
-        return []  # its model was deleted: the token ids remain
+        return []  # the model was deleted: the token ids remain
     return _decoded(data, one.sample.tokens)
 
 
@@ -208,7 +208,7 @@ def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageR
             for sample in folder.some_samples(_SEGMENTS)
         ]
         steps: dict[int, dict[str, dict[str, Sample]]] = {}
-        for sample in said:  # of a repeated step, the last attempt's
+        for sample in said:  # for a repeated step, the last attempt's samples
             steps.setdefault(sample.step, {}).setdefault(sample.id.rpartition(".")[0], {})[sample.id] = sample
         chosen = spread(sorted(steps), _STEPS)
         if chosen:
@@ -221,7 +221,7 @@ def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageR
 
 
 def _members(group: Iterable[Sample]) -> tuple[Sample, ...]:
-    """Return the best, the worst and some members between, best first; members without a score last."""
+    """Return the best, the worst and some members between them, best first; members without a score last."""
     ordered = sorted(group, key=lambda one: (one.reward is None, -(one.reward or 0.0)))
     return tuple(spread(ordered, _MEMBERS))
 
@@ -245,7 +245,7 @@ def suite_answers(
             for suite in found.suites:
                 greedy = found.greedy(suite)
                 shown = _suite(found, greedy, stage.name, suite, model_words(manifest, stage.inputs["model"]))
-                suites = stage.params.get("suites")  # of another kind it may have any type
+                suites = stage.params.get("suites")  # in a stage of another kind it may have any type
                 asked = suites.get(suite) if isinstance(suites, Mapping) else None
                 yield replace(shown, sampled=sampling_words(asked if isinstance(asked, Mapping) else {}))
         except (IntegrityError, NotFoundError) as error:

@@ -1,1 +1,1 @@
-"""Pages and pictures for people; reads through public functions of the planes."""
+"""Pages and pictures for people, from data that public functions of other packages return."""

@@ -1,6 +1,6 @@
 """The learning-curve picture: one panel per quantity, several runs overlaid, stages marked.
 
-Matplotlib is imported here, and this module only where a picture is drawn. The Agg canvas is used directly, without
+This module imports Matplotlib, so it is imported only to draw a picture. The Agg canvas is used directly, without
 pyplot, so no global state changes; the same series give the same bytes.
 """
 
@@ -24,7 +24,7 @@ PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe
 _STYLES = ("-", "--", "-.", ":")  # distinguish runs when colours repeat
 _INK, _MUTED, _FAINT = "#1f2328", "#6e7781", "#d8dee4"
-_SPARSE = 25  # up to so many points each is marked; above, a running mean is drawn over the faint raw line
+_SPARSE = 25  # maximum number of points that are all marked; with more, a running mean is drawn over the faint raw line
 _SETTINGS = {
     "font.family": "DejaVu Sans",  # ships with matplotlib
     "font.size": 9.0,
@@ -44,7 +44,7 @@ def learning_curve(
     """Write the picture as PNG, 528 pixels wide per panel and 468 high.
 
     Raises:
-        InputError: see `draw_learning_curve`.
+        InputError: there is no series, or a series has sequences of different lengths.
         WorkspaceError: `path` cannot be written.
     """
     write_page(path, draw_learning_curve(series, boundaries=boundaries, title=title), "learning curve")
@@ -56,12 +56,12 @@ def draw_learning_curve(
     """Return the picture's PNG bytes.
 
     Args:
-        series: at least one.
-        boundaries: marked in every panel whose range contains them.
-        title: above the panels.
+        series: at least one series.
+        boundaries: stage boundaries, which are marked in every panel whose range contains them.
+        title: the title above the panels.
 
     Raises:
-        InputError: no series, or lengths that differ within one.
+        InputError: there is no series, or a series has sequences of different lengths.
     """
     if not series:
         raise InputError("learning curve: at least one series is needed, got none; the run has reported no metrics")
@@ -104,7 +104,7 @@ def _figure(
         _dress(axis, quantity)
         _stretch(axis, rows)
     for axis in axes:
-        _mark(axis, boundaries)  # after all panels have drawn: they share the axis of steps
+        _mark(axis, boundaries)  # after all panels are drawn, since they share the axis of steps
     handles = [matplotlib.lines.Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
     figure.legend(
         handles,
@@ -146,7 +146,7 @@ def _draw(axis: Any, series: CurveSeries, look: Mapping[str, Any]) -> None:
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the centred mean over `width` points, fewer at the ends; gaps stay gaps."""
+    """Return the centred mean over `width` points, fewer at the ends; gaps remain gaps."""
     drawn = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(drawn)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, drawn, 0.0))])

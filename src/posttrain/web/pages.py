@@ -1,8 +1,7 @@
 """The base of all pages, and the model card of an exported model.
 
-A page is one file that opens anywhere, offline, for years, with an upper bound in bytes. It has no script and no
-external reference, and it contains styles and pictures; a content-security policy in the page forbids anything else.
-The template engine escapes all text of a run.
+A page is one self-contained file of bounded size. It contains its styles and pictures, and no script and no external
+reference; a content-security policy in the page forbids both. The template engine escapes all text of a run.
 
 The card describes the model, its production and its evaluation, in Markdown with the front matter that model hubs read.
 """
@@ -22,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.gates import Verdict
 
-MOST_BYTES = 2_000_000  # of a page, whatever the run's size
+MOST_BYTES = 2_000_000  # bytes of a page, for any size of the run
 _TONES = {
     **dict.fromkeys(("succeeded", "pass", "live", "promoted"), "good"),
     **dict.fromkeys(("failed", "rejected", "fail", "error", "lost"), "bad"),
@@ -64,10 +63,10 @@ def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
 
 
 def write_page(path: Path, page: str | bytes, what: str) -> None:
-    """Write a page or a picture atomically; concurrent readers get the previous one.
+    """Write a page or a picture atomically; concurrent readers get the previous file.
 
     Args:
-        what: its name in errors.
+        what: the file's name in errors.
 
     Raises:
         WorkspaceError: `path` cannot be written.
@@ -78,17 +77,15 @@ def write_page(path: Path, page: str | bytes, what: str) -> None:
         partial.write_bytes(page if isinstance(page, bytes) else page.encode("utf-8", "replace"))
         os.replace(partial, path)
     except OSError as error:
-        raise WorkspaceError(
-            f"{what}: cannot write {path}: {error.strerror}; free the place or choose another"
-        ) from error
+        raise WorkspaceError(f"{what}: cannot write {path}: {error.strerror}; choose another path") from error
 
 
 @functools.cache
 def template(name: str) -> Template:
-    """Return a page's template, read once: a driver may report days later, when the file has changed."""
+    """Return a page's template, which is read once: a driver may report days later, when the file has changed."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        # the card is not HTML; there `plain` escapes text of a run, or it is in a block of code
+        # the card is not HTML: in it `plain` escapes text of a run, or the text is in a block of code
         autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -154,12 +151,12 @@ def volume(size: float) -> str:
 
 
 def tone(state: str) -> str:
-    """Return the colour class of a state or outcome. Its name is always shown too."""
+    """Return the colour class of a state or outcome, whose name is always shown too."""
     return _TONES.get(str(state), "calm")
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return a text's first characters, and the number left out; invisible and bidirectional marks become visible."""
+    """Return a text's first characters, and the number omitted; invisible and bidirectional marks become visible."""
     plain = "".join(_visible(one) for one in text[:most])
     return plain if len(text) <= most else f"{plain} … ({len(text) - most:,} more characters)"
 
@@ -186,7 +183,7 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class ScoreLine:
-    """A result of an evaluation of this same model."""
+    """A result of an evaluation of the model of the card."""
 
     stage: str
     metric: str  # suite/name
@@ -199,20 +196,20 @@ class ModelCard:
     """The contents of the card."""
 
     title: str
-    digest: str  # of the model in the workspace
+    digest: str  # the digest of the model in the workspace
     dtype: str
     cast: bool  # whether the export converted the weights
     made: str  # run/stage
     release: str  # "prod, release 3"; empty: not released
     manifest: str  # digest
-    base: str  # of the first model; empty: randomly initialised
+    base: str  # the name of the first model; empty: randomly initialised
     seed: int
     stages: tuple[StageLine, ...]
     scores: tuple[ScoreLine, ...]
     gates: tuple[Verdict, ...]
     lineage: tuple[str, ...]  # lines of an indented tree
-    version: str  # of Posttrain
-    state: str = "succeeded"  # of the run
+    version: str  # the version of Posttrain
+    state: str = "succeeded"  # the state of the run
     chosen: str = ""  # "probe/accuracy 0.91 at step 40": the best model by the stage's probe; empty: the last one
     regressions: tuple[str, ...] = ()  # a line for each metric that is significantly worse than before
     judge: bool = False  # a reward model: a sequence classifier of one label
@@ -251,5 +248,5 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return text as one line of a block of code, which it cannot close."""
+    """Return text as one line of a block of code that the text cannot close."""
     return " ".join(str(text).split("\n")).replace("```", "'''")

@@ -3,11 +3,11 @@
 A panel shows one metric, without a script, in the colours of the page's scheme. A picture of intervals is a row of
 points with their limits over one axis.
 
-A drawn metric has a caption and a range of its axis. An axis fitted to the data exaggerates noise. So rates are drawn
-on 0 to 1, non-negative metrics from 0, and for metrics of either sign the noise between steps fills at most a third of
-the height.
+A drawn metric has a caption and an axis range. An axis fitted to the data exaggerates noise. So rates are drawn on 0 to
+1, and non-negative metrics from 0; for metrics of either sign the noise between steps fills at most a third of the
+height.
 
-Curves are reduced for drawing: thinned without losing an extreme, smoothed, with an estimate of their noise.
+Curves are reduced for drawing: they are thinned without losing an extreme, and smoothed, and their noise is estimated.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from posttrain.decision.gates import Estimate
 
 Floats = NDArray[np.float64]
 REWARD = "reward/mean"
-_EDGE = 2.0  # per cent kept free at both ends
+_EDGE = 2.0  # per cent left free at both ends
 WIDTH, HEIGHT = 360.0, 170.0  # user units
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 352.0, 8.0, 146.0
-_SPARSE = 25  # up to so many points each is marked; above, a running mean is drawn over the faint raw line
+_SPARSE = 25  # maximum number of points that are all marked; with more, a running mean is drawn over the faint raw line
 TONES = 7  # colours of lines in the page's style
 
 
@@ -71,7 +71,8 @@ class Curve:
 def step_noise(values: Floats) -> float:
     """Return the standard deviation of the noise on a trend, from differences of consecutive values.
 
-    The median of absolute differences over .954, its value for independent normal noise of deviation 1.
+    It is the median of absolute differences divided by .954, the median's value for independent normal noise of
+    deviation 1.
     """
     if len(values) < 3:
         return 0.0
@@ -87,24 +88,24 @@ WORDS = {
     REWARD: "mean training reward",
     "probe/accuracy": "held-out accuracy (probe)",
     "loss": "training loss",
-    "accuracy": "pairs ranked rightly",
-    "agreement": "tokens where teacher and student would say the same",
+    "accuracy": "pairs ranked correctly",
+    "agreement": "tokens on which teacher and student agree",
     "response_tokens/mean": "mean response length, tokens",
     "entropy": "entropy per token, nats (from the samples)",
     "kl": "KL to the reference, nats per token",
     "grad_norm": "gradient norm, before clipping",
-    "truncated": "responses cut at the longest allowed",
-    "clip_fraction": "tokens that the ratio's clip cut",
+    "truncated": "responses cut at the token limit",
+    "clip_fraction": "share of tokens whose ratio was clipped",
     "groups/zero_std": "groups without signal",
-    "groups/dropped": "groups dropped, of all that were sampled",
-    "updates": "optimiser steps of a step",
-    "rollout/rows": "responses that were decoded side by side, mean",
-    "rollout/preemptions": "responses that made room for others and were taken up again",
-    "rollout/recomputed_tokens": "tokens that were computed again for that",
-    "rollout/prefilled_tokens": "tokens of prompts that were computed",
-    "reward/overlong": "what long responses are punished by, mean",
-    "lag/kl": "KL of the step's beginning to the policy that sampled, nats per token",
-    "lag/ess": "tokens' worth under the weights of that lag, share",
+    "groups/dropped": "groups dropped, share of those sampled",
+    "updates": "optimiser steps per step",
+    "rollout/rows": "responses decoded together, mean",
+    "rollout/preemptions": "responses preempted and resumed",
+    "rollout/recomputed_tokens": "tokens recomputed after a preemption",
+    "rollout/prefilled_tokens": "prompt tokens computed",
+    "reward/overlong": "penalty on long responses, mean",
+    "lag/kl": "KL of the policy at the start of the step to the sampling policy, nats per token",
+    "lag/ess": "effective sample size under the weights for lag, share of tokens",
     "margin": "preference: mean margin of the chosen",
     "reward/std": "reward: standard deviation",
     "learning_rate": "learning rate",
@@ -115,8 +116,8 @@ WORDS = {
     "critic/loss": "critic: loss",
     "critic/grad_norm": "critic: gradient norm, before clipping",
     "tokens_per_second": "tokens per second",
-    "memory/peak_resident_mib": "most memory of the job's process so far, MiB",
-    "memory/peak_allocated_mib": "most memory of its CUDA device so far, MiB",
+    "memory/peak_resident_mib": "peak memory of the job's process, MiB",
+    "memory/peak_allocated_mib": "peak memory of its CUDA device, MiB",
     COMPONENTS: "mean of each component of the reward",
 }
 
@@ -148,7 +149,7 @@ _LEAST_SHARE = 0.1  # minimum upper end of their axis
 _NOISE_PART = 3.0  # minimum ratio of the height to the band of noise
 
 
-_LEAST_RATIO = 2.0  # of the greatest value to the least: below it a logarithmic axis shows what a linear one shows
+_LEAST_RATIO = 2.0  # least ratio of the greatest value to the smallest for which a logarithmic axis is useful
 _MOST_DECADES = 6  # ticks of a logarithmic axis
 _BAND = 4.0  # width of the noise band, in deviations
 
@@ -160,13 +161,13 @@ def rank(metric: str) -> tuple[int, str]:
 
 
 def component(metric: str) -> str:
-    """Return the name of the reward component whose mean it is; empty: another metric."""
+    """Return the reward component whose mean a metric is; empty: another metric."""
     found = _COMPONENT.fullmatch(metric)
     return found[1] if found else ""
 
 
 def is_rate(metric: str) -> bool:
-    """Whether its values are shares of 1."""
+    """Return whether the values of a metric are shares of 1."""
     if metric.startswith("reward/") and metric.endswith(("/errors", "/timeouts")):
         return True
     return metric.endswith(_RATES) or metric.partition("/")[2].startswith("pass@")
@@ -176,7 +177,7 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and the upper end of a metric's axis.
 
     Args:
-        values: all drawn values, in order of steps, confidence limits included. Non-finite values are ignored.
+        values: all drawn values in order of steps, including confidence limits. Non-finite values are ignored.
     """
     drawn = np.array([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not len(drawn):
@@ -236,7 +237,7 @@ def brief(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Whisker:
-    """One value with its limits; per cent of the width."""
+    """One value with its limits, in per cent of the width."""
 
     value: float
     low: float
@@ -280,13 +281,13 @@ def whiskers(metric: str, found: Sequence[tuple[int, Estimate]]) -> Whiskers:
 
 @dataclass(frozen=True, slots=True)
 class CurveSeries:
-    """One line: a quantity of one run, e.g. `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
+    """One line, a quantity of one run: `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
 
     quantity: str  # its panel; panels appear in the order of their first series
     run: str  # the legend's entry; a run has one colour in all panels
     steps: Sequence[float]  # [points], ascending
     values: Sequence[float]  # [points]; a NaN breaks the line
-    low: Sequence[float] | None = None  # [points] confidence limits, both or none
+    low: Sequence[float] | None = None  # [points] confidence limits: `low` and `high`, or neither
     high: Sequence[float] | None = None
     smooth: tuple[Sequence[float], Sequence[float]] | None = None  # steps and running means, before thinning
     metric: str = ""  # the recorded name, which determines the axis; empty: the quantity
@@ -302,7 +303,7 @@ class StageBoundary:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point, with its limits where they are known; user units."""
+    """A point, with its limits if they are known, in user units."""
 
     x: float
     y: float
@@ -317,7 +318,7 @@ class Line:
     name: str
     tone: int
     path: str  # all its points, thinned
-    mean: str = ""  # a running mean; empty where every point is marked
+    mean: str = ""  # a running mean; empty if every point is marked
     band: str = ""  # the range of sampling noise
     marks: tuple[Mark, ...] = ()
 
@@ -332,10 +333,10 @@ class Panel:
     lines: tuple[Line, ...]
     across: tuple[tuple[float, str], ...]  # (y, number)
     along: tuple[tuple[float, str], ...]  # (x, step)
-    zero: float | None  # y of 0, where it is neither edge
+    zero: float | None  # y of 0, if 0 is not at an edge
     upright: tuple[tuple[float, str], ...] = ()  # (x, label) of a marked step
     span: tuple[float, float] = (0.0, 1.0)  # the first and the last step of the axis
-    log: Panel | None = None  # the same on a logarithmic axis, where all values are positive
+    log: Panel | None = None  # the panel on a logarithmic axis, if all values are positive
 
     width, height, left, right, bottom = WIDTH, HEIGHT, _LEFT, _RIGHT, _BOTTOM
 
@@ -371,13 +372,13 @@ def panel(
     marked: Sequence[tuple[int, str]] = (),
     span: tuple[float, float] | None = None,
 ) -> Panel:
-    """Return the picture of one metric, on a linear axis and, where all values are positive, on a logarithmic one.
+    """Return the picture of one metric, on a linear axis and, if all values are positive, on a logarithmic one.
 
     Args:
-        series: at least one; each a line of a separate colour.
+        series: at least one series; each is a line of a separate colour.
         most: maximum points of a line.
         marked: steps to mark, each with its label; those outside the axis are ignored.
-        span: the first and the last step of the axis; None: of these lines.
+        span: the first and the last step of the axis; None: those of the lines.
     """
     curves = [Curve.of(one.steps, one.values) for one in series]
     limits = [limit for one in series for limit in (*(one.low or ()), *(one.high or ()))]
@@ -439,7 +440,7 @@ def _path(curve: Curve, axes: _Axes) -> str:
 
 
 def _band(curve: Curve, low: Sequence[float], high: Sequence[float], axes: _Axes, most: int) -> str:
-    """Return a filled strip; its limits are thinned by their extremes, so it is never drawn too narrow."""
+    """Return the path of a filled strip, whose limits are thinned by extremes, so it is never too narrow."""
     upper = _strip(curve.steps, high, max(24, most // 2))
     lower = _strip(curve.steps, low, max(24, most // 2))
     there, back = _path(upper, axes), _path(Curve(lower.steps[::-1], lower.values[::-1]), axes)

@@ -4,8 +4,8 @@ The run report is one page: the configuration, the results, and their reliabilit
 next to each other, the items with changed outcomes, overlaid curves, and the differences.
 
 The trace is one self-contained HTML file, like the report (no script, no external resource). It shows the busy and idle
-time of roles, the share of each hand-off in every step, and two steps as Gantt charts: the one of median length and
-the longest.
+time of roles, the share of each hand-off in every step, and two steps as Gantt charts: the step of median length and
+the longest step.
 """
 
 import math
@@ -46,7 +46,7 @@ from posttrain.web.panels import (
 
 _BEFORE, _AFTER = 1, 0  # colours of a score's two points
 WIDTH = 1000.0  # user units of a picture's width
-_MOST_BARS = 160  # steps drawn one by one; of more, neighbours are averaged
+_MOST_BARS = 160  # maximum of steps that are drawn individually; with more, neighbours are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StageRow:
     seconds: float | None = None  # None: not started
     tokens: int = 0
     output: str | None = None  # digest of its output
-    best: str | None = None  # digest of its best model, where it is not the last one
+    best: str | None = None  # digest of its best model, if that is not the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class BudgetRow:
 
     name: str  # tokens, seconds …
     spent: float
-    limit: float | None = None  # None: not limited
+    limit: float | None = None  # None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SampledStep:
     """Responses to one prompt of a step."""
 
     step: int
-    members: int  # of the group; not all are shown
+    members: int  # number of members of the group, not all of which are shown
     shown: tuple[Sample, ...]
 
 
@@ -108,15 +108,15 @@ class SuiteAnswers:
 
     stage: str
     suite: str
-    of: str  # whose answers
-    items: int  # with an answer to compare with
+    of: str  # the model that answered
+    items: int  # number of items with a reference answer
     wrong: int
     cut: int  # wrong answers that reached the limit of tokens
     wrong_shown: tuple[Response, ...]
     right_shown: tuple[Response, ...]
     scored: int = 0  # items without an answer, which only a reward scored
-    low_shown: tuple[Response, ...] = ()  # of these, the lowest first
-    high_shown: tuple[Response, ...] = ()  # the highest first
+    low_shown: tuple[Response, ...] = ()  # responses with low scores, lowest first
+    high_shown: tuple[Response, ...] = ()  # responses with high scores, highest first
     sampled: str = ""  # how responses were sampled, as text
 
 
@@ -147,7 +147,7 @@ class SystemRow:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The contents of a run report. Digests are complete, so that the page can be checked against the ledger."""
+    """The contents of a run report. Digests are complete, so the page can be checked against the ledger."""
 
     run_id: str
     name: str
@@ -155,14 +155,14 @@ class RunReport:
     owner: str
     seed: int
     manifest_digest: str
-    reason: str = ""  # why it is in this state, for a person
+    reason: str = ""  # why the run is in its state, for people
     next_action: str = ""
     stages: tuple[StageRow, ...] = ()
     gates: tuple[Verdict, ...] = ()
     lineage: tuple[str, ...] = ()  # lines of an indented tree
     budgets: tuple[BudgetRow, ...] = ()
-    warnings: tuple[str, ...] = ()  # e.g. a reward version other than that of the channel's model
-    compared_with: str = ""  # the run that `changes` compares with
+    warnings: tuple[str, ...] = ()  # for example, that the reward's version differs from that of the channel's model
+    compared_with: str = ""  # the run with which `changes` compares
     changes: tuple[Difference, ...] = ()
     scores: Scores = field(default_factory=Scores)
     curves: tuple[StageCurves, ...] = ()
@@ -185,8 +185,8 @@ def render_run_report(report: RunReport, name: str = "run.html", *, stages: bool
     """Return the page as HTML, under 2 MB; the same report gives the same text.
 
     Args:
-        name: of the template; `_run.html` is the part for a server's page.
-        stages: with the table of stages, which a server's page may have already.
+        name: the name of the template; `_run.html` is the part for a server's page.
+        stages: whether to include the table of stages, which a server's page may already have.
     """
     return fitted(lambda sizes: _render(report, sizes, name, stages))
 
@@ -218,7 +218,7 @@ def _render(report: RunReport, sizes: Sizes, name: str, stages: bool) -> str:
 
 
 def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
-    """Return the panels of all stages; above the limit, every stage keeps its first ones."""
+    """Return the panels of all stages; if there are too many, only the first panels of every stage."""
     each = max(1, sizes.panels // max(1, len(stages)))
     views = []
     for one in stages[: sizes.panels]:
@@ -232,7 +232,7 @@ def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
 
 
 def _lines(series: Mapping[str, CurveSeries]) -> dict[str, list[CurveSeries]]:
-    """Return panel → its lines, the most important first: one metric each; components of a reward share panels."""
+    """Return panel → its lines, most important first; a panel has one metric, or several components of a reward."""
     parts = [replace(one, run=component(metric)) for metric, one in series.items() if component(metric)]
     found: dict[str, list[CurveSeries]] = {REWARD: [series[REWARD]]} if REWARD in series else {}
     for start in range(0, len(parts), TONES):  # a colour each
@@ -254,7 +254,7 @@ class Scale:
 
 
 def scale(verdict: Verdict) -> Scale | None:
-    """Return the positions of estimate, limit and threshold; None when the gate could not be tested."""
+    """Return the positions of estimate, limit and threshold; None: the gate could not be tested."""
     value = verdict.difference if verdict.difference is not None else verdict.estimate
     if value is None or verdict.limit is None or verdict.threshold is None:
         return None
@@ -269,7 +269,7 @@ template("run.html")  # loaded now: a driver may report days later, when the fil
 
 @dataclass(frozen=True, slots=True)
 class SubjectFacts:
-    """The facts next to a subject's name."""
+    """The facts that are shown next to a subject's name."""
 
     state: str  # of its run
     seed: int
@@ -287,7 +287,7 @@ class ItemPair:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Items on which exactly one greedy answer is right, a candidate's or the first subject's."""
+    """Items on which exactly one greedy answer is right: the candidate's or the first subject's."""
 
     label: str  # of the candidate
     suite: str
@@ -321,7 +321,7 @@ def render_compare_page(page: ComparePage, name: str = "compare.html") -> str:
     """Return the page as HTML, under 2 MB; the same comparison gives the same text.
 
     Args:
-        name: of the template; `_compare.html` is the part for a server's page.
+        name: the name of the template; `_compare.html` is the part for a server's page.
     """
     return fitted(lambda sizes: _render_comparison(page, sizes, name))
 
@@ -382,7 +382,7 @@ class TracePage:
     state: str
     attempts: Sequence[AttemptSpans]
     samples: Sequence[Sample] = ()
-    notes: Sequence[str] = ()  # what could not be read
+    notes: Sequence[str] = ()  # lines about data that could not be read
     begun: Sequence[str] = ()  # lines about stages whose first steps another run trained
 
 
@@ -395,7 +395,7 @@ class Block:
     width: float
     height: float
     colour: str
-    name: str  # written into it where it fits
+    name: str  # written into the block if it fits
     told: str  # shown on hovering
 
 
@@ -418,7 +418,7 @@ class Gantt:
 
     @property
     def height(self) -> int:
-        """User units, without the axis."""
+        """The height in user units, without the axis."""
         return _ROW * len(self.rows)
 
 
@@ -431,7 +431,7 @@ class LegendEntry:
     share: float
     seconds: float
     steps: int
-    rare: bool  # then the number of steps is shown
+    rare: bool  # whether the number of steps is shown, since not every step has the hand-off
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +527,7 @@ class _Busy:
 
 
 def _tracks(near: Sequence[Span], colours: Mapping[str, str]) -> tuple[dict[tuple[str, int], list[_Busy]], int]:
-    """Return (role, rank) → its work by time, roles in the order of their first call; and the count of hidden ranks."""
+    """Return (role, rank) → its work by time, with roles by their first call; and the number of hidden ranks."""
     controller: list[_Busy] = []
     roles: dict[str, dict[int, list[_Busy]]] = {}
     hidden: set[tuple[str, int]] = set()
@@ -557,7 +557,7 @@ def _block(label: str, busy: _Busy, place: int, begin: float, seconds: float) ->
 
 
 def _during(call: Span, near: Sequence[Span]) -> str:
-    """Return the innermost hand-off around a call; empty without one."""
+    """Return the innermost hand-off around a call; empty: there is none."""
     around = [span for span in near if not is_call(span) and span.started <= call.started < end_of(span)]
     return min(around, key=lambda span: span.seconds).name if around else ""
 

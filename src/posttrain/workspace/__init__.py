@@ -1,1 +1,1 @@
-"""An open workspace: its folder, its settings, the place of its ledger, and the planes over it."""
+"""An open workspace: its folder, its settings, the place of its ledger, and the components that work on them."""

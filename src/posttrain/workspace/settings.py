@@ -7,9 +7,9 @@ The settings are written once, when the workspace is made, or later by explicit 
     {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …,
      "job_variables": …, "model_limits": …}
 
-The ledger is the file `ledger.db` in the workspace's folder, or a database in PostgreSQL. The choice is made when the
-workspace is made and recorded in workspace.json, so that every later command uses it. A password is never recorded:
-libpq finds it in PGPASSWORD or ~/.pgpass.
+The ledger is the file `ledger.db` in the workspace's folder, or a database in PostgreSQL. The choice is recorded in
+workspace.json when the workspace is made, and every later command uses it. A password is never recorded: libpq reads it
+from PGPASSWORD or ~/.pgpass.
 
 An open workspace is one folder with a ledger, blobs, attempt folders and a cache, and the components that work on them.
 `app.workspace` opens it and chooses its back-ends; other code does not depend on the choice.
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from posttrain.control.reconciler import Reconciler
 
 LEDGER_VARIABLE = "POSTTRAIN_LEDGER"
-KEY = "ledger"  # of workspace.json; absent: the file
+KEY = "ledger"  # the key in workspace.json; absent: the ledger is the file
 FILE = "ledger.db"
-_SUBJECT = "workspace"  # of the event that binds a workspace to a database
+_SUBJECT = "workspace"  # the subject of the event that binds a workspace to a database
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
@@ -63,11 +63,11 @@ OWN_EXECUTORS = (LOCAL, PODMAN)
 EXECUTOR = "executor"  # the key of an executor that is not local
 VARIABLES = "job_variables"  # the key of names of additional variables that jobs of a server get
 LIMITS = "model_limits"  # the key of the limits of a model folder (`data.assets.ModelLimits`)
-CHANNEL = "channel"  # the key of a URL below which attempts have their channels; absent: in their folders
+CHANNEL = "channel"  # the key of a URL below which attempts have their mailboxes; absent: in their folders
 _FORMAT = "posttrain.workspace/1"
-OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
+OWN_STORE = "blobs"  # a store in the workspace's folder, which can be moved with it
 _PLACE_DIGITS = 32
-_MOST_MANIFESTS = 1024  # kept in memory
+_MOST_MANIFESTS = 1024  # manifests cached in memory
 
 
 def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | str:
@@ -90,13 +90,13 @@ def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | st
     if wanted not in (None, found):
         who = "--ledger" if asked else LEDGER_VARIABLE
         raise WorkspaceError(
-            f"{root}: its ledger is {found}, {who} names {wanted}; leave it out or make another workspace"
+            f"{root}: its ledger is {found}, but {who} names {wanted}; leave it out or create another workspace"
         )
     return found
 
 
 def recorded(root: Path, record: Any) -> str | None:
-    """Return the address in workspace.json; None where the ledger is the file.
+    """Return the address in workspace.json; None: the ledger is the file.
 
     Raises:
         WorkspaceError: the value is not an address.
@@ -118,11 +118,11 @@ def host_name(root: Path) -> str:
 
 
 def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "") -> None:
-    """Bind a workspace folder to a database as one of its hosts; all of them keep their artifacts in one store.
+    """Bind a workspace folder to a database as one of its hosts, all of which store their artifacts in one store.
 
     Args:
-        identity: the workspace's unique id; a folder that was moved keeps it.
-        store: URL of the store that other hosts reach, too; empty: it is in this folder.
+        identity: the workspace's unique id, which a moved folder retains.
+        store: URL of the store that other hosts can reach too; empty: the store is in this folder.
 
     Raises:
         WorkspaceError: the database is bound to a workspace with another store, or this folder is a host's copy.
@@ -147,7 +147,7 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "")
 
 
 def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
-    """Refuse a copy on another machine, which would take the original folder's jobs for its own.
+    """Reject a copy on another machine, which would treat the original folder's jobs as its own.
 
     Raises:
         WorkspaceError: the original was active a moment ago.
@@ -155,20 +155,20 @@ def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
     known = next(
         (one for one in Hosts(ledger.database, ledger.clock, identity, where).all() if one.id == identity), None
     )
-    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else it was checked
+    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else checked before
     if known is not None and elsewhere and not known.gone:
         raise WorkspaceError(
-            f"{where}: is a copy of {known.name}, which was heard of {known.silent:.0f} s ago and has the same id; use "
+            f"{where}: is a copy of {known.name}, which reported {known.silent:.0f} s ago and has the same id; use "
             f"that one; if this one was moved, try again in {GONE_SECONDS:.0f} s; for a separate host, make another "
             "with posttrain init in an empty folder"
         )
 
 
 def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: str) -> None:
-    """Refuse another store: every host must be able to read the artifacts of every other one.
+    """Reject a different store, since every host must be able to read the artifacts of all hosts.
 
     Raises:
-        WorkspaceError: they keep their artifacts in different stores.
+        WorkspaceError: the hosts would store their artifacts in different stores.
     """
     holder, theirs = known
     if not store or theirs != store:
@@ -180,9 +180,9 @@ def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: s
 
 
 def _bound(now: Snapshot, subject: str, place: str) -> list[tuple[str, str]]:
-    """Return present and former places of a ledger's workspaces as (`host:folder`, shared store), the newest last.
+    """Return current and former places of a ledger's workspaces as (`host:folder`, shared store), newest last.
 
-    An event recorded at another address is about another database, which this one is a copy of.
+    Events that were recorded at a different address are omitted: they concern the database of which this is a copy.
     """
     known = [event.payload for event in [*now.events(subject_prefix=subject), *now.pending_events(subject)]]
     return [(str(one.get("folder")), str(one.get("store", ""))) for one in known if one.get("ledger", place) == place]
@@ -198,7 +198,7 @@ def _still_there(where: str, identity: str) -> bool:
 def record_places(
     root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None, channel: str = ""
 ) -> None:
-    """Record a new workspace's places of artifacts, ledger and channels, and its choices of rewards and trackers."""
+    """Record a new workspace's places of artifacts, ledger and mailboxes, and its choices of rewards and trackers."""
     with settings_lock(root):
         known = read_json(root / SETTINGS)
         places = ({} if isinstance(place, Path) else {KEY: place}) | ({CHANNEL: channel} if channel else {})
@@ -219,10 +219,10 @@ def fresh_record(root: Path, url: str) -> dict[str, Any]:
 
 
 def record_variables(root: Path, names: Collection[str]) -> None:
-    """Record which additional variables of a server's environment its jobs get; empty: none.
+    """Record the names of additional variables of a server's environment that its jobs get.
 
     Raises:
-        InputError: an invalid name, or a variable that no job of a server gets.
+        InputError: a name is invalid, or is that of a variable which no job of a server gets.
     """
     for name in names:
         if not name.isidentifier() or name.startswith(NEVER):
@@ -241,26 +241,26 @@ def record_setting(root: Path, key: str, value: Any) -> None:
 
 
 def settings_lock(root: Path) -> AbstractContextManager[None]:
-    """Lock workspace.json for one process at a time; the lock is on the folder itself, so no file is left behind."""
+    """Lock workspace.json for one process at a time; the lock is on the folder itself, so no lock file remains."""
     return held(root, make=False)
 
 
 class OpenWorkspace:
-    """The control plane over one folder."""
+    """An open workspace, the control plane over one folder."""
 
     root: Path
     actor: str  # the principal in the audit log
-    settings: Mapping[str, Any]  # of workspace.json
+    settings: Mapping[str, Any]  # the settings in workspace.json
     ledger: Ledger
     blobs: ObjectBlobs
     stores: Stores
     jobs: Jobs
     catalog: Catalog
-    hosts: Hosts | None = None  # of its ledger; None where only this folder uses it
+    hosts: Hosts | None = None  # the hosts of its ledger; None: only this folder uses the ledger
 
     @property
     def served(self) -> bool:
-        """Whether a server runs over it, with the settings that it read at its start."""
+        """Whether a server serves the workspace, with the settings that it read at its start."""
         return is_served(self.root)
 
     @property
@@ -269,13 +269,13 @@ class OpenWorkspace:
         return self.settings.get("rewards") == TRUSTED
 
     def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
-        """Return a run's manifest, or one line why it cannot be read: a list of runs survives a bad one."""
+        """Return a run's manifest, or one line why it cannot be read, so a bad manifest does not fail a list."""
         known = self._manifests.get(run.manifest_digest)
         if known is not None:
             return known, ""
         try:
             found = self.stores.manifest(run)
-            if len(self._manifests) < _MOST_MANIFESTS:  # bytes never change under their digest
+            if len(self._manifests) < _MOST_MANIFESTS:  # cached forever: bytes never change under their digest
                 self._manifests[run.manifest_digest] = found
             return found, ""
         except (PosttrainError, ValueError) as error:  # missing or corrupt bytes, or a manifest of another version
@@ -284,7 +284,7 @@ class OpenWorkspace:
     @functools.cached_property
     def reconciler(self) -> Reconciler:
         """This process as a reconciler."""
-        from posttrain.control.reconciler import Reconciler  # here: it loads numpy and pyarrow, which `ls` does without
+        from posttrain.control.reconciler import Reconciler  # late: it loads numpy and pyarrow, which `ls` omits
 
         return Reconciler(self.stores, self.jobs, process_name(), process_alive)
 
@@ -295,33 +295,33 @@ class OpenWorkspace:
 
     @property
     def ledger_address(self) -> str | None:
-        """The address of its ledger in PostgreSQL; None where the ledger is a file."""
+        """The address of the ledger in PostgreSQL; None: the ledger is a file."""
         return recorded(self.root, self.settings)
 
     @functools.cached_property
     def channels(self) -> str:
-        """The URL below which new attempts have their channels; empty: in their folders. A copy has another URL."""
+        """The URL below which new attempts have their mailboxes; empty: in their folders. A copy has another URL."""
         url = str(self.settings.get(CHANNEL, ""))
         return f"{url}/{self.place()}" if url else ""
 
     @property
     def channel_address(self) -> str | None:
-        """The URL of the channels between jobs and drivers; None: the attempts' folders."""
+        """The URL of the mailboxes between jobs and drivers; None: the attempts' folders."""
         return self.settings.get(CHANNEL)
 
     @property
     def read_only(self) -> bool:
-        """Whether the workspace is read-only: another user's, or on a read-only mount."""
+        """Whether the workspace is read-only, since it is another user's or on a read-only mount."""
         return self.ledger.database.read_only
 
     def identity(self) -> str:
-        """Return the unique id of this workspace, kept when it is moved or copied: 32 random hexadecimal digits.
+        """Return the unique id of this workspace, 32 random hexadecimal digits, which moves and copies retain.
 
         Raises:
-            WorkspaceError: it has no id yet and cannot be written.
+            WorkspaceError: the workspace has no id yet and cannot be written.
         """
         path = self.root / SETTINGS
-        with settings_lock(self.root):  # the writers of several runs may ask at the same time
+        with settings_lock(self.root):  # the writers of several runs may call this at the same time
             record = read_json(path) or fresh_record(self.root, self.blobs.url)
             if not record.get("id"):
                 record = {**record, "id": uuid.uuid4().hex}
@@ -329,10 +329,10 @@ class OpenWorkspace:
         return str(record["id"])
 
     def refuse_missing_executor(self) -> None:
-        """Refuse a missing executor before anything is submitted.
+        """Check that the executor is available, before anything is submitted.
 
         Raises:
-            InputError: the package of its executor is no longer installed, or broken.
+            InputError: the package of the executor is broken or no longer installed.
         """
         if isinstance(self.jobs.executor, InstalledExecutor):
             self.jobs.executor.load()
@@ -343,24 +343,24 @@ class OpenWorkspace:
         return not isinstance(self.jobs.executor, InstalledExecutor)
 
     def place(self) -> str:
-        """Return the id that separates its jobs from those of other workspaces: a digest of id, machine and folder.
+        """Return the digest of id, machine and folder, which separates its jobs from those of other workspaces.
 
-        A copy has another id, so it never ends the original's jobs; a moved workspace has another one, too.
+        The digest of a copy differs, so a copy never ends the original's jobs; that of a moved workspace differs too.
 
         Raises:
-            WorkspaceError: as `identity`.
+            WorkspaceError: the workspace has no id yet and cannot be written.
         """
         return digest_json([self.identity(), socket.gethostname(), str(self.root)]).partition(":")[2][:_PLACE_DIGITS]
 
     @functools.cached_property
     def log(self) -> str:
-        """The id of the event log among those that keep heads in the same store; a store in the folder has one log."""
+        """The id of the event log among the logs with heads in the same store; a store in the folder has one log."""
         if self.ledger_address is not None:
             return digest_json([self.ledger.database.place]).partition(":")[2][:_PLACE_DIGITS]
         return "own" if self.blobs.url == blobs_url(self.root / OWN_STORE) else self.place()
 
     def lost(self, run_id: str = "*") -> Lost:
-        """Return kept data that the ledger lacks: of the log, and of one run's folder or of all."""
+        """Return data outside the ledger that the ledger lacks: of the log, and of one run's folder or of all."""
         return find_lost(self.ledger, self.blobs, self.log, self.root, run_id)
 
     def accept_loss(self, reason: str) -> Lost:
@@ -370,20 +370,21 @@ class OpenWorkspace:
         return lost
 
     def seal(self, *, keep: bool = True) -> None:
-        """Chain the events committed so far; a read-only process leaves that to the next writer.
+        """Chain the events committed so far; in a read-only process the call has no effect.
 
         Args:
-            keep: also keep the head in the store. Loops that seal every few seconds leave that to the end of a run.
+            keep: whether to put the head into the store too. Loops that seal every few seconds do that only at the end
+                of a run.
         """
         if self.read_only:
             return
         seal(self.ledger)
-        if keep and self.root.is_dir():  # a removed folder is not made again by its store
-            with suppress(InfrastructureError, WorkspaceError):  # the seal is valid; the next one keeps a newer head
+        if keep and self.root.is_dir():  # a store must not recreate a removed folder
+            with suppress(InfrastructureError, WorkspaceError):  # the seal is valid; the next one stores a newer head
                 keep_head(self.ledger, self.blobs, self.log)
 
     def seen_by(self, actor: str, project: str, auth: str, request: str = "") -> Self:
-        """Return this workspace as another principal, perhaps of another project; this one closes the database.
+        """Return this workspace for another principal or project; closing the original closes the database of both.
 
         Args:
             auth: the authenticator of the principal, for events.

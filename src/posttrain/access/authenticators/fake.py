@@ -21,5 +21,5 @@ class FakeAuthenticator:
     def authenticate(self, proof: str) -> Identity:
         """See `Authenticator.authenticate`."""
         if proof not in self._known:
-            raise AccessError("no identity has this proof; show another one")
+            raise AccessError("no identity has this proof; use another")
         return self._known[proof]

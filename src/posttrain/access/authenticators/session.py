@@ -1,6 +1,6 @@
-"""Sessions of browsers: 256 random bits in a cookie, which stand for a token. The end of the token ends them.
+"""Browser sessions: 256 random bits in a cookie that represent a token. A session ends with its token.
 
-The ledger keeps the SHA-256 of the bits, and the token is in no cookie, so neither reveals the other.
+The ledger stores only the SHA-256 of the bits, so it reveals no cookie. No cookie contains the token.
 """
 
 import base64
@@ -14,13 +14,13 @@ from posttrain.store.grants import begin_session, end_session
 from posttrain.store.hosts import Ledger
 
 SESSION = "session"
-SECONDS = 12 * 3600.0  # that a session lasts, where its token does
+SECONDS = 12 * 3600.0  # the maximum validity of a session
 _BYTES = 32
 _FORM = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 class SessionAuthenticator:
-    """Identifies principals by sessions that are not over, of tokens that are neither expired nor revoked."""
+    """Identifies principals by sessions that have not ended and whose tokens are neither expired nor revoked."""
 
     auth = SESSION
 
@@ -30,7 +30,7 @@ class SessionAuthenticator:
     def authenticate(self, proof: str) -> Identity:
         """See `Authenticator.authenticate`."""
         if not _FORM.fullmatch(proof):
-            raise AccessError("a session must be 43 letters, digits, - or _; got something else; log in")
+            raise AccessError("a session must be 43 letters, digits, - or _; got something else; log in again")
         now = self._ledger.clock.now()
         with self._ledger.snapshot() as ledger:
             token = ledger.token_behind(digest_bytes(proof.encode()), now)
@@ -45,8 +45,8 @@ def begin(ledger: Ledger, proof: str) -> str:
     """
     secret = base64.urlsafe_b64encode(ledger.entropy(_BYTES)).decode().rstrip("=")
     token = ledger.token_of(digest_bytes(proof.encode()))
-    if token is None:  # revoked tokens stay, so it never existed
-        raise AccessError("the token is not known here; ask an admin for another one")
+    if token is None:  # revoked tokens stay in the ledger, so this one never existed
+        raise AccessError("the token is unknown; ask an admin for a new one")
     until = min(token.expires_at, ledger.clock.now() + SECONDS)
     begin_session(ledger, digest_bytes(secret.encode()), token.id, until)
     return secret

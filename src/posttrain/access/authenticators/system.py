@@ -13,10 +13,10 @@ class SystemUser:
     auth = OS
 
     def authenticate(self, proof: str = "") -> Identity:
-        """See `Authenticator.authenticate`; a proof is refused, since it cannot be checked."""
+        """See `Authenticator.authenticate`; a proof is rejected, since it cannot be checked."""
         if proof:
             raise AccessError(
-                "this workspace identifies its user by the operating system; do not log in, show no token"
+                "this workspace identifies its user by the operating system; it needs no login and no token"
             )
         return Identity(f"user:{login_name()}", self.auth)
 

@@ -1,4 +1,4 @@
-"""Tokens: 256 random bits that a principal shows. The ledger keeps their SHA-256, which does not reveal them."""
+"""Tokens: 256 random bits that a principal sends. The ledger stores only their SHA-256, which does not reveal them."""
 
 import base64
 import re
@@ -14,7 +14,7 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.transaction import Transaction
 
 TOKEN = "token"
-PREFIX = "posttrain_"  # so that scanners of repositories and logs recognise one
+PREFIX = "posttrain_"  # scanners of repositories and logs recognise tokens by it
 LONGEST = 366 * 86400.0  # seconds that a token may be valid
 _BYTES, _ID_BYTES = 32, 8
 _FORM = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{43}}")
@@ -33,7 +33,7 @@ class TokenAuthenticator:
         if not _FORM.fullmatch(proof):
             raise AccessError(f"a token must be {PREFIX} and 43 letters, digits, - or _; got something else")
         token = self._ledger.token_of(digest_bytes(proof.encode()))
-        unknown = "the token is not known here; ask an admin for another one"
+        unknown = "the token is unknown; ask an admin for a new one"
         return identity_of(token, self._ledger.clock.now(), self.auth, unknown)
 
 
@@ -42,23 +42,21 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
 
     Args:
         actor: the principal that issues it.
-        principal: the principal that will show it.
-        scopes: the ledger's project → the highest role there with it.
-        seconds: its validity.
+        principal: the principal that it identifies.
+        scopes: project → the highest role that the token grants there; the only project is the ledger's.
+        seconds: the validity of the token.
 
     Raises:
-        InputError: a validity that is not positive or exceeds `LONGEST`; no scope, or one of another project; an
-            invalid principal.
+        InputError: the validity is not positive or exceeds `LONGEST`; there is no scope, or a scope names another
+            project; the principal is invalid.
     """
     _refuse_long(seconds)
     refuse_unnamed(principal)
     if not scopes:
-        raise InputError("token: must have a scope, got none; name a project and the role that it may have there")
+        raise InputError("token: must have a scope, got none; name a project and a role in it")
     if set(scopes) != {ledger.project}:
         got = ", ".join(sorted(scopes))
-        raise InputError(
-            f"token: must be for project {ledger.project}, whose admin issues it, got {got}; issue it there"
-        )
+        raise InputError(f"token: must be for project {ledger.project}, got {got}; issue it in that project")
     with ledger.transaction(actor) as transaction:
         return _add(ledger, transaction, principal, {name: str(role) for name, role in scopes.items()}, seconds)
 
@@ -67,7 +65,7 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
     """Replace a token by a new one and revoke it immediately.
 
     Raises:
-        InputError: see `issue`; or the token was revoked before, or has expired.
+        InputError: the token was revoked or has expired; the new validity is not positive or exceeds `LONGEST`.
         NotFoundError: the project has no such token.
     """
     _refuse_long(seconds)
@@ -76,14 +74,14 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
         if old is None:
             raise NotFoundError(f"there is no token {token_id!r}")
         if ledger.clock.now() >= old.expires_at:
-            raise InputError(f"token {token_id} has expired, so nothing takes its place; issue another one")
+            raise InputError(f"token {token_id} has expired and cannot be replaced; issue a new one")
         if not transaction.revoke_token(token_id):
-            raise InputError(f"token {token_id} was revoked before, so nothing takes its place; issue another one")
+            raise InputError(f"token {token_id} is revoked and cannot be replaced; issue a new one")
         return _add(ledger, transaction, old.actor, old.scopes, seconds, old.id)
 
 
 def refuse_unnamed(principal: str) -> None:
-    """Refuse a token for an invalid principal.
+    """Check that a name is a principal for whom a token can be issued.
 
     Raises:
         InputError: the name is not a principal.
@@ -95,7 +93,7 @@ def refuse_unnamed(principal: str) -> None:
 
 def _refuse_long(seconds: float) -> None:
     if not 0 < seconds <= LONGEST:
-        raise InputError(f"token: must be good for at most {LONGEST / 86400:g} days, got {seconds / 86400:g}")
+        raise InputError(f"token: must be valid for at most {LONGEST / 86400:g} days, got {seconds / 86400:g}")
 
 
 def _add(

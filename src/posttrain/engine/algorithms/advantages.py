@@ -1,13 +1,13 @@
 """Advantage estimators over groups of rewards, generalised advantage estimation over packed documents, and whitening.
 
 Rewards of groups are `[prompts, members]`; NaN marks a member without a score (its reward function timed out, failed or
-declined). Such a member is left out of its group: it neither shifts the group's baseline nor gets an advantage (its
-entry is 0). A group with fewer than two scored members has no baseline, and one whose scored members are equal has no
-signal: both get 0 throughout.
+declined). Such a member is left out of its group: it does not shift the group's baseline, and its advantage is 0. A
+group with fewer than two scored members has no baseline, and a group whose scored members have equal rewards has no
+signal: in both cases every advantage is 0.
 
-Generalised advantage estimation and whitening see response tokens only. Prompts, and observation tokens inside a
+Generalised advantage estimation and whitening read response tokens only. Prompts, and observation tokens inside a
 response (holes of the mask), are skipped, so the token after a hole follows the token before it. A document is an
-episode: nothing is carried from one into another.
+episode: no value crosses a document boundary.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def grpo(rewards: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
-    """A = r − mean; dividing by the deviation would over-weight prompts that are nearly solved or nearly hopeless.
+    """A = r − mean. Dividing by the deviation would over-weight prompts that are nearly solved or nearly hopeless.
 
-    Pair it with the aggregation `seq-mean-token-sum-norm`. Args and returns as `grpo`. Source: Dr. GRPO, arXiv
+    Use it with the aggregation `seq-mean-token-sum-norm`. Arguments and result: see `grpo`. Source: Dr. GRPO, arXiv
     2503.20783.
     """
     return _centre(rewards)[0].to(precision(rewards))
@@ -50,7 +50,7 @@ def dr_grpo(rewards: Tensor) -> Tensor:
 def rloo(rewards: Tensor) -> Tensor:
     """A = r − mean of the other members = n/(n−1)·(r − mean).
 
-    Args and returns as `grpo`. Source: RLOO, arXiv 2402.14740.
+    Arguments and result: see `grpo`. Source: RLOO, arXiv 2402.14740.
     """
     centred, _, count = _centre(rewards)
     return (centred * count / (count - 1).clamp(min=1)).to(precision(rewards))
@@ -68,7 +68,7 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
         buffer: tokens before the limit, at least 1.
 
     Returns:
-        `[documents]` float64. Source: DAPO, arXiv 2503.14476, eq. 13, with the sign turned.
+        `[documents]` float64. Source: DAPO, arXiv 2503.14476, eq. 13, with the opposite sign.
     """
     return ((lengths.double() - (limit - buffer)) / buffer).clamp(0.0, 1.0)
 
@@ -76,7 +76,7 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
 def has_signal(rewards: Tensor) -> Tensor:
     """Return which groups have at least two scored members whose rewards differ, `[prompts]` bool.
 
-    The others have no policy gradient.
+    The other groups have no policy gradient.
     """
     scored = ~rewards.isnan()
     highest = torch.where(scored, rewards, -torch.inf).amax(dim=1)
@@ -85,14 +85,14 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Lay out rewards of documents by group: `[groups, members]`, NaN where a group has fewer, and the place of each.
+    """Return the documents' rewards by group, `[groups, members]` with NaN for missing members, and their places.
 
     Args:
         rewards: [D]
-        groups: [D] the number of each document's group; members of a group may be anywhere.
+        groups: [D] the number of each document's group; members of a group need not be adjacent.
 
     Returns:
-        The matrix, and its row and column for every document: `matrix[place]` are the rewards again.
+        The matrix, and the row and column of every document in it: `matrix[place]` equals `rewards`.
     """
     names, row = torch.unique(groups, return_inverse=True)
     order = row.argsort(stable=True)
@@ -105,7 +105,7 @@ def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
 
 
 def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rewards minus their group's mean (0 without score or signal), the scored ones, the count per group [P, 1].
+    """Return rewards minus their group's mean (0 without score or signal), a mask of the scored members, counts [P, 1].
 
     In float64: a mean of equal float32 rewards must not leave a remainder that the division by ε would amplify.
     """
@@ -121,8 +121,8 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γV_{t+1} − V_t; returns are A + V.
 
-    After the last response token V = 0, whether the response ended by itself or at the token limit: its reward
-    contains all of its value.
+    After the last response token V = 0, whether the response ended with an end token or at the token limit: its reward
+    is its whole value.
 
     Args:
         rewards: [T]; values outside the mask are not read, NaN included.
@@ -180,12 +180,12 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, cent
     Args:
         values: [T]; values outside the mask are not read, NaN included.
         mask: [T] bool.
-        moments: of all values that are whitened together; by default those of these values.
+        moments: statistics of all values that are whitened together; None: those of `values`.
         centre: False keeps the mean and only scales.
 
     Returns:
-        [T] (`precision`), 0 outside the mask. A single value, which has no spread, becomes 0 (itself without
-        centring).
+        [T] (`precision`), 0 outside the mask. A single value, which has no spread, becomes 0 (with `centre=False` it
+        is unchanged).
     """
     found = moments or Moments.of(values, mask)
     centred = torch.where(mask, values.detach(), found.mean).double() - found.mean

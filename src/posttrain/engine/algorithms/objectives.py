@@ -1,23 +1,24 @@
 """Losses and rewards per token, objectives of an optimiser step, token weights, and the distillation loss.
 
-An objective is the loss that the step minimises: a value that holds the step's totals, called once per micro-batch.
-Objectives are data, not closures, so they can be sent to ranks in other processes; each returns the plain sum of its
-micro-batch's weighted losses, so that sums over micro-batches and ranks are the whole step's.
+An objective is the loss that the step minimises: an object that contains the step's totals and is called once per
+micro-batch. Objectives are data, not closures, so they can be sent to ranks in other processes. Each call returns the
+plain sum of its micro-batch's weighted losses; the sum over micro-batches and ranks is the loss of the whole step.
 
 Per-token losses are aggregated so that gradients do not depend on how a batch is split. A mean inside each micro-batch
 would weight a token by the other tokens of its micro-batch. Here every token gets its weight from totals of the whole
-optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the same loss, and so to
-the same gradient, for every split. Only response tokens count; prompts never enter a denominator. The caller that
-counts the totals decides whether documents that are not computed are included: a document whose loss is zero may then
-be dropped without changing anything (`recipes.grpo`).
+optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: every split has the same total loss and
+gradient. Only response tokens count; prompts never enter a denominator. The caller that counts the totals decides
+whether they include documents that are not computed. If they do, a document whose loss is zero may be dropped
+without changing the result (`recipes.grpo`).
 
 The distillation loss measures how far a student is from a teacher, over the teacher's likeliest tokens. At every
 response token the vocabulary is split into k + 1 outcomes: the teacher's k likeliest tokens, and all others together,
-the tail. Both models are proper distributions over these, so a divergence is never negative and 0 only where they
-agree; and by the data processing inequality it is at most that over the whole vocabulary. Source: generalised knowledge
-distillation, Agarwal et al., arXiv 2306.13649, section 3.
+the tail. Both models are proper distributions over these outcomes, so a divergence is never negative, and is 0 only
+where the distributions agree. By the data processing inequality it is at most the divergence over the whole
+vocabulary. Source: generalised knowledge distillation, Agarwal et al., arXiv 2306.13649, section 3.
 
-Functions of losses and rewards per token take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
+Functions for losses and rewards per token take `[T]` tensors of a packed batch and a mask. They return `[T]`, 0 outside
+the mask.
 
 Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
 not even a NaN (0 · NaN is NaN). The objective decides how tokens are summed.
@@ -67,10 +68,10 @@ def ppo_clip(
     Args:
         logprobs: current policy, differentiable.
         behaviour: log-probabilities recorded when the tokens were sampled, at the same temperature. They are the
-            denominator of ρ and appear once: no second importance weight.
+            denominator of ρ; there is no second importance weight.
         advantages: one value per token, constant over a response.
         mask: response tokens.
-        clip_low, clip_high: ε_low and ε_high; clip-higher when they differ.
+        clip_low, clip_high: ε_low and ε_high; different values give clip-higher.
 
     Source: PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10.
     """
@@ -91,13 +92,13 @@ def is_clipped(
 def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Estimate KL(π ‖ π_ref) per token, d = log π_ref − log π: k2 = d²/2, k3 = e^d − d − 1.
 
-    Both are non-negative. As a loss over tokens that π sampled, k2 has the gradient of KL(π ‖ π_ref) in expectation; k3
-    has that of the other direction, KL(π_ref ‖ π), although its value estimates this one (`corrected_kl_penalty` has
-    both right). k1 = −d has zero expected gradient as a loss and is not offered.
+    Both are non-negative. As a loss over tokens that π sampled, k2 has the gradient of KL(π ‖ π_ref) in expectation. k3
+    has the gradient of KL(π_ref ‖ π), although its value estimates KL(π ‖ π_ref); `corrected_kl_penalty` has the value
+    and the gradient of KL(π ‖ π_ref). k1 = −d has zero expected gradient as a loss and is not offered.
     Source: Schulman, "Approximating KL divergence" (2020).
 
     Raises:
-        KeyError: another estimator.
+        KeyError: an unknown estimator.
     """
     d = -log_ratio(logprobs, reference, mask)
     return {"k2": lambda: d.square() / 2, "k3": lambda: d.expm1() - d}[estimator]()
@@ -106,8 +107,8 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str
 def corrected_kl_penalty(logprobs: Tensor, behaviour: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """ρ·(e^d − d − 1) with ρ = exp(log π − log μ), differentiated through ρ too.
 
-    Over tokens that μ sampled its value is KL(π ‖ π_ref) and its gradient that of KL(π ‖ π_ref), both in expectation,
-    even after π has moved away from μ. Arguments as `ppo_clip` and `kl_penalty`.
+    Over tokens that μ sampled, its expected value is KL(π ‖ π_ref) and its expected gradient is that of KL(π ‖ π_ref),
+    even after π has moved away from μ. Arguments: see `ppo_clip` and `kl_penalty`.
 
     Source: DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`.
     """
@@ -117,13 +118,13 @@ def corrected_kl_penalty(logprobs: Tensor, behaviour: Tensor, reference: Tensor,
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Tensor:
     """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), or ½·(V − R)² without a clip.
 
-    The larger of the two errors: a value that moved further than ε towards its return stops, one that moved away from
-    it is pulled back in full. The factor ½ makes the gradient V − R.
+    The larger of the two errors counts: a value that moved further than ε towards its return gets no gradient; a value
+    that moved away from its return gets the full gradient. The factor ½ makes the gradient V − R.
 
     Args:
-        values: the critic's, differentiable.
+        values: of the critic, differentiable.
         old_values: the critic's values before the update, from which advantages and returns were estimated.
-        returns: A + V_old (`gae.generalized_advantages`).
+        returns: A + V_old (`advantages.generalized_advantages`).
         mask: response tokens.
         clip: ε, in units of the value.
 
@@ -146,14 +147,14 @@ def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, mask: 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """−log σ(r_chosen − r_rejected − m): the loss of a reward model, one per pair.
+    """−log σ(r_chosen − r_rejected − m): the loss of a reward model, one value per pair.
 
     Args:
         chosen, rejected: [pairs] scores, differentiable.
-        margin: [pairs] m, by how much the chosen one should win; 0 when None (Llama 2, arXiv 2307.09288, eq. 2).
+        margin: [pairs] m, the required lead of the chosen score; None: 0 (Llama 2, arXiv 2307.09288, eq. 2).
 
     Returns:
-        [pairs]. The scores' common level is free: only differences are learnt.
+        [pairs]. The scores' common level is undetermined: only differences are learnt.
 
     Source: Bradley and Terry (1952); InstructGPT, arXiv 2203.02155, eq. 1.
     """
@@ -162,7 +163,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_scores: Tensor | None = None) -> Tensor:
-    """Put every document's score at its last response token, end of sequence or not, except parts earned before it.
+    """Put every document's score at its last response token, except parts earned at earlier tokens.
 
     Args:
         scores: [documents]; the score of a document without response tokens is dropped.
@@ -171,11 +172,11 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
         token_scores: [T]: the part of each score earned at each token, e.g. at the ends of turns; None: all at the end.
 
     Returns:
-        [T] (`precision`), 0 elsewhere; a document's sum is its score.
+        [T] (`precision`), 0 elsewhere; the sum over a document is its score.
 
     Raises:
-        ValueError: another shape, a score that is not finite (the caller must drop a response without a score; it is
-            not worth 0), or one outside the mask.
+        ValueError: a wrong shape; a score that is not finite (the caller must drop a response without a score, which
+        does not count as 0); a token score outside the mask.
     """
     if scores.shape != (len(lengths),):
         raise ValueError(f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one per document")
@@ -216,8 +217,8 @@ def kl_rewards(
     """r_t = −β·kl_t + the part of the score earned at t.
 
     Args:
-        old_logprobs: [T]: of the policy that sampled, at the sampling temperature.
-        reference_logprobs: [T]: of the frozen reference, at the same temperature.
+        old_logprobs: [T], of the policy that sampled, at the sampling temperature.
+        reference_logprobs: [T], of the frozen reference, at the same temperature.
         mask: [T] bool, response tokens; values outside are not read, NaN included.
         scores, lengths, token_scores: see `score_rewards`.
         coefficient: β.
@@ -239,13 +240,13 @@ def kl_rewards(
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Estimate KL(π ‖ π_ref) per token from one sample, d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
 
-    For values, not for gradients. d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
+    For use as a value, not as a loss. d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
 
     Returns:
         [T], 0 outside the mask. Source: Schulman, "Approximating KL divergence" (2020).
 
     Raises:
-        ValueError: another estimator.
+        ValueError: an unknown estimator.
     """
     if estimator not in REWARD_ESTIMATORS:
         raise ValueError(f"KL estimator must be one of {', '.join(REWARD_ESTIMATORS)}, got {estimator!r}")
@@ -254,7 +255,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: st
     return kl_penalty(logprobs, reference, mask, estimator)
 
 
-# the divisors in `token_weights`: with one divisor for all terms, gradients of parts may be summed and then divided
+# the divisors in `token_weights`; with one divisor for all terms, gradients of parts may be summed and then divided
 DENOMINATORS: dict[str, Literal["tokens", "sequences"]] = {
     "token-mean": "tokens",
     "seq-mean-token-mean": "sequences",
@@ -279,7 +280,7 @@ class Totals:
         """Count a whole mini-batch, before it is split.
 
         Args:
-            computed: the part of it that has a gradient; None: all of it.
+            computed: the documents that have a gradient; None: all.
         """
         lengths = batch.response_lengths
         tokens = int(lengths.sum())
@@ -295,14 +296,14 @@ def token_weights(
     ::
 
         token-mean               1 / tokens                         DAPO, arXiv 2503.14476
-        seq-mean-token-mean      1 / (sequences · own length)       GRPO, arXiv 2402.03300
+        seq-mean-token-mean      1 / (sequences · response length)  GRPO, arXiv 2402.03300
         seq-mean-token-sum-norm  1 / (sequences · norm)             Dr. GRPO, arXiv 2503.20783
 
     Args:
         batch: the micro-batch.
-        totals: of the whole step.
+        totals: the counts of the whole step.
         norm: the constant length of Dr. GRPO, in tokens (the generation limit).
-        dtype: of the weights: that of the loss (`precision`).
+        dtype: of the weights, equal to that of the loss (`precision`).
 
     Raises:
         ValueError: an unknown mode.
@@ -322,7 +323,7 @@ def token_weights(
 class LossParts:
     """A micro-batch's share of the step's loss, and sums to report: `LossParts(loss, {"clip_fraction": tensor(.01)})`.
 
-    Every sum is already divided by the step's totals, so that the shares of all micro-batches add up to the metric.
+    Every sum is already divided by the step's totals: the shares of all micro-batches add up to the metric.
     """
 
     loss: Tensor  # scalar, differentiable
@@ -334,10 +335,10 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The predictions that it reads."""
+        """The names of the predictions that the objective reads."""
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
-        """Return this micro-batch's share.
+        """Return the micro-batch's share of the step's loss.
 
         Raises:
             InputError: the batch lacks a column that the loss reads.
@@ -365,7 +366,7 @@ class KLTerm:
     """A penalty in the loss against the frozen reference: `KLTerm(0.05, "k3")`."""
 
     coefficient: float
-    estimator: str  # k2, k3 (`losses.kl_penalty`) or k3-corrected (`losses.corrected_kl_penalty`)
+    estimator: str  # k2, k3 (`kl_penalty`) or k3-corrected (`corrected_kl_penalty`)
 
     def penalty(self, logprobs: Tensor, behaviour: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """Return the penalty, [T], without the coefficient; 0 outside the mask."""
@@ -379,10 +380,10 @@ class KLTerm:
 class PolicyObjective:
     """The clipped surrogate of PPO with clip-higher, and an optional KL term.
 
-    ρ = exp(log π − log π_old), where π_old is the proximal policy if the batch has its log-probabilities and else the
-    behaviour policy. In the latter case there is no further importance weight; between proximal and behaviour policy
-    there is one, truncated at `importance`, if that is set. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476;
-    decoupled: arXiv 2110.00641.
+    ρ = exp(log π − log π_old), where π_old is the proximal policy if the batch has its log-probabilities, and otherwise
+    the behaviour policy. With a proximal policy and `importance` set, tokens are also weighted by π_proximal /
+    π_behaviour, truncated at `importance`. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476; decoupled: arXiv
+    2110.00641.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
@@ -409,7 +410,7 @@ class PolicyObjective:
             penalty = self.kl.penalty(logprobs, old, micro.column("reference_logprobs"), mask)
             sums["kl"] = penalty.detach().sum() / count
             tokens = tokens + self.kl.coefficient * penalty
-        if self.importance is not None:  # the penalty is a mean over samples too
+        if self.importance is not None:  # the penalty is a mean over samples as well, so it needs the same weights
             behaviour = micro.column("behaviour_logprobs")
             tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm, dtype=precision(tokens))
@@ -419,7 +420,7 @@ class PolicyObjective:
 @final
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The critic's clipped squared error (`losses.clipped_value_loss`), token mean over the step."""
+    """The critic's clipped squared error (`clipped_value_loss`), token mean over the step."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"values"})
     totals: Totals
@@ -441,7 +442,7 @@ class PreferenceObjective:
     """−log σ(r_chosen − r_rejected), mean over the step's pairs. Source: Bradley and Terry 1952; arXiv 2203.02155."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"scores"})
-    totals: Totals  # the chosen and the rejected response of each pair are one item, in turn
+    totals: Totals  # an item is a pair: the chosen response, then the rejected one
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
@@ -459,22 +460,22 @@ def old_logprobs(batch: TokenBatch) -> Tensor:
     """Return the log-probabilities of the ratio's denominator, [T].
 
     Raises:
-        InputError: neither proximal nor behaviour log-probabilities.
+        InputError: the batch has no proximal and no behaviour log-probabilities.
     """
     return batch.column("proximal_logprobs" if "proximal_logprobs" in batch.token_columns else "behaviour_logprobs")
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """Append the log-probability of all other tokens together: [R, k] → [R, k + 1].
+    """Append the log-probability of all other tokens combined: [R, k] → [R, k + 1].
 
-    The tail is at least the type's rounding of 1: below it 1 - Σ p is noise, without a gradient.
+    The tail's probability is at least the type's machine epsilon; below that, 1 - Σ p is rounding noise.
     """
     rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(logprobs.dtype).eps)
     return torch.cat([logprobs, rest.log()], -1)
 
 
 def divergence(teacher: Tensor, student: Tensor, kind: str, beta: float = 0.5) -> Tensor:
-    """Return the divergence of [R, K] and [R, K] log-probabilities, [R] nats, differentiable by the student.
+    """Return the divergence between two [R, K] arrays of log-probabilities, [R] nats, differentiable by the student.
 
     ::
 
@@ -483,10 +484,10 @@ def divergence(teacher: Tensor, student: Tensor, kind: str, beta: float = 0.5) -
         jsd         β KL(teacher ‖ M) + (1 - β) KL(student ‖ M),  M = β teacher + (1 - β) student
 
     Args:
-        beta: of jsd, above 0 and below 1.
+        beta: β of jsd, between 0 and 1, both excluded.
 
     Raises:
-        ValueError: another kind.
+        ValueError: an unknown kind.
     """
     if kind == "forward_kl":
         return _kl(teacher, student)
@@ -508,8 +509,8 @@ def _kl(left: Tensor, right: Tensor) -> Tensor:
 class DistillationObjective:
     """The divergence from the teacher, token mean over the step.
 
-    It reports `teacher_mass` and `student_mass`, the total probability of the teacher's k likeliest tokens under each,
-    and `agreement`: the share of tokens where the teacher's likeliest is the student's likeliest of these.
+    It reports `teacher_mass` and `student_mass`, the total probability of the teacher's k likeliest tokens under each
+    model, and `agreement`: the share of tokens at which both models rank the same of these k tokens first.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "candidates"})

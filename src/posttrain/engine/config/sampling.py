@@ -1,7 +1,7 @@
 """Configuration of stages that train on responses that their policy samples.
 
-It covers how far sampling runs ahead of training and how that lag is corrected, several responses of a sample in turn,
-the user's own algorithms, and distillation from a teacher.
+It covers the lag between sampling and training and its correction, samples of several responses, user-defined
+algorithms, and distillation from a teacher.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ TRACE_BYTES = 10_000_000
 
 
 class LagConfig(Frozen):
-    """Sampling runs ahead of training by so many steps, in separate pools (exact lag: `pacing.admission`).
+    """Sampling runs ahead of training by `steps` steps, in separate pools (exact lag: `pacing.admission`).
 
-    With 0 steps a step trains on its own samples, in any placement, and the correction is for rollout and training that
-    compute differently with the same weights: in bfloat16, or in a third-party engine.
+    With 0 steps, a step trains on its own samples, in any placement. The correction then covers rollout and training
+    that compute differently with the same weights: in bfloat16, or in a third-party engine.
     """
 
-    steps: Annotated[int, Field(ge=0, le=64)] = 1  # that the policy which sampled is behind the one that is trained
-    # arXiv 2505.24298: tis weighs a token by min(π at the step's beginning / π that sampled, cap), decoupled by that
-    # ratio itself; bypass uses the policy that sampled as the old one
+    steps: Annotated[int, Field(ge=0, le=64)] = 1  # by which the sampling policy is behind the trained one
+    # arXiv 2505.24298: tis weights a token by min(π at the step's beginning / π that sampled, cap), decoupled by that
+    # ratio without a cap; bypass uses the policy that sampled as the old policy
     correction: Literal["tis", "decoupled", "bypass"] = "tis"
     cap: float | None = Field(default=None, gt=0, le=1e6)  # of tis; None: 2.0
 
@@ -55,7 +55,7 @@ class LagConfig(Frozen):
 
     @property
     def truncation(self) -> float | None:
-        """The cap on the weights of tokens; None: tokens are not weighed."""
+        """The cap on the weights of tokens; None: tokens have no weights."""
         if self.correction == "bypass":
             return None
         return math.inf if self.correction == "decoupled" else 2.0 if self.cap is None else self.cap
@@ -65,16 +65,16 @@ class TraceConfig(Frozen):
     """Which samples are traced completely (`posttrain trace RUN --sample ID`)."""
 
     groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
-    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # of samples that a stage records; others are counted
+    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # that a stage records; later samples are only counted
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the default number of bytes: equal stages have equal digests, also across releases without it."""
+        """Leave out the default number of bytes, so that digests equal those of releases without the field."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if name != "bytes" or value != TRACE_BYTES}
 
     def followed(self, prompts: int) -> int:
-        """Return the number of groups to trace in a step with so many prompts."""
+        """Return the number of groups to trace in a step with this number of prompts."""
         return prompts if self.groups == "all" else min(self.groups, prompts)
 
 
@@ -83,7 +83,7 @@ class KLConfig(Frozen):
 
     coefficient: float = Field(gt=0, le=1e6)
     # k3 (TRL's and verl's default): its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ policy).
-    # k3-corrected (k3 times the ratio): value and gradient of KL(policy ‖ reference). k2: that gradient, on-policy
+    # k3-corrected (k3 times the ratio): value and gradient of KL(policy ‖ reference). k2: its gradient, on-policy
     estimator: Literal["k2", "k3", "k3-corrected"] = "k3"
 
 
@@ -95,7 +95,7 @@ class RewardKLConfig(Frozen):
 
 
 class PPOKLConfig(Frozen):
-    """KL penalty against the frozen starting policy: in the reward of every token (PPO's own place) or in the loss."""
+    """KL penalty against the frozen starting policy: in the reward of every token (as in PPO) or in the loss."""
 
     coefficient: float = Field(default=0.01, gt=0, le=1e6)
     estimator: Literal["k1", "k2", "k3", "k3-corrected"] = (
@@ -119,11 +119,11 @@ class AdvantageConfig(Frozen):
 
     gamma: float = Field(default=1.0, gt=0, le=1)  # per token; below 1 a long response is worth less
     lam: float = Field(default=0.95, ge=0, le=1)  # 1: Monte Carlo returns; 0: one-step temporal difference
-    whiten: bool = True  # advantages of a rollout batch to mean 0 and standard deviation 1
+    whiten: bool = True  # scales the advantages of a rollout batch to mean 0 and standard deviation 1
 
 
 class CriticConfig(Frozen):
-    """The value model: the starting policy's backbone under a head that begins at zero."""
+    """The value model: the starting policy's backbone with a head that is zero at the start."""
 
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     clip: float | None = Field(default=0.2, gt=0, le=1e6)  # how far a value may move in one rollout batch; None: freely
@@ -131,7 +131,7 @@ class CriticConfig(Frozen):
 
 
 class SamplingConfig(TrainingConfig):
-    """The amount that a step samples, and its scoring."""
+    """The number of samples of a step, and their scoring."""
 
     per_step: ClassVar[str] = "prompts_per_step"
     prompts_per_step: Rows = 32
@@ -148,13 +148,13 @@ class SamplingConfig(TrainingConfig):
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out default values: equal requests have equal digests, also across releases with fewer fields."""
+        """Leave out default values: equal settings then have equal digests, also in releases with fewer fields."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if value or name not in ("stop", "stream_gradients")}
 
     @property
     def samples(self) -> int:
-        """Samples of a step."""
+        """The number of samples of a step."""
         return self.prompts_per_step * self.group_size
 
     @property
@@ -164,12 +164,12 @@ class SamplingConfig(TrainingConfig):
 
     @property
     def rounds(self) -> int:
-        """How often a step may sample its training amount, at most."""
+        """Maximum number of times that a step samples its training amount."""
         return 1
 
     @property
     def passes(self) -> int:
-        """How often a response is trained on, at most, by all roles together."""
+        """Maximum number of times that a response is trained on, over all roles."""
         return 1
 
     def inputs(self) -> dict[str, tuple[str, str]]:
@@ -198,7 +198,7 @@ class SamplingConfig(TrainingConfig):
 
     @property
     def read_again(self) -> int:
-        """Maximum tokens in addition to the prompt that a sample's further turns read: everything before each turn."""
+        """Maximum tokens that a sample's further turns read in addition to the prompt: everything before each turn."""
         return sum(turn * (self.max_new_tokens + self.observed_most) for turn in range(1, self.turns_most))
 
     def roles(self) -> tuple[str, ...]:
@@ -207,20 +207,20 @@ class SamplingConfig(TrainingConfig):
 
 
 class OnPolicyConfig(SamplingConfig):
-    """A policy gradient over samples that a reward function scores, or a model that a `reward_model` stage trained."""
+    """A policy gradient over samples that are scored by a reward function or by the model of a `reward_model` stage."""
 
-    # why gradients cannot be summed group by group; empty: every term of the loss shares one denominator, and a group's
-    # credit depends on that group alone
+    # why gradients cannot be summed group by group; empty: they can, because all terms of the loss share a denominator
+    # and a group's credit depends on that group alone
     not_streamable: ClassVar[str] = (
         "credit that is given to each group by itself, which this kind does not declare; drop stream_gradients"
     )
 
-    reward_model: Word | None = None  # scores instead of `reward`
+    reward_model: Word | None = None  # scores responses instead of `reward`
     mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
     lag: LagConfig | None = None  # None: a step trains on its own samples
-    stream_gradients: bool = False  # summed while other groups of the step are still sampled
+    stream_gradients: bool = False  # sums gradients while other groups of the step are still sampled
     trace: TraceConfig = TraceConfig()
 
     @model_validator(mode="after")
@@ -311,7 +311,7 @@ class GroupConfig(OnPolicyConfig):
 
 
 class GRPOConfig(OnPolicyConfig):
-    """GRPO with clip-higher (DAPO); groups without reward spread have no policy gradient and are not computed."""
+    """GRPO with clip-higher (DAPO). Groups without reward spread have no policy gradient and are not computed."""
 
     not_streamable: ClassVar[str] = ""
 
@@ -319,8 +319,8 @@ class GRPOConfig(OnPolicyConfig):
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    # the denominator of the loss: all samples of a step (GRPO's paper, TRL), or only the groups with a signal, whose
-    # gradient then does not shrink as the others are solved
+    # the denominator of the loss: all samples of a step (GRPO's paper, TRL), or only groups with a signal, so that
+    # their gradient does not shrink as other groups are solved
     denominator: Literal["sampled", "signal"] = "sampled"
     kl: KLConfig | None = None
 
@@ -339,12 +339,12 @@ class DAPOConfig(OnPolicyConfig):
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
-    refills: NonNegative = 3  # maximum number of refills of each dropped group
-    overlong: OverlongConfig | None = None  # None: length does not change a response's reward
+    refills: NonNegative = 3  # maximum refills of each dropped group
+    overlong: OverlongConfig | None = None  # None: a response's length does not change its reward
 
     @property
     def rounds(self) -> int:
-        """Once, and once for each refill."""
+        """One, plus one for each refill."""
         return 1 + self.refills
 
     @model_validator(mode="after")
@@ -365,7 +365,7 @@ class ReinforcePlusPlusConfig(OnPolicyConfig):
     )
 
     group_size: Rows = 1  # samples per prompt
-    baseline: Literal["none", "group"] = "none"  # group: the reward minus its group's mean, before it is normalised
+    baseline: Literal["none", "group"] = "none"  # group: subtract the group's mean before normalising
     gamma: float = Field(default=1.0, gt=0, le=1)  # per token
     kl: RewardKLConfig | None = RewardKLConfig()
 
@@ -380,8 +380,8 @@ class PPOConfig(OnPolicyConfig):
     """PPO with a critic."""
 
     not_streamable: ClassVar[str] = (
-        "one update whose terms share a denominator, got ppo: a policy and a critic, whose advantages are of the whole "
-        "step; drop stream_gradients"
+        "one update whose terms share a denominator, got ppo: a policy and a critic, whose advantages are computed "
+        "over the whole step; drop stream_gradients"
     )
 
     more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
@@ -405,19 +405,19 @@ class PPOConfig(OnPolicyConfig):
         return 2 * self.ppo_epochs
 
     def roles(self) -> tuple[str, ...]:
-        """Return the roles, with a critic."""
+        """Return the roles of `OnPolicyConfig` and a critic."""
         policy, *others = super().roles()
         return (policy, "critic", *others)
 
 
 class TurnsConfig(SamplingConfig):
-    """Several responses of one sample, with observations by the algorithm's `observe(row, responses)` between them.
+    """Several responses per sample; between them come observations from the algorithm's `observe(row, responses)`.
 
-    An algorithm of a package that has turns puts it before its base parameters:
+    A package's algorithm with turns lists this class before its other base class:
     `class TalkConfig(TurnsConfig, PPOConfig)`.
     """
 
-    turns: Annotated[int, Field(ge=1, le=64)] = 1  # maximum responses of a sample; `observe` is called between two
+    turns: Annotated[int, Field(ge=1, le=64)] = 1  # maximum responses of a sample
     observation_tokens: NonNegative = 0  # maximum tokens of an observation between two responses
 
     @model_validator(mode="after")
@@ -441,13 +441,13 @@ class TurnsConfig(SamplingConfig):
 
 
 class DataflowConfig(TurnsConfig):
-    """The user's own algorithm: a class (`recipes.dataflow.Dataflow`)."""
+    """A user-defined algorithm: a class (`recipes.dataflow.Dataflow`)."""
 
     recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, next to run.yaml
-    settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
+    settings: dict[str, Any] = Field(default_factory=dict)  # passed to the class; no other code reads them
     trace: TraceConfig = TraceConfig()
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
-        None  # tokens that a step may spend; None: each response trained on at most once
+        None  # tokens that a step may spend; None: enough to train on each response once
     )
 
     def inputs(self) -> dict[str, tuple[str, str]]:
@@ -456,17 +456,18 @@ class DataflowConfig(TurnsConfig):
 
 
 class DistillConfig(SamplingConfig):
-    """Distillation on the student's own responses (arXiv 2306.13649). No reward is needed; if one is given it is
-    reported, and trains nothing.
+    """Distillation on the student's own responses (arXiv 2306.13649).
+
+    No reward is needed; a given reward is reported and does not affect training.
     """
 
-    group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; nothing compares them
+    group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; they are not compared
     teacher: Word  # the frozen model to learn from, with the student's tokenizer
-    # number of the teacher's likeliest tokens at every position; all others are one outcome. 64 hold nearly all of the
-    # probability, at 512 bytes for a token
+    # number of the teacher's likeliest tokens at every position; all others are one outcome. 64 have nearly all of the
+    # probability, and take 512 bytes per token
     top_k: Annotated[int, Field(ge=1, le=10**6)] = 64
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    beta: float | None = Field(default=None, gt=0, lt=1)  # of jsd, the teacher's share of the mixture; None: 0.5
+    beta: float | None = Field(default=None, gt=0, lt=1)  # jsd: the teacher's share of the mixture; None: 0.5
     mini_batches: Rows = 1  # optimiser steps per rollout batch
     trace: TraceConfig = TraceConfig()
 
@@ -483,7 +484,7 @@ class DistillConfig(SamplingConfig):
 
     @property
     def wide(self) -> int:
-        """Bytes of the teacher's tokens for each token of a response: ids and log-probabilities of four bytes each."""
+        """Bytes of the teacher's tokens per response token: ids and log-probabilities, four bytes each."""
         return 8 * self.top_k
 
     def inputs(self) -> dict[str, tuple[str, str]]:
@@ -491,6 +492,6 @@ class DistillConfig(SamplingConfig):
         return super().inputs() | {"teacher": ("model", self.teacher)}
 
     def roles(self) -> tuple[str, ...]:
-        """Return the roles, with a teacher."""
+        """Return the roles of `SamplingConfig` and a teacher."""
         policy, *others = super().roles()
         return (policy, "teacher", *others)

@@ -37,24 +37,24 @@ from posttrain.engine.settings import (
 )
 
 DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # defaults of sampled responses
-DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
+DECODED_TOGETHER = 256  # rows; equals `rollout.port.SamplingParams.batch_size` (a test compares them)
 T = TypeVar("T")
 
 
 class SuiteConfig(Frozen):
-    """One evaluation suite: rows with a prompt and an answer, or with a prompt and a reward that scores responses."""
+    """One evaluation suite: rows of prompt and answer, or rows of prompts with a reward that scores the responses."""
 
     data: Word
     extract: Extract = r"(?s)(.*)"
     samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item in addition to the greedy one
-    temperature: Temperature = 1.0  # of the sampled responses, like the next three
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # draw among the k most likely tokens; 0: all
-    top_p: float = Field(default=1.0, gt=0, le=1)  # among the most likely ones that together have this probability
-    min_p: float = Field(default=0.0, ge=0, lt=1)  # among those at least this times as likely as the most likely one
-    pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
+    temperature: Temperature = 1.0  # of the sampled responses, as are the next three
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # draw from the k likeliest tokens; 0: all
+    top_p: float = Field(default=1.0, gt=0, le=1)  # draw from the likeliest tokens with this total probability
+    min_p: float = Field(default=0.0, ge=0, lt=1)  # minimum probability, as a share of the likeliest token's
+    pass_at: tuple[Positive, ...] = ()  # the k of pass@k, each <= samples
     max_new_tokens: Tokens = 64
     stop: Stop = ()  # a response, greedy or sampled, ends with the token that completes one of these in its text
-    reward: Reward | None = None  # scores every response; then rows need no answer
+    reward: Reward | None = None  # scores every response; rows then need no answer
     reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the minimum and the maximum score of a response
     # seconds for one batch of responses; auto: 10 s, or 20 µs per possible token if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
@@ -90,7 +90,7 @@ class SuiteConfig(Frozen):
         return ItemRange(*self.reward_range)
 
     def metrics(self, suite: str) -> dict[str, ItemRange]:
-        """Return metric name → the range of one item. A response has at least its end, so one token."""
+        """Return metric name → the range of one item's value. A response has at least one token, its end token."""
         ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
         if self.samples:
             ranges["sampled_accuracy"] = SHARE
@@ -116,7 +116,11 @@ class EvaluateConfig(Frozen):
 
 
 class InitModelConfig(Frozen):
-    """A randomly initialised model in Hugging Face format with a character tokenizer and chat template: no download."""
+    """A randomly initialised model in Hugging Face format with a character tokenizer and chat template: no download.
+
+    `hidden_size` must be a multiple of `heads`, and `heads` of `kv_heads`; `characters` must not repeat. The context
+    length is in tokens, the sizes are numbers of units.
+    """
 
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
     characters: str = (
@@ -148,26 +152,27 @@ StageConfig = TrainingConfig | EvaluateConfig | InitModelConfig
 
 
 def named(path: str) -> Any:
-    """Return the object that `module:Name` names; import its module.
+    """Import `module` and return its object `Name`, for `module:Name`.
 
     Raises:
-        ImportError, AttributeError: it does not exist.
+        ImportError: the module does not exist.
+        AttributeError: the module has no such object.
     """
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def algorithm_config(spec: AlgorithmSpec) -> type[TrainingConfig]:
-    """Return the parameters of a kind that trains.
+    """Return the class of the parameters of a training kind.
 
     Raises:
-        InputError: the spec names another object.
+        InputError: the spec names an object that is not a class of training parameters.
     """
     found = named(spec.config)
     if not (isinstance(found, type) and issubclass(found, RowsConfig | SamplingConfig)):
         raise InputError(
             f"algorithm {spec.algorithm}: its parameters must be a RowsConfig or a SamplingConfig, got {spec.config}; "
-            "begin with one"
+            "derive its class from one"
         )
     return found
 
@@ -187,7 +192,7 @@ def config_class(kind: str) -> type[StageConfig] | None:
     """Return the class of a stage's parameters; None: the engine has no such kind.
 
     Raises:
-        InputError: the package that it is from is broken.
+        InputError: the package that provides the kind cannot be loaded.
     """
     own = STAGE_CONFIGS.get(kind)
     found = None if own else installed_kind(kind)
@@ -201,21 +206,21 @@ def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
     """Validate the parameters of a stage.
 
     Raises:
-        InputError: an unknown kind.
-        pydantic.ValidationError: an unknown or ill-typed parameter.
+        InputError: the kind is unknown.
+        pydantic.ValidationError: a parameter is unknown or has a wrong type or value.
     """
     found = config_class(kind)
     if found is None:
-        raise InputError(f"kind must be one that the engine carries out, got {kind!r}; see posttrain plan")
+        raise InputError(f"kind must be one that the engine implements, got {kind!r}; see posttrain plan")
     config: StageConfig = found.model_validate(params)
     return config
 
 
 def load_of(kind: str, config: object) -> Load | None:
-    """Return the demands of a stage that trains or answers on memory and devices; None: another kind of stage.
+    """Return the memory and devices that a training or evaluation stage needs; None for other kinds of stages.
 
     Raises:
-        InputError: a role is placed that the stage does not have.
+        InputError: the placement names a role that the stage does not have.
     """
     if isinstance(config, EvaluateConfig):
         return _answering(kind, config)
@@ -253,7 +258,7 @@ def load_of(kind: str, config: object) -> Load | None:
 
 
 def _answering(kind: str, config: EvaluateConfig) -> Load:
-    """Return the load of an evaluation, which is a rollout alone."""
+    """Return the load of an evaluation, whose only role is a rollout."""
     runtime, suites = config.runtime, config.suites.values()
     return Load(
         kind=kind,

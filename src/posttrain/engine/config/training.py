@@ -1,6 +1,6 @@
 """Configuration of every kind of training, and of stages that train on given rows.
 
-Every kind of training has a length, measurements during training, and settings of where and how it computes.
+Every kind of training has a length, probes, and settings for devices and computation.
 """
 
 from typing import ClassVar, Literal, Self
@@ -23,13 +23,13 @@ from posttrain.engine.settings import (
 
 
 class TrainingConfig(Frozen):
-    """A training stage. `epochs` needs the rows, so a plan turns it into `steps`, which jobs read.
+    """A training stage. A plan, which has the number of rows, converts `epochs` into `steps`; jobs read `steps`.
 
-    Batches continue across the end of a pass, so N passes are the least number of steps that take N × rows documents.
+    Batches continue across the end of a pass: N passes are the smallest number of steps that covers N × rows documents.
     """
 
-    per_step: ClassVar[str]  # the field for the number of documents per step
-    more_passes: ClassVar[str] = ""  # appended to an error where `epochs` had another meaning before
+    per_step: ClassVar[str]  # the name of the field with the number of documents per step
+    more_passes: ClassVar[str] = ""  # appended to an error if `epochs` had a different meaning in earlier releases
     selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric
     lower_is_better: ClassVar[bool] = False
 
@@ -39,7 +39,7 @@ class TrainingConfig(Frozen):
     data: Word
     probe: LossProbeConfig | None = None  # a held-out measurement during training; None: no probe
     early_stopping: EarlyStoppingConfig | None = None  # ends the stage when its probe stops improving; None: never
-    keep_best: bool = False  # the best model by the probe, as a second output of the stage
+    keep_best: bool = False  # stores the best model by the probe as a second output
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
@@ -51,7 +51,7 @@ class TrainingConfig(Frozen):
             raise ValueError(f"exactly one of steps and epochs must be given, got {given}{self.more_passes}")
         asked = [name for name in ("early_stopping", "keep_best") if getattr(self, name)]
         if asked and self.probe is None:
-            raise ValueError(f"{asked[0]} needs a probe to go by, got none; add probe: {{data: NAME}}")
+            raise ValueError(f"{asked[0]} needs a probe, got none; add probe: {{data: NAME}}")
         return self
 
     def probes(self) -> dict[str, tuple[str, str]]:
@@ -67,7 +67,7 @@ class TrainingConfig(Frozen):
         return ("policy",)
 
     def described(self, kind: str) -> str:
-        """Return the name of the stage in an error about its roles: omitted settings decide which roles it has."""
+        """Return the stage's name for errors about roles, with the settings that decide which roles it has."""
         return kind
 
 
@@ -76,7 +76,7 @@ class RowsConfig(TrainingConfig):
 
     per_step: ClassVar[str] = "batch_size"
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "demonstrations"
-    dropout: ClassVar[bool] = True  # while training, as the model's own configuration sets it
+    dropout: ClassVar[bool] = True  # train with the dropout of the model's configuration
     batch_size: Rows = 64  # rows per optimiser step
     max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context. Never truncated
 
@@ -99,7 +99,7 @@ class RewardModelConfig(RowsConfig):
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
 
     def roles(self) -> tuple[str, ...]:
-        """Return the model of one label."""
+        """Return the one role: the reward model."""
         return ("reward_model",)
 
 
@@ -107,7 +107,7 @@ class DPOConfig(RowsConfig):
     """Direct preference optimisation on pairs, against the frozen starting policy."""
 
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
-    dropout: ClassVar[bool] = False  # a ratio against a reference without dropout
+    dropout: ClassVar[bool] = False  # the reference has no dropout either
     beta: float = Field(default=0.1, gt=0, le=1e4)  # cost of leaving the reference
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of the pairs with inverted labels
 

@@ -1,12 +1,12 @@
 """Evaluation of a model on its suites, probes during training, and the extraction of answers.
 
-A model answers a suite with greedy and sampled responses, item by item. An item is a prompt with a reference answer;
-its identity is a digest of both, so that two models (or two versions of a suite) can be compared pair by pair. Items of
-a suite are distinct: asked twice, a model gives the same answer, which would count as additional evidence. The draws
-for an item depend on the seed, the suite and the item, never on the others.
+A model answers a suite with greedy and sampled responses, item by item. An item is a prompt with a reference answer,
+identified by the digest of both, so two models (or two versions of a suite) can be compared item by item. Items of a
+suite are distinct: a model gives equal items the same answer, which would count as additional evidence. The draws for
+an item depend on the seed, the suite and the item, never on the other items.
 
-The answer is extracted from a response exactly and cheaply, so a gate's numbers need no judge. A reward function can
-judge instead: every response gets a number in the declared range. pass@k of one item is a pure function.
+A regular expression extracts the answer from a response, so a gate's numbers need no judge. A reward function can score
+responses instead: every response gets a number in the declared range. pass@k of one item is a pure function.
 
 A probe is a measurement of a few held-out items during training: for the learning curve, and for selection within the
 stage. No gate reads probes.
@@ -40,7 +40,7 @@ from posttrain.engine.settings import LossProbeConfig
 from posttrain.engine.trace import StepReport, Trace
 from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
 
-_SECONDS = 5.0  # maximum time to find the answer in one response: a hundred thousand times the usual time
+_SECONDS = 5.0  # maximum time to find the answer in one response, 100,000 times the usual time
 ROWS_PER_CALL = 512  # responses between two checks of budget and stop orders
 W_contra = TypeVar("W_contra", contravariant=True)
 W = TypeVar("W")
@@ -57,7 +57,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         correct: c, in [0, n].
 
     Raises:
-        ValueError: counts out of range.
+        ValueError: a count is out of range.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
         raise ValueError(
@@ -88,18 +88,18 @@ def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
 
 
 def is_correct(extracted: str | None, answer: str) -> bool:
-    """Whether it equals the answer; a response from which nothing could be extracted is wrong whatever the answer."""
+    """Return whether the extracted text equals the answer; a response without extracted text is always wrong."""
     return extracted is not None and extracted == answer
 
 
 class Extractor:
-    """Extracts an answer from a response by a regular expression with a group.
+    """Extracts an answer from a response with a regular expression that has a group.
 
     Args:
         extract: in the syntax of Python's `re`.
 
     Raises:
-        InputError: it is not a regular expression.
+        InputError: `extract` is not a regular expression.
     """
 
     def __init__(self, extract: str) -> None:
@@ -109,12 +109,12 @@ class Extractor:
             raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; fix it") from error
 
     def __call__(self, response: str) -> str | None:
-        """Return group 1 of the last non-empty match; None without one.
+        """Return group 1 of the last non-empty match; None if there is no match.
 
         Empty matches are skipped because an expression such as `(.*)` matches once more at the very end.
 
         Raises:
-            InputError: it took too long.
+            InputError: the search took too long.
         """
         last: str | None = None
         try:
@@ -124,7 +124,7 @@ class Extractor:
         except TimeoutError:
             raise InputError(
                 f"extract must find its answer within {_SECONDS:g} s, got {self._pattern.pattern!r} still searching a "
-                f"response of {len(response)} characters; avoid repetitions inside repetitions"
+                f"response of {len(response)} characters; avoid nested repetitions"
             ) from None
         return last
 
@@ -149,28 +149,28 @@ class Response:
     sample: int  # 0 for greedy
     text: str
     extracted: str | None
-    correct: bool | None  # None: of an item without an answer
+    correct: bool | None  # None: the item has no answer
     tokens: int
-    truncated: bool  # the limit came before the end of sequence
+    truncated: bool  # the token limit ended the response
     logprob: float  # of the whole response, at the sampling temperature
     reward: float | None = None  # None: the suite has none
-    components: Mapping[str, float] = field(default_factory=dict)  # of the reward
+    components: Mapping[str, float] = field(default_factory=dict)  # parts of the reward, by name
 
 
-# scores responses to items: one score per response, by items, texts and trajectories, which are parallel
+# (items, texts, trajectories) → one score per response; the three sequences are parallel
 Judge = Callable[[Sequence[Item], Sequence[str], Sequence[Trajectory]], Sequence[Score]]
 
 
 @dataclass(slots=True)
 class Meter:
-    """Tokens spent, by the rule of `jobs.Progress`, against the limits.
+    """Counts the tokens spent, by the rule of `jobs.Progress`, and compares them with the limits.
 
     Args:
         limit: tokens; None for no limit.
         deadline: seconds since the epoch; None for no deadline.
         say: called with the tokens spent, and before each call with its maximum cost.
-        declared: the run's token budget, of which `limit` was left.
-        late: the error's text when the deadline is past.
+        declared: the run's token budget, of which `limit` tokens were left.
+        late: the text of the error if the deadline is past.
     """
 
     limit: int | None = None
@@ -184,7 +184,7 @@ class Meter:
         """Raise if a call could exceed a limit.
 
         Raises:
-            BudgetExceededError: `worst` more tokens would exceed the limit, or the deadline is past.
+            BudgetExceededError: `worst` more tokens would exceed the limit; the deadline is past.
         """
         if self.limit is not None and self.tokens + worst > self.limit:
             short = tokens_short("the next answers", worst, self.tokens, self.limit, self.declared)
@@ -209,12 +209,13 @@ class SuiteResult:
     responses: Sequence[Response] = field(repr=False)
 
     def items_of(self, metric: str) -> Sequence[Item]:
-        """Return the items with a value of a metric: one that compares with an answer needs items that have one."""
+        """Return the items that have a value of this metric; a metric of correctness needs items with an answer."""
         return [item for item in self.items if item.answer is not None] if compares(metric) else self.items
 
     def metrics(self) -> dict[str, list[float]]:
-        """Return metric name → one value for each of `items_of(name)`; the names of `SuiteConfig.metrics` that some
-        item has.
+        """Return metric name → one value for each of `items_of(name)`.
+
+        The names are those of `SuiteConfig.metrics`, without metrics that no item has.
         """
         greedy = [r for r in self.responses if r.kind == "greedy"]
         values = {
@@ -249,13 +250,13 @@ def suite_items(
 
     Args:
         rows: canonical rows.
-        texts: represent the rows' prompts in reports and in their identities.
+        texts: the rows' prompts as reports and item digests contain them.
         name: the data set's name in errors.
         context: the model's context length, tokens.
 
     Raises:
-        InputError: a row without a usable answer, where no reward scores; a prompt that does not fit the context with
-            its response, or a row that repeats another.
+        InputError: a row has no usable answer, and no reward scores; a prompt with its response does not fit the
+            context; two rows are equal.
     """
     answers = [
         None if config.reward and not isinstance(row.get("answer"), str) else reference_answer(row, name, number)
@@ -288,15 +289,15 @@ def evaluate_suite(
 
     Args:
         seed: the stage's seed.
-        meter: refuses calls that could exceed the budget, and counts spent tokens.
-        between: called after every batch with its number of responses; False stops.
+        meter: raises before a call that could exceed the budget, and counts spent tokens.
+        between: called after every batch with its number of responses; returning False stops the evaluation.
         judge: scores every response, batch by batch.
 
     Returns:
-        None when it was stopped.
+        All responses; None if `between` stopped the evaluation.
 
     Raises:
-        BudgetExceededError: before a batch that could exceed a limit.
+        BudgetExceededError: the next batch could exceed a limit.
     """
     limit = config.max_new_tokens
     greedy = SamplingParams(max_new_tokens=limit, greedy=True, stop=config.stop)
@@ -333,12 +334,12 @@ def _judged(responses: Sequence[Response], trajectories: Sequence[Trajectory], j
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean, clamped against rounding to the values' range: a range is declared for it."""
+    """Return the mean, clamped to the values' range: rounding must not move it out of the declared range."""
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 def _read_back(item: Item, kind: str, sample: int, trajectory: Trajectory, text: str, extract: Extractor) -> Response:
-    """Return the response of a trajectory, with its extracted answer."""
+    """Return the response in a trajectory, with its extracted answer."""
     extracted = extract(text)
     return Response(
         item=item,
@@ -357,12 +358,12 @@ def _read_back(item: Item, kind: str, sample: int, trajectory: Trajectory, text:
 class RewardJudge:
     """Scores responses of one suite.
 
-    A gate judges on the range that the suite declares (ADR 0011), so a value outside it is an error and is never
-    clipped, and an item without a value is one too: otherwise the model would choose which items to leave out.
+    A gate judges on the range that the suite declares (ADR 0011), so a value outside the range is an error and is never
+    clipped. An item without a value is also an error: otherwise the model could choose which items count.
 
     Args:
-        reward: the function.
-        suite: its name, for errors.
+        reward: the reward function.
+        suite: the suite's name, for errors.
         possible: the range of a response's score.
     """
 
@@ -373,7 +374,7 @@ class RewardJudge:
         """Call the reward once on the first items, before anything is generated.
 
         Raises:
-            RewardError: it fails on all of them.
+            RewardError: the reward fails on all of these items.
         """
         try_out(self._reward, probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items]))
 
@@ -383,8 +384,8 @@ class RewardJudge:
         """Return one score per response; the arguments are parallel.
 
         Raises:
-            RewardError: a response could not be scored, was declined, or has a score outside the range; names item and
-                value.
+            RewardError: a response could not be scored, was declined, or has a score outside the range. The error names
+                the item and the value.
         """
         call = RewardCall(
             prompts=[item.text for item in items],
@@ -393,7 +394,7 @@ class RewardJudge:
             prompt_ids=[t.prompt.tolist() for t in trajectories],
             completion_ids=[t.response.tolist() for t in trajectories],
         )
-        scores = self._reward.score(call, len(call), range(len(call)))  # `_refuse` reports failures
+        scores = self._reward.score(call, len(call), range(len(call)))  # failures are reported by `_refuse`
         for item, text, score in zip(items, texts, scores, strict=True):
             self._refuse(item, text, score)
         return scores
@@ -404,23 +405,24 @@ class RewardJudge:
             raise RewardError(f"{what}: {score.message}; an evaluation needs a score of every item")
         if score.score is None:
             raise RewardError(
-                f"{what}: must have a score, its reward gave none to {shortened(text)}; give every response one"
+                f"{what}: must have a score, but its reward returned none for {shortened(text)}; return one "
+                "for every response"
             )
         low, high = self._possible.low, self._possible.high
         if not low <= score.score <= high:
             raise RewardError(
-                f"{what}: must be worth {low:g} to {high:g} (reward_range), got {score.score:.17g} for "
+                f"{what}: must have a score from {low:g} to {high:g} (reward_range), got {score.score:.17g} for "
                 f"{shortened(text)}; fix the reward, or declare its range"
             )
 
 
 class Measurement(Protocol[W_contra]):
-    """A held-out measurement during training, through the workers that can make it."""
+    """A held-out measurement during training, computed by the stage's workers."""
 
     max_tokens: int  # maximum tokens of one measurement
 
     def __call__(self, workers: W_contra, /) -> StepReport:
-        """Measure; spends at most `max_tokens` tokens."""
+        """Return the measured metrics; spends at most `max_tokens` tokens."""
 
 
 Probe = Measurement[WorkerGroup[RolloutWorker]]
@@ -429,10 +431,10 @@ Probe = Measurement[WorkerGroup[RolloutWorker]]
 @final
 @dataclass(frozen=True, slots=True)
 class ProbeSchedule(Generic[W]):
-    """When a recipe measures its model: before the first step, every `every` steps, and at the end.
+    """The steps at which a recipe measures its model: before the first step, every `every` steps, and at the end.
 
     Args:
-        probe: None: never.
+        probe: the measurement; None: never measure.
         every: steps between measurements.
         last: the number of steps of the stage.
     """
@@ -447,11 +449,11 @@ class ProbeSchedule(Generic[W]):
         return cls(probe, config.every, last) if config else cls(None, 1, last)
 
     def max_tokens(self, step: int) -> int:
-        """Return the maximum tokens of the probe after `step` steps; 0 where none is due."""
+        """Return the maximum tokens of the probe after `step` steps; 0 if no probe is due."""
         return self.probe.max_tokens if self.probe and self._due(step) else 0
 
     def measure(self, step: int, trace: Trace, workers: W) -> StepReport | None:
-        """Measure the model after `step` steps, if that is due."""
+        """Measure the model after `step` steps, if a probe is due."""
         if self.probe is None or not self._due(step):
             return None
         with trace.span("probe"):
@@ -468,8 +470,8 @@ class AccuracyProbe:
     Args:
         items: prompts whose rows have an `answer`.
         extract: a regular expression with a group around the answer.
-        max_new_tokens: per answer.
-        stop: strings that an answer ends at.
+        max_new_tokens: maximum tokens per answer.
+        stop: strings that end an answer.
         name: the data set's name in errors.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Worker groups: one controller calls methods of workers in one process or in many."""
+"""Worker groups: one controller calls methods of workers in one or more processes."""

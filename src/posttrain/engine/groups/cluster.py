@@ -1,7 +1,7 @@
-"""The Ray cluster of a job's pools: a running one, or the job's own cluster on this machine.
+"""The Ray cluster of a job's pools: a running cluster, or a local cluster that the job starts on this machine.
 
-A local cluster is reachable from this machine only, requires a token that only its processes have, and ends with its
-owner, even after `kill -9` (see `groups.reaper`).
+A local cluster is reachable from this machine only, requires a token that only its processes have, and ends when its
+owner ends, even after `kill -9` (see `groups.reaper`).
 """
 
 import ipaddress
@@ -28,12 +28,10 @@ from posttrain.engine.groups.reaper import VARIABLE
 
 # Ray reads it at import. Unless it is 0, Ray uses the machine's outward address, and listens on all addresses
 _OUTWARD = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_ATTEMPTS = (
-    "RAY_NUM_REDIS_GET_RETRIES"  # to connect, of some 40 seconds each; Ray's own 20 would be a quarter of an hour
-)
-_TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
-_PREPARED = threading.Event()  # ray was imported with the settings of a local cluster; it reads some only then
-_LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
+_ATTEMPTS = "RAY_NUM_REDIS_GET_RETRIES"  # of about 40 seconds each; Ray's default of 20 would take a quarter of an hour
+_TOKEN = secrets.token_hex(32)  # one per process, because Ray reads it once
+_PREPARED = threading.Event()  # set when ray was imported with a local cluster's settings
+_LONGEST = 40  # characters of a temporary folder's path; the paths of Ray's sockets in it have at most 107
 _GIB = 1024**3
 _LEAVING = 40.0  # seconds for the reaper to finish
 _COMING_UP = 300.0  # seconds for a local cluster to start; usually 3
@@ -71,8 +69,8 @@ class Cluster:
         """Start processes for a pool; `cpus` and `gpus` are those of one rank. See `RayBackend`.
 
         Raises:
-            InputError: the cluster could never hold it.
-            InfrastructureError: it has no room within `start_seconds`, or processes did not come up.
+            InputError: the pool would not fit the cluster even if it were empty.
+            InfrastructureError: the cluster had no room within `start_seconds`; processes did not start in time.
         """
         # imported here because ray is an optional package, and `open_cluster` has to prepare its import
         from posttrain.engine.groups.backends.ray import RankResources, RayBackend
@@ -93,18 +91,18 @@ class Cluster:
 def open_cluster(
     address: str | None = None, *, cpus: int | None = None, store_bytes: int | None = None, seconds: float = 60.0
 ) -> Iterator[Cluster]:
-    """Connect to a cluster, or start one; disconnect from it, or end it.
+    """Connect to a running cluster, or start a local one; at the end of the block disconnect, or end the local cluster.
 
     Args:
         address: `host:port` of a running cluster's head; None starts a local one.
-        cpus: that a local cluster offers; None: those of this machine.
-        store_bytes: shared memory of a local cluster; None: a tenth of this machine's, at most 8 GiB.
-        seconds: for a running cluster to accept a connection.
+        cpus: CPUs that a local cluster offers; None: those of this machine.
+        store_bytes: shared memory of a local cluster; None: a tenth of this machine's memory, at most 8 GiB.
+        seconds: maximum wait for a running cluster to accept a connection.
 
     Raises:
-        InputError: ray is not installed, or was imported before a local cluster could be prepared; this process is in
-            a cluster already; the address is malformed.
-        InfrastructureError: there is no cluster at the address, or a local one did not come up.
+        InputError: ray is not installed, or was imported before a local cluster could be prepared; this process is
+            already in a cluster; the address is malformed.
+        InfrastructureError: there is no cluster at the address; a local cluster did not start in time.
     """
     with _own(cpus, store_bytes) if address is None else _joined(address, seconds) as cluster:
         yield cluster
@@ -145,10 +143,10 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         [sys.executable, "-P", "-m", "posttrain.engine.groups.reaper", folder, f"{_COMING_UP:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # it has to outlive the signals that end this process and its group
+        start_new_session=True,  # the reaper must outlive the signals that end this process and its group
     )
     try:
-        os.environ[_OUTWARD] = "0"  # stays set: processes of this one that join the cluster read it too
+        os.environ[_OUTWARD] = "0"  # stays set, because child processes that join the cluster read it too
         settings = {
             VARIABLE: folder,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -184,7 +182,7 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
     """Report to the reaper that the cluster is up.
 
     Raises:
-        InfrastructureError: the reaper has just given it up.
+        InfrastructureError: the reaper has just given the cluster up.
     """
     assert reaper.stdin is not None
     try:
@@ -195,7 +193,7 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
 
 
 def _ray() -> Any:
-    """Import the package, which is optional."""
+    """Import and return the optional package ray."""
     try:
         import ray
     except ImportError as error:
@@ -203,14 +201,16 @@ def _ray() -> Any:
             'pools of several processes need the package ray, which is not installed; pip install "posttrain[ray]"'
         ) from error
     if ray.is_initialized():
-        raise InputError("a process can be in one Ray cluster at a time, this one is in one already; leave that first")
+        raise InputError(
+            "a process must be in at most one Ray cluster, got one that is already in a cluster; leave that one first"
+        )
     return ray
 
 
 def _init(ray: Any, wish: str, **settings: Any) -> None:
     """Call `ray.init`, without its signal handlers: the job handles SIGTERM.
 
-    Not in another thread: Ray's processes die with the thread that started them.
+    Call it in a thread that outlives the cluster: Ray's processes die with the thread that started them.
     """
     mine = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -226,10 +226,10 @@ def _init(ray: Any, wish: str, **settings: Any) -> None:
 
 
 def _confined(ray: Any) -> str:
-    """Return the address of a local cluster's head, which must not be reachable from outside.
+    """Return the address of a local cluster's head, which must not be reachable from other machines.
 
     Raises:
-        InfrastructureError: it is.
+        InfrastructureError: the address is reachable from other machines.
     """
     address: str = ray.get_runtime_context().gcs_address
     host = address.rpartition(":")[0].strip("[]")

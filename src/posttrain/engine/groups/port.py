@@ -1,13 +1,13 @@
 """The port between a worker group and the processes of its workers: calls, failures, replacement and transport.
 
-The port states what a worker group requires of the processes of its workers, and of the values that it sends. A
-worker's context is its rank, its device, and the objects that its neighbours lend it. Every call to a worker group
-becomes one span: which ranks were busy when, and how many bytes moved.
+The port defines what a worker group requires of its workers' processes and of the values that it sends. A worker's
+context contains its rank, its device, and the objects that other workers on the rank lend. Every call to a worker
+group is recorded as one span: which ranks were busy when, and how many bytes moved.
 
 Failures: a rank's exception is raised in the controller with its own type, role, rank and traceback.
 
-Replacement: a lost process of a pool whose ranks work alone is started again; the other ranks keep their processes and
-their work.
+Replacement: if the ranks of a pool work alone, a lost process is started again; the other ranks keep their processes
+and their work.
 
 ::
 
@@ -15,11 +15,11 @@ their work.
       ▲                  │ lost too                │ lost too            │ lost too
       └──────────────────┴─────────────────────────┴─────────────────────┘  `MOST` times, then the pool is given up
 
-The caller that notices a loss waits for its replacement. Each wait has a deadline, that of a start or of a call.
+The caller that notices a loss waits for the replacement. Each wait has a deadline, that of a start or of a call.
 
-Transport: arguments and answers travel between processes pickled, with tensors next to the pickle and not inside it. A
-tensor's own pickling writes a whole file format into the pickle and copies the data several times. Here its memory is
-passed as a buffer (PEP 574), which a transport copies once; the receiver gets its own memory, writable.
+Transport: arguments and answers travel between processes pickled, with tensors next to the pickle and not inside it.
+torch's pickling of a tensor writes a complete file into the pickle and copies the data several times. Here the
+tensor's memory is passed as a buffer (PEP 574), which a transport copies once; the receiver's copy is writable.
 """
 
 import io
@@ -39,26 +39,26 @@ from posttrain.domain.jobs import Fact, FactSink, Note, Span
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
-MOST = 3  # of one rank in one step: losses caused by its prompts or memory recur, and each one costs a start
+MOST = 3  # losses of one rank in one step; a loss that its prompts or memory cause recurs, and each costs a start
 
 
 class Shardable(Protocol):
-    """Items with lengths, of which a part can be taken: a `TokenBatch`, prompts to sample from."""
+    """Items with lengths that can be split: a `TokenBatch`, prompts to sample from."""
 
     @property
     def item_lengths(self) -> Sequence[int]:
-        """Tokens of every item: what its cost is estimated from."""
+        """Tokens of every item, from which its cost is estimated."""
 
     def select_items(self, items: Sequence[int], /) -> Any:
-        """Return the named items, in the named order; an empty one of the same type for no items."""
+        """Return the items with these indices, in this order; without indices an empty value of the same type."""
 
 
 class Keyed(Shardable, Protocol):
-    """Items that also have names: prompts, by their positions in the data stream."""
+    """Items that also have keys: prompts have their positions in the data stream."""
 
     @property
     def keys(self) -> Sequence[int]:
-        """The name of every item; all are distinct."""
+        """The key of every item; all keys are distinct."""
 
 
 class Gatherable(Protocol):
@@ -71,13 +71,13 @@ class Gatherable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Where one rank runs: `Process(rank=1, pid=4711, host="127.0.0.1", device="cuda:0")`."""
+    """The process of one rank: `Process(rank=1, pid=4711, host="127.0.0.1", device="cuda:0")`."""
 
     rank: int
     pid: int
     host: str
     device: str
-    alone: bool = False  # the other ranks of its pool continue without it
+    alone: bool = False  # the pool's other ranks can continue without this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ class Answer(Generic[R_co]):
 
     value: R_co
     started: float  # seconds since the epoch, by the rank's clock
-    seconds: float  # that the method ran
+    seconds: float  # duration of the method
     bytes_out: int = 0  # controller → rank, serialised
     bytes_in: int = 0  # rank → controller
 
 
 class Stored(Protocol[R_co]):
-    """A value that stays where it was computed. It travels as a reference, from rank to rank, past the controller."""
+    """A value that stays on its rank. References to it travel between ranks without passing the controller."""
 
     @property
     def here(self) -> bool:
-        """Whether `value` returns the object itself, in this process, and not a copy."""
+        """Whether `value` returns the object itself, in this process, instead of a copy."""
 
     def value(self) -> R_co:
         """Fetch the value; called by the worker that received the reference."""
@@ -104,10 +104,10 @@ class Stored(Protocol[R_co]):
 
 @dataclass(frozen=True, slots=True)
 class StoredShard(Generic[R_co]):
-    """What one rank keeps of a batch that was split: `StoredShard(part, items=(0, 3))`."""
+    """The part of a split batch that one rank stores: `StoredShard(part, items=(0, 3))`."""
 
     part: Stored[R_co]
-    items: tuple[int, ...]  # of the whole batch, in the order of the part
+    items: tuple[int, ...]  # indices in the whole batch, in the order of the part
 
 
 class Call(Protocol[R_co]):
@@ -141,24 +141,24 @@ class Flow(Protocol[R_co]):
 
     @property
     def ended(self) -> bool:
-        """Whether its last answer was taken."""
+        """Whether the last answer was taken."""
 
     def taken(self) -> Answer[int]:
         """Return how many answers were taken, and their total cost."""
 
 
 class Backend(Protocol):
-    """Processes (or one) in which workers live, one per rank.
+    """The processes of a pool, one per rank; the in-process back-end has one process for all ranks.
 
     Every implementation:
 
     * starts a role's worker on every rank, in the same process as the other roles of that rank;
-    * runs the calls of one rank in the order they were submitted, those of different ranks concurrently where it has
+    * runs the calls of one rank in the order of submission, and those of different ranks concurrently if it has
       several processes;
     * raises a worker's own exception with its role, its rank and its traceback (`failures.blame`);
     * raises at the first failure, without waiting for the other ranks of a broken collective;
-    * raises DeadlineError when the time is over, and afterwards refuses calls to ranks that may still be stuck;
-    * raises WorkerLostError when a process has ended, and afterwards refuses calls, unless that process is `alone`;
+    * raises DeadlineError when the time is over, and afterwards rejects calls to ranks that may still be stuck;
+    * raises WorkerLostError when a process has ended, and afterwards rejects calls, unless that process is `alone`;
     * frees everything in `close`, even after failures; closing twice is allowed.
     """
 
@@ -176,7 +176,7 @@ class Backend(Protocol):
 
     @property
     def processes(self) -> Sequence[Process]:
-        """The processes, one per rank, in rank order, in rank order."""
+        """The processes, one per rank, in rank order."""
 
     def start(
         self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
@@ -186,7 +186,7 @@ class Backend(Protocol):
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[R]]:
-        """Begin `method(worker, *args, **kwargs)` on these ranks, which all get the same arguments, serialised once."""
+        """Begin `method(worker, *args, **kwargs)` on these ranks, with equal arguments, which are serialised once."""
 
     def submit_stored(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -201,38 +201,42 @@ class Backend(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Flow[R]]:
-        """Like `submit`, for a method that yields. Where a rank has its own process, it continues while its answers
-        wait to be taken; other calls to that rank wait until it has ended.
+        """Like `submit`, for a generator method.
+
+        With one process per rank, the generator continues while its answers wait to be taken. Other calls to the rank
+        wait until the generator has ended.
         """
 
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
-        """Return the answers that have arrived; wait at most `timeout` seconds for the first one, unless all flows have
-        ended. A failure is raised after all earlier answers of its rank have been taken.
+        """Return the answers that have arrived; wait at most `timeout` seconds for the first one.
+
+        It does not wait if all flows have ended. A failure is raised after all earlier answers of its rank.
         """
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """Return the answers, in the order of the calls; `timeout` in seconds."""
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Start a rank's lost process again, with a worker of every role as `start` constructed it; `timeout` in
-        seconds for the process, and for each worker. Only for pools whose processes are `alone`.
+        """Start a rank's lost process again, with a worker of every role as `start` constructed it.
+
+        Only for pools whose processes are `alone`. `timeout` is in seconds, for the process and for each worker.
 
         Raises:
-            WorkerLostError: the new process has ended too, or did not come up in time.
+            WorkerLostError: the new process has ended too, or did not start in time.
         """
 
     def give_up(self, reason: str) -> None:
-        """Refuse all further calls, because a rank may be stuck."""
+        """Reject all further calls, because a rank may be stuck."""
 
     def close(self) -> None:
         """End every process and free the devices."""
 
 
 class WorkerLostError(InfrastructureError):
-    """A worker's process has ended, or its group can no longer be used; a retry starts again from a checkpoint.
+    """A worker's process has ended, or its pool can no longer be used; a retry resumes from a checkpoint.
 
     Args:
-        process: the lost one, where the other ranks of its pool continue; None: the pool cannot be used any longer.
+        process: the lost process, if the other ranks of its pool continue; None: the pool can no longer be used.
     """
 
     def __init__(self, message: str, process: Process | None = None) -> None:
@@ -241,7 +245,7 @@ class WorkerLostError(InfrastructureError):
 
 
 class WorkerError(JobFailedError):
-    """A worker raised an exception that cannot travel between processes; only its text and traceback are left."""
+    """A worker raised an exception that cannot be pickled; this error has its text and traceback."""
 
     failure_class: ClassVar[FailureClass] = FailureClass.BUG
 
@@ -256,10 +260,10 @@ class RemoteTraceback(Exception):  # noqa: N818  # it is a cause to print, not a
 @final
 @dataclass(slots=True)
 class RankContext:
-    """One rank of a resource pool, as the workers in it see it: `RankContext("main", rank=1, size=2, device="cpu")`.
+    """One rank of a resource pool, as passed to its workers: `RankContext("main", rank=1, size=2, device="cpu")`.
 
-    Workers of several roles can share a rank. They stay separate objects of separate classes, and lend each other
-    objects by type: the policy lends its model, and a rollout engine on the same rank decodes from those weights.
+    Workers of several roles can share a rank. They are separate objects of separate classes, and lend each other
+    objects by type: the policy lends its model, and a rollout engine on the same rank decodes with its weights.
     """
 
     pool: str = "main"
@@ -275,15 +279,15 @@ class RankContext:
         self._lent[type(thing)] = thing
 
     def borrow(self, kind: type[T]) -> T | None:
-        """Return the object of exactly this type that a neighbour lent; None without one."""
+        """Return the object of exactly this type that another worker of the rank lent; None if there is none."""
         found: T | None = self._lent.get(kind)
         return found
 
     def need_collectives(self, worker: str) -> None:
-        """Raise where ranks cannot communicate.
+        """Raise if the ranks cannot communicate.
 
         Raises:
-            InputError: several ranks without a process group.
+            InputError: there are several ranks and no process group.
         """
         if self.size > 1 and not self.collective:
             raise InputError(
@@ -299,7 +303,7 @@ def _nowhere(fact: Fact) -> None:
 @final
 @dataclass(slots=True)
 class Recorder:
-    """Where a run's groups report their calls. The controller sets `step` before each step."""
+    """Records the calls of a run's groups. The controller sets `step` before each step."""
 
     sink: FactSink = field(default=_nowhere)
     step: int = 0
@@ -314,7 +318,7 @@ class Recorder:
         begun: tuple[float, float],
         imbalance: float,
     ) -> None:
-        """Record an answered call; `begun` is its wall-clock and its performance-counter time."""
+        """Record an answered call; `begun` has its start by the wall clock and by the performance counter, seconds."""
         if self.sink is _nowhere:
             return
         attributes = {
@@ -331,19 +335,19 @@ class Recorder:
 
 
 def nothing(ranks: Collection[int]) -> None:
-    """Restore nothing: a constructed worker has the state of the lost one."""
+    """Restore nothing: a newly constructed worker has the same state as the lost one."""
 
 
 @final
 @dataclass(slots=True)
 class Replacing:
-    """The replacements of one pool, which all its groups share.
+    """The replacements in one pool, shared by all its groups.
 
     Args:
         backend: of the pool.
-        recorder: receives a note of each replacement, and has the step.
-        seconds: for a process, and for each of its workers, to start.
-        restore: returns the workers of these ranks to the state of the lost ones.
+        recorder: receives a note of each replacement, and has the current step.
+        seconds: maximum time to start a process, and to construct each of its workers.
+        restore: gives the workers of these ranks the state of the lost ones.
     """
 
     backend: Backend
@@ -354,10 +358,10 @@ class Replacing:
     _bare: set[int] = field(default_factory=set)  # ranks whose workers have not been restored yet
 
     def replace(self, lost: WorkerLostError) -> None:
-        """Start a lost process again, unless it was replaced already.
+        """Start a lost process again, unless it was already replaced.
 
         Raises:
-            WorkerLostError: its pool cannot continue without it, or it was lost too often.
+            WorkerLostError: the pool cannot continue without the process; its rank was lost too often.
         """
         while True:
             try:
@@ -391,13 +395,13 @@ class Replacing:
         backend.replace(process.rank, self.seconds)
 
 
-Fetch = Callable[[Any], "Parcel"]  # from the handle of a stored value to the value, packed
+Fetch = Callable[[Any], "Parcel"]  # handle of a stored value → the packed value
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A value ready to travel: the pickle, the memory it refers to, and the handles of its stored values."""
+    """A packed value: the pickle, the buffers that it refers to, and the handles of its stored values."""
 
     buffers: tuple[Any, ...]  # bytes-like; the first is the pickle
     handles: tuple[Any, ...]
@@ -407,9 +411,9 @@ class Parcel:
 @final
 @dataclass(frozen=True)
 class StoredAway(Generic[R]):
-    """`Stored` by a handle: packed in an argument, only the handle travels."""
+    """`Stored` by a handle: when packed in an argument, only the handle travels."""
 
-    here: ClassVar[bool] = False  # every `value` fetches a copy
+    here: ClassVar[bool] = False  # every call of `value` fetches a copy
     handle: Any
     fetch: Fetch
 
@@ -420,12 +424,12 @@ class StoredAway(Generic[R]):
 
 
 def pack(value: object) -> Parcel:
-    """Make a parcel. It refers to the value's memory: a transport must copy before the value changes.
+    """Return the value as a parcel, which refers to the value's memory: a transport must copy before the value changes.
 
     Tensors lose their graph, and arrive on the CPU.
 
     Raises:
-        Exception: pickle cannot serialise the value: PicklingError, AttributeError or TypeError.
+        PicklingError, AttributeError, TypeError: pickle cannot serialise the value.
     """
     file, buffers, handles = io.BytesIO(), list[pickle.PickleBuffer](), list[Any]()
     _Pickler(file, buffers, handles).dump(value)
@@ -436,15 +440,15 @@ def pack(value: object) -> Parcel:
 def unpack(parcel: Parcel, fetch: Fetch) -> Any:
     """Return the packed value; its tensors and arrays own their memory."""
     pickled, *buffers = parcel.buffers
-    # copies: the transport's memory is shared and read-only
+    # copy, because the transport's memory is shared and read-only
     return _Unpickler(io.BytesIO(pickled), [bytearray(buffer) for buffer in buffers], parcel.handles, fetch).load()
 
 
 def check_importable(function: Callable[..., object], what: str) -> None:
-    """Refuse a function that another process cannot import: a lambda, a local function, a class of the main script.
+    """Reject a function that another process cannot import: a lambda, a local function, a class of the main script.
 
     Raises:
-        InputError: it is one.
+        InputError: the function cannot be imported.
     """
     name = getattr(function, "__qualname__", repr(function))
     module = getattr(function, "__module__", None)
@@ -490,7 +494,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stored(index: int) -> StoredAway[Any]:
-    """Represents the stored value with this index in the pickle."""
+    """Stands in the pickle for the stored value with this index."""
     raise pickle.UnpicklingError(f"stored value {index} outside a parcel")
 
 
@@ -505,6 +509,6 @@ def _reduced(tensor: Tensor) -> Any:
 
 
 def _tensor(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...], wanted: bool, parameter: bool) -> Tensor:
-    # frombuffer refuses empty memory
+    # frombuffer rejects empty memory
     tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape) if memory else torch.empty(shape, dtype=dtype)
     return torch.nn.Parameter(tensor, requires_grad=wanted) if parameter else tensor.requires_grad_(wanted)

@@ -1,13 +1,13 @@
-"""The last process of a local Ray cluster: ends what its owner left running, however the owner ended.
+"""The last process of a local Ray cluster: ends the processes that its owner left running.
 
 `python -m posttrain.engine.groups.reaper FOLDER SECONDS`
 
-It waits for the end of its standard input, whose other end only the owner holds. Then it kills every process that has
-`POSTTRAIN_RAY_CLUSTER=FOLDER` in its environment, until there are no more, and removes the folder. Most of Ray's own
-processes die with their parent; its agents take a minute, and Ray does not remove the folder.
+The reaper waits for the end of its standard input, whose other end only the owner has. It then kills every process
+with `POSTTRAIN_RAY_CLUSTER=FOLDER` in its environment until none is left, and removes the folder. Most of Ray's own
+processes die with their parent, but its agents take a minute, and Ray does not remove the folder.
 
-A cluster whose owner does not report within SECONDS that it is up is ended in the same way: `ray.init` waits for its
-workers forever, in native code that no thread of Python interrupts. Ray ends the owner when its node ends.
+A cluster is ended in the same way if its owner does not report within SECONDS that the cluster is up: `ray.init` waits
+for its workers forever, in native code that no Python thread can interrupt. Ray ends the owner when its node ends.
 """
 
 import select
@@ -27,7 +27,7 @@ _LIMIT = 30.0  # seconds; a process that cannot be killed is stuck in the kernel
 
 def main(folder: str, seconds: str) -> int:
     """Wait for the owner to end, or for a start that takes too long; then clean up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # addressed to the owner
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the owner
         signal.signal(number, signal.SIG_IGN)
     if select.select([sys.stdin], [], [], float(seconds))[0]:
         sys.stdin.buffer.read()
@@ -47,7 +47,7 @@ def main(folder: str, seconds: str) -> int:
 
 
 def _last_words(folder: str) -> str:
-    """Return the last line that the cluster's node wrote on its standard error."""
+    """Return the last line that the cluster's node wrote to its standard error."""
     lines: list[str] = []
     for log in Path(folder).glob("session_2*/logs/raylet.err"):
         with suppress(OSError):

@@ -10,11 +10,11 @@ A group is called by passing the method itself:
     future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # does not wait; future.result() does
     groups  = rollout.feed(covers, RolloutWorker.feed, prompts)          # of a generator; groups.take(1.0) as they come
 
-The method is an ordinary attribute of an ordinary class. So a type checker refuses a misspelt method, a wrong argument
-and a batch of the wrong type; go-to-definition finds the worker; and a traceback shows the worker's own frames. There
+The method is an ordinary attribute of an ordinary class. A type checker therefore rejects a misspelt method, a wrong
+argument and a batch of the wrong type; go-to-definition finds the worker; a traceback shows the worker's frames. There
 is no registration, code generation or rebinding.
 
-Where ranks work alone, a lost process is replaced (see `groups.port`), and gets its unanswered calls again.
+Where ranks work alone, a lost process is replaced (see `groups.port`), and its unanswered calls are repeated.
 
 A resource pool is the set of processes, one per rank, in which the workers of one or more roles live.
 """
@@ -46,7 +46,7 @@ from posttrain.engine.groups.port import (
 )
 from posttrain.pacing.balance import TOKENS, Assignment, CostModel, balance
 
-_TURN = 0.02  # seconds that ranks which have ended a call wait for others
+_TURN = 0.02  # seconds that idle ranks wait for others before their next call
 _FETCH = 5.0  # minimum seconds to fetch an answer, however late the caller requests it
 W = TypeVar("W")
 B = TypeVar("B", bound=Shardable)
@@ -55,22 +55,22 @@ G = TypeVar("G", bound=Gatherable)
 R = TypeVar("R")
 T = TypeVar("T")
 P = ParamSpec("P")
-_Parts = Sequence[tuple[Sequence[int], tuple[Any, ...]]]  # ranks, and the arguments that they share
+_Parts = Sequence[tuple[Sequence[int], tuple[Any, ...]]]  # (ranks, their common arguments)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
-    """How a group reaches its workers."""
+    """The connection of a group to its workers."""
 
     role: str
     backend: Backend
     recorder: Recorder
-    costs: CostModel  # of an item, from its length
-    deadline: float  # seconds, for each call
+    costs: CostModel  # cost of an item, by its length
+    deadline: float  # seconds per call
     sequence_parallel: int  # consecutive ranks that work on one shard together
     replacing: Replacing
-    only: tuple[int, ...] | None = None  # the ranks that are called, see `WorkerGroup.at`; None: all
+    only: tuple[int, ...] | None = None  # the ranks to call, see `WorkerGroup.at`; None: all
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -86,7 +86,7 @@ class GroupHandle:
         """Replace a lost process; return its rank.
 
         Raises:
-            WorkerLostError: it cannot be replaced.
+            WorkerLostError: the process cannot be replaced.
         """
         if self.only is not None or lost.process is None:
             raise lost
@@ -110,7 +110,7 @@ class Future(Generic[R]):
         """Wait for the answer.
 
         Raises:
-            DeadlineError: the time since the call is over.
+            DeadlineError: the call exceeded the group's deadline.
             WorkerLostError: a worker's process has ended, and is not replaced.
             Exception: raised by the worker, with its role, rank and traceback.
         """
@@ -121,12 +121,12 @@ class Future(Generic[R]):
 
 @final
 class Feed(Generic[K, R]):
-    """The answers of all ranks to calls of a generator that takes more items while others are in work.
+    """The answers of all ranks to calls of a generator that accepts more items while earlier ones are in progress.
 
     Args:
         handle: of the group.
-        call: calls it on a rank with some items, or with none.
-        method: its name, for errors and the record.
+        call: calls the generator method on a rank, with or without new items.
+        method: the method's name, for errors and the record.
         covers: returns the rank of an answer, and the keys of the items that it answers.
         batch: the first items, split by cost.
     """
@@ -144,7 +144,7 @@ class Feed(Generic[K, R]):
         assignment = balance(handle.costs.costs(batch.item_lengths), len(ranks))
         self._coming: list[list[K]] = [[batch.select_items(shard)] for shard in assignment.shards]
         self._given: list[list[K]] = [[] for _ in ranks]
-        self._left: list[set[int]] = [set() for _ in ranks]  # keys that each rank was given and has not answered
+        self._left: list[set[int]] = [set() for _ in ranks]  # by rank: keys of items that were sent and not answered
         self._given_to = list(handle.backend.processes)
         self._added, self._silent, self._imbalance = 0, 0.0, assignment.imbalance
         self._flows: dict[int, Flow[R]] = {}
@@ -153,11 +153,11 @@ class Feed(Generic[K, R]):
 
     @property
     def ended(self) -> bool:
-        """Whether all added items were answered."""
+        """Whether all items were answered."""
         return not (self._flows or any(self._left) or any(self._coming))
 
     def add(self, batch: K) -> None:
-        """Add items, all for one rank; ranks take turns."""
+        """Add items, all to one rank; successive calls use successive ranks."""
         self._coming[self._added % len(self._coming)].append(batch)
         self._added += 1
 
@@ -192,7 +192,7 @@ class Feed(Generic[K, R]):
         return found
 
     def _call_ranks(self) -> None:
-        """Call every idle rank that has items, first those that a lost process had not answered."""
+        """Call every idle rank that has items, beginning with those that a lost process had not answered."""
         for rank, coming in enumerate(self._coming):
             if rank in self._flows:
                 continue
@@ -227,7 +227,7 @@ class Feed(Generic[K, R]):
 
 @final
 class NonBlocking(Generic[W]):
-    """A group's calls that return before they are answered."""
+    """A group's calls, returning before the workers answer."""
 
     def __init__(self, handle: GroupHandle) -> None:
         self._handle = handle
@@ -249,8 +249,10 @@ class NonBlocking(Generic[W]):
     def map_stored(
         self, method: Callable[Concatenate[W, B, P], R], batch: B, *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[StoredShard[R]]]:
-        """Like `map`, but the ranks keep their return values: references, each with the items that it was computed
-        from. Ranks without items are called, but not included.
+        """Like `map`, but the return values stay on their ranks.
+
+        The result has a reference for each rank, with the items that its value was computed from. Ranks without items
+        are called, but not included.
         """
         handle = self._handle
         assignment, parts = self._split(batch, args)
@@ -278,7 +280,7 @@ class NonBlocking(Generic[W]):
         return self._future(self._handle.backend.submit_stored, method, [(self._handle.ranks, args)], kwargs, list)
 
     def _split(self, batch: B, args: tuple[Any, ...]) -> tuple[Assignment, _Parts]:
-        """Return the assignment of a batch, and the parts of the ranks with the other arguments."""
+        """Return the assignment of a batch to shards, and each rank's arguments with its part of the batch."""
         handle, size = self._handle, self._handle.sequence_parallel
         assignment = balance(handle.costs.costs(batch.item_lengths), handle.shards)
         parts: list[B] = [batch] if handle.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
@@ -293,8 +295,9 @@ class NonBlocking(Generic[W]):
         combine: Callable[[Sequence[R]], T],
         imbalance: float = 1.0,
     ) -> Future[T]:
-        """Call a method, by the ranks that get the same arguments. The calls that a lost process has not answered are
-        made again on its replacement, whose time begins then.
+        """Call a method on the ranks of each part.
+
+        Calls that a lost process has not answered are repeated on its replacement, with a new deadline.
         """
         handle, name, begun = self._handle, method.__name__, (time.time(), time.perf_counter())
         asked = {rank: args for ranks, args in parts for rank in ranks}
@@ -311,7 +314,7 @@ class NonBlocking(Generic[W]):
                     again = submit(handle.role, (rank,), method, asked[rank], kwargs)
                     calls[:] = [again[0] if call.rank == rank else call for call in calls]
             slowest = max(answers, key=lambda answer: answer.seconds)
-            if slowest.seconds > handle.deadline:  # within this process nothing could interrupt it
+            if slowest.seconds > handle.deadline:  # in this process, a call could not be interrupted
                 raise DeadlineError(
                     f"{handle.role} must answer {name} within {handle.deadline:g} seconds, took {slowest.seconds:.3g}; "
                     "give the call a longer deadline (runtime.call_timeout)"
@@ -327,8 +330,8 @@ class NonBlocking(Generic[W]):
 class WorkerGroup(Generic[W]):
     """All ranks of one role.
 
-    Every call waits for its answer, at most for the group's deadline, and then raises what `Future.result` raises.
-    `ResourcePool.start` makes it.
+    Every call waits for its answer, at most until the group's deadline; it raises the errors of `Future.result`.
+    `ResourcePool.start` creates a group.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
@@ -338,30 +341,32 @@ class WorkerGroup(Generic[W]):
 
     @property
     def nonblocking(self) -> NonBlocking[W]:
-        """The same calls, each returning a `Future` immediately. In-process workers answer before it returns."""
+        """The same calls, each returning a `Future` immediately; in-process workers answer before the call returns."""
         return NonBlocking(self._handle)
 
     def within(self, seconds: float) -> WorkerGroup[W]:
-        """Return the same workers with another deadline.
+        """Return the same workers with a deadline of `seconds` per call.
 
         Raises:
-            InputError: the number of seconds is not positive.
+            InputError: `seconds` is not positive.
         """
         if not seconds > 0:
             raise InputError(f"deadline of a call to {self.role} must be > 0 seconds, got {seconds}")
         return WorkerGroup(replace(self._handle, deadline=seconds))
 
     def at(self, ranks: Iterable[int]) -> WorkerGroup[W]:
-        """Return some of the workers, for `each` and `one`. A lost process ends the call: a caller that repeats several
-        calls as a whole replaces it first (`replacing`).
+        """Return the workers of these ranks, for `each` and `one`.
+
+        A lost process ends such a call with an error. A caller that repeats several calls as a whole replaces the
+        process first (`replacing`).
         """
         return WorkerGroup(replace(self._handle, only=tuple(ranks)))
 
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> G:
         """Split a batch by cost, one shard per rank; gather the return values in the original order.
 
-        A rank with an empty shard is called like the others, so that it takes part in collectives. With sequence
-        parallelism, consecutive ranks get the same shard and the first rank of each answers.
+        A rank with an empty shard is called too, because it must take part in collectives. With sequence parallelism,
+        consecutive ranks get the same shard, and the answer of the first of them counts.
         """
         return self.nonblocking.map(method, batch, *args, **kwargs).result()
 
@@ -373,8 +378,9 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Feed[K, R]:
-        """Split a batch by cost, one shard per rank, for a method that yields, and may leave work for its next call;
-        return immediately. Items may be added later.
+        """Split a batch by cost, one shard per rank, for a generator method; return immediately.
+
+        The generator may leave work for its next call. Items may be added later.
 
         Raises:
             InputError: ranks share a shard, so each would yield every answer.
@@ -382,7 +388,7 @@ class WorkerGroup(Generic[W]):
         handle = self._handle
         if handle.sequence_parallel > 1:
             raise InputError(
-                f"{self.role} must have a shard for each rank to feed, got {handle.sequence_parallel} ranks that share "
+                f"{self.role} must have one shard for each rank, got {handle.sequence_parallel} ranks that share "
                 "one; start it in `pool.by_rank()`"
             )
 
@@ -400,16 +406,16 @@ class WorkerGroup(Generic[W]):
         return self.nonblocking.one(method, *args, **kwargs).result()
 
     def each_stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[Stored[R]]:
-        """Call every rank; the return values stay there, for other workers by reference."""
+        """Call every rank; the return values stay on the ranks, and the result has references for other workers."""
         return self.nonblocking.each_stored(method, *args, **kwargs).result()
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds that a pool's workers have."""
+    """Time limits of a pool's workers, seconds."""
 
-    start: float = 300.0  # to be constructed: a process, its imports, its model
+    start: float = 300.0  # for a process, its imports and the construction of a worker
     call: float = 3600.0  # for a call without a separate deadline
 
 
@@ -418,18 +424,18 @@ DEADLINES = Deadlines()
 
 @final
 class ResourcePool:
-    """Roles started in one pool share its processes and devices; their classes are not fused.
+    """The processes and devices that the roles started in one pool share; their classes stay separate.
 
     Args:
-        backend: where the workers live; closed with the pool.
+        backend: runs the workers; closed with the pool.
         recorder: receives every call.
-        costs: of an item; batches are split by it.
-        sequence_parallel: consecutive ranks that work on one shard together.
+        costs: the cost of an item, by which batches are split.
+        sequence_parallel: number of consecutive ranks that work on one shard together.
         deadlines: of starts and calls.
-        replacing: the replacements of another pool over the same back-end.
+        replacing: the replacements of another pool with the same back-end.
 
     Raises:
-        InputError: ranks that cannot be divided by `sequence_parallel`.
+        InputError: the number of ranks is not a multiple of `sequence_parallel`.
     """
 
     def __init__(
@@ -451,7 +457,7 @@ class ResourcePool:
 
     @property
     def processes(self) -> Sequence[Process]:
-        """One per rank; an inline pool has the controller's own process for each."""
+        """The process of each rank; in an inline pool this is always the controller's."""
         return self._backend.processes
 
     def start(
@@ -461,7 +467,7 @@ class ResourcePool:
 
         Args:
             role: the group's name in traces and errors.
-            worker: its class; constructed as `worker(context, *args, **kwargs)`.
+            worker: the class, called as `worker(context, *args, **kwargs)`.
 
         Raises:
             Exception: raised by a constructor, with role and rank.

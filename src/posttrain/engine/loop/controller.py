@@ -10,18 +10,19 @@ The loop has one thread, which blocks only on its own calls:
      │    │checkpoint: write one, continue                        ▶ advantages ▶ update ▶ weights       │
      └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-It blocks on the rollout, the reward and the update, which are calls that return (a reward that hangs is killed at its
-deadline). It polls outside orders between steps only, so it obeys a stop within one step. The recipe decides what it
-samples ahead, and whose weights its rollout reads (`on_policy`).
+The loop blocks on the rollout, the reward and the update; each of these calls returns (a reward that hangs is killed at
+its deadline). The loop polls orders only between steps, so it obeys a stop within one step. The recipe decides how far
+it samples ahead, and which weights its rollout reads (`on_policy`).
 
 The effect of a step depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
-none of these, so their timing cannot change the result, and a resumed job repeats the undisturbed one bit for bit.
+none of these, so their timing cannot change the result, and a resumed job computes bit for bit what an uninterrupted
+one computes.
 
 `FromRows` is the stage of an algorithm that learns from given rows: demonstrations, preferences, labels.
 
-A stage's probe decides when to stop, and which step was the best. Both are functions of the probe's values in order,
-which are functions of the weights, so a resumed job decides as the undisturbed one. A checkpoint at step N holds the
-values of the probes before step N; the probe at step N runs again.
+A stage's probe decides when to stop, and which step was the best. Both decisions depend only on the sequence of the
+probe's values, and these only on the weights, so a resumed job decides like an uninterrupted one. A checkpoint at
+step N contains the values of the probes before step N; the probe at step N runs again.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ProbeState:
     """The state of the probes so far; plain JSON in a checkpoint."""
 
     best: float | None = None  # the best value; None: not probed yet
-    step: int = 0  # the step of the best value: of equal values the earliest is kept
+    step: int = 0  # the step of the best value; of equal values, the earliest
     counted: float | None = None  # the value that an improvement must exceed by `min_delta`
     missed: int = 0  # probes since the last improvement
 
@@ -89,7 +90,7 @@ class Selection:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Selection | None:
-        """Return the selection of a stage's configuration; None: its probe decides nothing."""
+        """Return the selection that a stage's configuration sets; None: its probe decides nothing."""
         if config.probe is None or not (config.early_stopping or config.keep_best):
             return None
         return cls(config.selects_by, config.lower_is_better, config.early_stopping)
@@ -98,7 +99,7 @@ class Selection:
         """Record the probe after `step` steps; return whether it is better than every earlier one.
 
         Raises:
-            UnmeasuredError: its value is not finite.
+            UnmeasuredError: the value is not finite.
         """
         value, before = values[self.metric], self.state
         if not math.isfinite(value):
@@ -112,7 +113,7 @@ class Selection:
 
     @property
     def over(self) -> bool:
-        """Whether the stage has to stop."""
+        """Whether the stage must stop."""
         return self.stopping is not None and self.state.missed >= self.stopping.patience
 
     def told(self, step: int, total: int) -> str:
@@ -127,7 +128,7 @@ class Selection:
         )
 
     def metrics(self, stopped_at: int | None = None) -> dict[str, float]:
-        """Return the metrics that a stage's result reports of it."""
+        """Return the selection's metrics for the stage's result."""
         if self.state.best is None:
             return {}
         found = {"best/step": float(self.state.step), f"best/{self.metric}": self.state.best}
@@ -156,8 +157,8 @@ class Limits:
 
     tokens: int | None = None
     deadline: float | None = None  # seconds since the epoch
-    seconds: float | None = None  # the time that it was given; this and the next two are for messages only
-    tokens_declared: int | None = None  # the run's whole budget, of which `tokens` was left
+    seconds: float | None = None  # the time limit; this field and the next two are for messages only
+    tokens_declared: int | None = None  # the run's whole budget, of which `tokens` were left
     seconds_declared: float | None = None
 
 
@@ -168,7 +169,7 @@ class Outcome:
     status: str  # succeeded | stopped
     steps: int
     tokens: int
-    metrics: dict[str, float]  # the last value of each
+    metrics: dict[str, float]  # the last value of each metric
     message: str = ""  # why it ended before its last step, if it did
 
 
@@ -179,10 +180,10 @@ class Controller:
     Args:
         recipe: the method, its policy and its journal.
         checkpoints: folder for checkpoints.
-        fingerprint: digest of the inputs that decide the result; a checkpoint with another one is refused.
+        fingerprint: digest of the inputs that decide the result; a checkpoint with a different one is rejected.
         every: steps between checkpoints.
         sink: receives facts.
-        flush: makes all facts so far durable; called before a checkpoint, which must not cover unreported steps.
+        flush: makes all earlier facts durable; called before a checkpoint, which must not cover unreported steps.
         orders: polled between steps.
         limits: tokens and deadline.
         recorder: of the worker groups' calls; receives their step.
@@ -203,11 +204,11 @@ class Controller:
     meter: Callable[[int, int], None] = lambda spent, reserved: None
     selection: Selection | None = None
     best: BestModel | None = None
-    tokens: int = 0  # spent so far in this lineage
+    tokens: int = 0  # spent so far, including the attempts that this one resumes
     _incarnation: int = 0
     _step: int = 0
     _saved: int = -1
-    _began: int = 0  # documents taken before the step
+    _began: int = 0  # documents read before the step
     _metrics: dict[str, float] = field(default_factory=dict)
     _idle: bool = True  # no step of the lineage changed weights
 
@@ -215,7 +216,7 @@ class Controller:
         """Continue from a checkpoint, which any number of ranks may have written.
 
         Raises:
-            IntegrityError: it is incomplete, or of a stage with other parameters, seed or inputs.
+            IntegrityError: the checkpoint is incomplete, or is from a stage with different parameters, seed or inputs.
         """
         state = read_state(path)
         if state.fingerprint != self.fingerprint:
@@ -236,17 +237,17 @@ class Controller:
         self.sink(Note(f"resumed from the checkpoint at step {state.step}", time.time()))
 
     def run(self) -> Outcome:
-        """Train until the last step, the end of the probe's patience, a stop, or the end of the budget.
+        """Train until the last step, early stopping, a stop order, or the end of the budget.
 
         Raises:
-            BudgetExceededError: the next step could exceed the token budget or the deadline is past; a checkpoint was
+            BudgetExceededError: the next step could exceed the token budget, or the deadline is past; a checkpoint was
                 written.
-            DivergedError: NaN or infinity.
+            DivergedError: training produced NaN or infinity.
         """
         total, message = self.recipe.steps, ""
         self.meter(self.tokens, 0)
         if self._saved < 0 and self.best:
-            self.best.take_from(None)  # removes models that a lost process left
+            self.best.take_from(None)  # removes partial models that a lost process left
         self._publish_weights()
         while True:
             order = self.orders()
@@ -285,7 +286,7 @@ class Controller:
         self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
 
     def _publish_weights(self) -> None:
-        """Publish the weights of the last update, which the next rollout samples with."""
+        """Publish the weights of the last update, with which the next rollout samples."""
         with Trace(self.sink, max(self._step - 1, 0)).span("weights"):
             self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
         self.recorder.step = self._step
@@ -305,14 +306,14 @@ class Controller:
         self.sink(Metric(self._step, {**report.metrics, **extra}, time.time()))
 
     def _reserve(self, spent: int, more: int, *, refuse: bool = True) -> bool:
-        """Whether the further cost of a step that has begun is within the limit.
+        """Return whether the further cost of a step that has begun is within the limit.
 
         Args:
-            refuse: raise where it is not.
+            refuse: raise if the cost is not within the limit.
 
         Raises:
-            BudgetExceededError: the tokens spent so far are counted; the begun work is not trained on, and sampled
-                again after a resume from the checkpoint that was written.
+            BudgetExceededError: the cost exceeds the limit. The tokens spent are counted; a checkpoint was written, and
+                a resumed job samples the step's work again.
         """
         limit, step = self.limits.tokens, self._step
         if step == self.recipe.steps - 1:
@@ -335,7 +336,7 @@ class Controller:
         self.meter(self.tokens, 0)
         worst = self.recipe.probe_max_tokens(step) + (self.recipe.max_tokens(step) if step < self.recipe.steps else 0)
         if step == self.recipe.steps - 1:
-            worst += self.recipe.probe_max_tokens(self.recipe.steps)  # a last step without its probe is of little use
+            worst += self.recipe.probe_max_tokens(self.recipe.steps)  # reserve the last probe too
         if limit is not None and self.tokens + worst > limit:
             self._save()
             short = tokens_short("the next step", worst, self.tokens, limit, self.limits.tokens_declared)
@@ -370,19 +371,19 @@ class Controller:
 
 @final
 class LossProbe:
-    """The probe of an algorithm that reads rows: its own objective on held-out rows, without dropout.
+    """The probe of an algorithm that reads rows: the algorithm's objective on held-out rows, without dropout.
 
     Args:
         batch: the held-out rows.
     """
 
-    max_tokens = 0  # it samples and trains on nothing
+    max_tokens = 0  # the probe does not sample or train
 
     def __init__(self, batch: TokenBatch) -> None:
         self._batch = batch
 
     def __call__(self, learning: Learning, /) -> StepReport:
-        """Return `probe/loss` of the current weights, and the other metrics of the objective."""
+        """Return `probe/loss` of the current weights, and the objective's other metrics."""
         return StepReport(self.max_tokens, learning.measure(self._batch))
 
 
@@ -391,12 +392,12 @@ class FromRows(Generic[R]):
 
     Args:
         config: the stage's parameters.
-        algorithm: forms, credits and updates.
+        algorithm: forms documents, gives credit, and defines the updates.
         roles: the roles that learn and fill columns.
         rows: all rows.
         seed: the stage's seed.
-        held_out: rows that its objective is measured on during training.
-        phase: the phase that its progress reports.
+        held_out: rows on which the objective is measured during training.
+        phase: the phase in reports of progress.
 
     Raises:
         InputError: the algorithm needs a role that does not exist.
@@ -439,17 +440,17 @@ class FromRows(Generic[R]):
         """Do nothing: no role samples."""
 
     def rewind(self) -> None:
-        """Do nothing: a step begins nothing that it does not train."""
+        """Do nothing: a step trains everything that it begins."""
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write nothing: nothing is held between two steps."""
+        """Write nothing: there is no state between two steps."""
         return {}
 
     def restore(self, path: Path) -> None:
         """Read nothing: `save` writes nothing."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
-        """Return the held-out measurement, if it is due."""
+        """Return the held-out measurement, if one is due."""
         return self._probe.measure(step, trace, self._learning)
 
     def probe_max_tokens(self, step: int) -> int:

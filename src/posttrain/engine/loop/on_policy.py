@@ -9,7 +9,7 @@ The policy samples in the same step or some steps ahead:
       └──────────────────────────────────┘
 
 With lag 0 the buffer is filled and emptied in one step. With lag k the rollout samples batch t + k while batch t is
-trained; the weights of a step are published when nothing runs, so a batch is of one version.
+trained. Weights are published only when no rollout runs, so all samples of a batch are of one version.
 """
 
 import re
@@ -36,7 +36,7 @@ from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder
 from posttrain.sandbox.port import Score
 
-_NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose name may be part of a metric's
+_NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component name that may be part of a metric name
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> dict[str, float]:
@@ -45,7 +45,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> di
     `reward/stderr` is the standard error of `reward/mean`.
 
     Args:
-        judged: whether there are scores; else no reward is reported.
+        judged: whether there are scores; without scores no reward is reported.
     """
     scores = [score for group in groups for score in group.scores]
     answers = [answer for group in groups for answer in group.answers]
@@ -70,8 +70,10 @@ def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> di
 
 
 def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the rollout engine's metrics, as far as it counts: mean rows decoded together, preemptions, tokens
-    computed again for them, tokens of prompts.
+    """Return the rollout engine's metrics, if the engine counts them.
+
+    They are: the mean number of rows decoded together, preemptions, tokens recomputed after preemptions, tokens of
+    prompts.
     """
     named = ("preemptions", "recomputed_tokens", "prefilled_tokens")
     steps, decoded = counts.get("steps", 0), counts.get("decoded_tokens")
@@ -89,8 +91,9 @@ def turn_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Return `reward/NAME/mean` and `/std` of each component over the completions that have it; for rewards with
-    weights also the shares that failed.
+    """Return `reward/NAME/mean` and `/std` of each component over the completions that have this component.
+
+    With weighted rewards also the share of completions for which each reward failed.
     """
     found: dict[str, float] = {}
     for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
@@ -106,7 +109,7 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
 def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the standard error of a step's mean reward over the drawn prompts: deviation of group means / √groups.
 
-    Samples of one prompt are correlated, so they do not count as independent ones.
+    Samples of one prompt are correlated, so they do not count as independent samples.
     """
     scored = [rewards[~np.isnan(rewards)] for rewards in (group.rewards for group in groups)]
     means = np.array([rewards.mean() for rewards in scored if len(rewards)])
@@ -124,10 +127,10 @@ class OnPolicy:
         scorer: scores responses; None: no scores.
         seed: the stage's seed.
         probe: the held-out measurement, if there is one.
-        phase: the phase that its progress reports.
-        text: the text of a response, for traces; by default as the scorer reads it.
-        environment: returns the observation between two responses, where the algorithm samples several.
-        admission: which prompts may be sampled when; by default batch after batch, with the exact lag of the stage.
+        phase: the phase in reports of progress.
+        text: returns the text of a response for traces; by default the text that the scorer reads.
+        environment: returns the observation between two responses, if the algorithm samples several per sample.
+        admission: decides which prompts may be sampled when; by default batch after batch, with the stage's exact lag.
 
     Raises:
         InputError: the algorithm needs a role or an environment that does not exist.
@@ -169,7 +172,7 @@ class OnPolicy:
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
             raise InputError(
                 f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, got "
-                "an algorithm without; take correction: bypass, or require it"
+                "an algorithm without it; use correction: bypass, or require it"
             )
         policy = admission or InOrder(lag)
         if policy.lag != lag:
@@ -184,9 +187,10 @@ class OnPolicy:
         self._ahead = Collector(*words, kept=self._offer, watch=self._watch)
 
     def max_tokens(self, step: int) -> int:
-        """Return the maximum tokens sampled from now to the end of the step: every prompt read once, every response at
-        the token limit; plus the tokens that the step trains on, once per pass. Replacements of dropped groups are not
-        included; they are reserved when needed.
+        """Return the maximum tokens that the step may still spend.
+
+        The sum has every prompt to sample, read once, every response at the token limit, and the tokens that the step
+        trains on, once per pass. Replacements of dropped groups are reserved when needed and not included.
         """
         if self._most:
             return self._most
@@ -195,10 +199,10 @@ class OnPolicy:
         return sampled + self._training(step)
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
-        """Take the groups that the step trains on, learn while more is sampled.
+        """Train on the groups of the step, while the rollout samples further ones.
 
         Raises:
-            InputError: it spent more tokens than a step may.
+            InputError: the step spent more tokens than it may.
             BudgetExceededError: dropped groups cannot be replaced.
         """
         ahead = self._ahead
@@ -240,17 +244,17 @@ class OnPolicy:
         )
 
     def publish_weights(self, version: PolicyVersion) -> None:
-        """Publish the weights of the last update to the rollout; nothing runs then."""
+        """Publish the weights of the last update to the rollout, which must not be sampling."""
         self.roles.publish(version)
         self._ahead.version = version.step
 
     def rewind(self) -> None:
-        """Drop the step's samples, which a resumed job samples again."""
+        """Drop the step's samples; a resumed job samples them again."""
         self._learning.forget()
         self._ahead.rewind()
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write the sampled groups that wait to be trained."""
+        """Write the sampled groups that wait for training."""
         return self._ahead.save(path)
 
     def restore(self, path: Path) -> None:
@@ -262,7 +266,7 @@ class OnPolicy:
         return self._probe.measure(step, trace, self.roles.sampler)
 
     def probe_max_tokens(self, step: int) -> int:
-        """Return the probe's limit if it is due."""
+        """Return the maximum tokens of the probe if it is due, else 0."""
         return self._probe.max_tokens(step)
 
     def _form(self, step: int) -> Form:
@@ -270,20 +274,20 @@ class OnPolicy:
         return lambda groups: with_temperature(form(groups), groups)
 
     def _offer(self, group: ScoredGroup) -> None:
-        """Request columns for the stretch that a kept group completes, where documents are formed by group."""
+        """Request columns for the stretch that a kept group completes, if documents are formed by group."""
         if self._algorithm.groupwise:
             self._learning.columns.offer(group, self._form(group.step))
 
     def _watch(self, step: int) -> bool:
-        """Sum the gradients of complete, predicted stretches; return whether predictions are in progress."""
+        """Sum the gradients of complete stretches with columns; return whether predictions are in progress."""
         return bool(self._learning.gradients and self._learning.gradients.offer(step))
 
     def _look(self, trace: Trace, seconds: float) -> bool:
-        """Take groups that were sampled ahead in the meantime."""
+        """Take groups of later steps that have been sampled."""
         return self._ahead.look(trace, seconds)
 
     def _training(self, step: int) -> int:
-        """Return the maximum tokens that a step trains on: its waiting groups, and missing ones at the token limit."""
+        """Return the maximum tokens that a step trains on: waiting groups, and missing groups at the token limit."""
         source, waiting = self._algorithm.source, self._ahead.waiting(step)
         rows = self.journal.peek(self._ahead.lacking(step))
         there = sum(len(answer) for group in waiting for answer in group.answers)

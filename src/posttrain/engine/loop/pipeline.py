@@ -1,6 +1,6 @@
 """The sampling pipeline: sampling ahead of training, the rollout call, scores, and columns that an algorithm requires.
 
-Prompts that the admission policy lets start are sampled, scored, and kept or replaced:
+Prompts that the admission policy admits are sampled, scored, and kept or replaced:
 
 ::
 
@@ -9,8 +9,8 @@ Prompts that the admission policy lets start are sampled, scored, and kept or re
       └────────────────────────────────────────────────────────────────────────┘
 
 One call of the rollout runs at a time. Its groups are kept or dropped in the order of the data stream, and the
-replacement of a dropped group joins the call immediately; so the result is a function of the seed and the policies, and
-never of how long a call takes.
+replacement of a dropped group joins the call immediately. The result is therefore a function of the seed and the
+policies, and does not depend on the duration of a call.
 
 The groups of a running call arrive as they end, and are scored while others are sampled:
 
@@ -18,15 +18,15 @@ The groups of a running call arrive as they end, and are scored while others are
 
     rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group arrives ─▶ groups, in order
 
-The data stream decides which groups are scored together and the order in which they are handed on, never the clock. The
-stretch that ends first is scored first: one long response delays its own stretch and no other.
+The data stream, never the clock, decides which groups are scored together and in which order they are passed on. The
+stretch that ends first is scored first: a long response delays only its own stretch.
 
-Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch holds as many
-kept groups, in the order of the data stream, as fill a micro-batch on every rank of the role that predicts. So the
-samples decide which documents are computed together, never the speed of a process, and one process computes them as
-several do. Roles that share the rollout's pool compute when it has ended.
+Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch has as many kept
+groups, in the order of the data stream, as fill a micro-batch on every rank of the predicting role. The samples, never
+the speed of a process, decide which documents are computed together, and one process computes the same as several.
+Roles in the rollout's pool compute after the rollout has ended.
 
-A role computes the wide columns of a batch and keeps them, and the batch gets handles to their rows.
+A role stores the wide columns that it computes for a batch, and the batch gets handles to their rows.
 """
 
 import time
@@ -59,27 +59,28 @@ from posttrain.pacing.admission import Buffer, Pace
 from posttrain.sandbox.port import Score
 
 _PATIENCE = 60.0  # seconds between two reads of the feed, which has its own deadline
-_LOOK = 0.02  # where scores or gradients may arrive in between
-Ask = Callable[[int, int, bool], bool]  # tokens spent here, and further ones; raise where the budget lacks them
+_LOOK = 0.02  # seconds between two reads when scores or gradients may arrive
+Ask = Callable[[int, int, bool], bool]  # (spent tokens, further tokens, raise if over the budget)
 Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
 
 
 @final
 @dataclass(slots=True)
 class Incoming:
-    """The groups of one call of the rollout, on their way to the buffer.
+    """The groups of one call of the rollout that are not in the buffer yet.
 
     Args:
         batch: the step that trains on them.
-        keys: of its prompts, in the order of the data stream.
-        prompts: parallel to them.
+        keys: positions of the call's prompts, in the order of the data stream.
+        prompts: the prompts, parallel to `keys`.
         feed: the call.
-        samples: per prompt.
-        scorer: None: no scores.
-        together: groups that are scored in one call.
-        early: whether they are scored while the rollout works; else when it has ended.
-        grows: whether prompts may be added during the call: groups are kept or dropped while others are sampled.
-        went_on: runs the further turns of all groups before scoring, where samples have several turns.
+        samples: number of samples per prompt.
+        scorer: scores the groups; None: no scores.
+        together: number of groups that are scored in one call.
+        early: whether groups are scored while the rollout works; otherwise after it has ended.
+        grows: whether prompts may be added during the call, because groups are kept or dropped while others are
+            sampled.
+        went_on: runs the further turns of all groups before scoring, if samples have several turns.
     """
 
     batch: int
@@ -92,20 +93,20 @@ class Incoming:
     early: bool
     grows: bool = False
     went_on: Callable[[list[Group], Trace], list[Group]] | None = None
-    counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine, see `RolloutEngine`
+    counts: Counter[str] = field(default_factory=Counter)  # from the rollout's engine, see `RolloutEngine`
     _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
     _came: dict[int, Group] = field(default_factory=dict)
     _sampled: bool = False
-    _stretches: list[range] = field(init=False)  # of places among the keys
-    _stretch: dict[int, int] = field(init=False)  # of keys
+    _stretches: list[range] = field(init=False)  # ranges of indices into `keys`
+    _stretch: dict[int, int] = field(init=False)  # key → stretch
     _lacking: Counter[int] = field(init=False)  # groups that have not arrived yet, by stretch
-    _told: int = 0  # keys whose sampling a span covers
-    _next: int = 0  # the next stretch to hand on
+    _told: int = 0  # number of keys whose sampling a span covers
+    _next: int = 0  # the next stretch to pass on
     _whole: list[int] = field(default_factory=list)  # stretches ready for the scorer
     _scoring: dict[int, tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=dict)
     _taken: int = 0
     _first: int = field(init=False)  # number of keys at the start
-    _waits: tuple[float, float] | None = None  # since when it waits for scores alone
+    _waits: tuple[float, float] | None = None  # start of the wait for scores alone
 
     def __post_init__(self) -> None:
         self._first = count = len(self.keys)
@@ -115,7 +116,7 @@ class Incoming:
         self._lacking = Counter(self._stretch.values())
 
     def add(self, key: int, prompt: Prompt) -> None:
-        """Sample one more prompt, in the place of a dropped group; it forms a separate stretch."""
+        """Sample one more prompt, in the place of a dropped group; the new group forms a separate stretch."""
         if self._sampled:
             self._sampled, self._begun, self._waits = False, (time.time(), time.perf_counter()), None
         self._stretch[key], self._lacking[len(self._stretches)] = len(self._stretches), 1
@@ -132,10 +133,10 @@ class Incoming:
     def take(self, trace: Trace, *, busy: bool = False) -> list[ScoredGroup]:
         """Return the groups scored since the last call, in the order of the data stream.
 
-        Waits for the rollout; where it has ended, for scores.
+        Waits for the rollout, and after its end for scores.
 
         Args:
-            busy: other work is in progress that needs a check soon.
+            busy: whether other work is in progress that must be polled soon.
 
         Raises:
             Exception: raised by the rollout, an environment or the reward.
@@ -150,7 +151,7 @@ class Incoming:
         """Like `take`, without waiting for a score; also return whether the rollout continues."""
         if not self._sampled:
             self._receive(trace, seconds)
-        if self.early:  # otherwise the scorer shares memory with the running work and waits for its end
+        if self.early:  # otherwise the scorer is in the rollout's pool, and waits for its end
             self._give()
         return self._scored(trace, wait=False), not self._sampled
 
@@ -182,18 +183,18 @@ class Incoming:
             self._came = {group.key: group for group in self.went_on(groups, trace)}
 
     def _tell_failures(self, trace: Trace) -> None:
-        """Report failed scores of stretches that will not be handed on."""
+        """Report failed scores of stretches that will not be passed on."""
         for _, (_, answer) in sorted(self._scoring.items()):
             if answer.done():
                 try:
                     answer.result()
-                except Exception as error:  # whatever it is, another error ends the call
+                except Exception as error:  # a different error already ends the call
                     line = str(error).partition("\n")[0]
                     trace.sink(Note(f"before the rollout ended, scoring had failed: {line}", time.time(), "warning"))
                     return
 
     def _give(self) -> None:
-        """Hand complete stretches to the scorer."""
+        """Pass complete stretches to the scorer."""
         if not (self._sampled or self.early):
             return
         for stretch in sorted(self._whole):
@@ -244,15 +245,15 @@ class Collector:
 
     Args:
         algorithm: decides how much is sampled, and which groups are kept.
-        roles: include the rollout.
+        roles: the roles, with a rollout.
         prompts: every row of the data set.
-        scorer: None: no scores.
-        seed: the stage's.
+        scorer: scores responses; None: no scores.
+        seed: the stage's seed.
         journal: the position in the data.
-        buffer: the groups that wait to be trained.
+        buffer: the groups that wait for training.
         environment: returns the observations between two responses; None: one response per sample.
         kept: called with every kept group, in the order of the data stream.
-        watch: advances the begun computations of a step's kept groups; returns whether some are in progress.
+        watch: polls the computations of a step's kept groups; returns whether some are in progress.
     """
 
     algorithm: RolloutAlgorithm
@@ -265,22 +266,22 @@ class Collector:
     environment: Environment | None = None
     kept: Callable[[ScoredGroup], None] = lambda group: None
     watch: Callable[[int], bool] = lambda step: False
-    version: int = 0  # of the sampling policy, in steps trained
-    spent: int = 0  # tokens, since the last `mark`
-    counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
-    dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
+    version: int = 0  # version of the sampling policy: steps trained
+    spent: int = 0  # tokens spent since the last `mark`
+    counts: Counter[str] = field(default_factory=Counter)  # counts of the rollout's engine since then
+    dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, with reasons
     _running: Incoming | None = None
     _marked: _BufferState | None = None
-    _taken: list[ScoredGroup] = field(default_factory=list)  # by the current step
+    _taken: list[ScoredGroup] = field(default_factory=list)  # groups that the current step trains on
     _told: bool = False  # whether a failed environment was reported
-    _asked: tuple[int, Ask] = (0, lambda spent, more, refuse: True)  # the step begun last, and its budget
+    _asked: tuple[int, Ask] = (0, lambda spent, more, refuse: True)  # the latest step, and its budget check
 
     def collected(self, step: int, trace: Trace, reserve: Ask) -> list[ScoredGroup]:
-        """Return a step's groups, in the order of the data stream, after starting to sample the next ones.
+        """Return a step's groups in the order of the data stream, after sampling of later groups has begun.
 
         Raises:
             BudgetExceededError: dropped groups cannot be replaced.
-            InputError: the weights to sample with were not published.
+            InputError: the policy's weights were not published.
         """
         self._enter(step)
         while (keys := self.buffer.policy.select(self._pace(step))) is None:
@@ -295,15 +296,15 @@ class Collector:
         return groups
 
     def finish(self, step: int, trace: Trace, reserve: Ask) -> None:
-        """Wait until everything is sampled that this version of the policy may sample after `step`."""
-        self._begin(step + 1, trace, reserve)  # the running call may have ended since
+        """Wait until all groups that this version of the policy may sample after `step` are sampled."""
+        self._begin(step + 1, trace, reserve)  # the running call may have ended
         while self._running is not None:
             self._settle(trace, self._running)
             self._begin(step + 1, trace, reserve)
         self._taken = []
 
     def missing(self, step: int) -> int:
-        """Return the number of prompts to sample from now to the end of a step, without replacements."""
+        """Return the number of prompts still to sample until the end of a step, without replacements."""
         self._enter(step)
         pace = self._pace(step)
         ahead = range(step, min(pace.version + self.buffer.policy.lag + 1, pace.steps))
@@ -320,7 +321,7 @@ class Collector:
         self._marked = _BufferState(self.buffer.copied(), dropped)
 
     def rewind(self) -> None:
-        """Drop everything sampled since `mark`; nothing runs."""
+        """Drop all groups sampled since `mark`; no call may be running."""
         assert self._marked is not None
         self._taken = []
         self.buffer, self.dropped = self._marked.buffer, self._marked.dropped
@@ -334,7 +335,7 @@ class Collector:
         return pace.prompts - given_up - sum(entry.batch == step and entry.ready for entry in pace.held)
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write the waiting groups; file name → digest. Nothing runs then, and with lag 0 nothing waits."""
+        """Write the waiting groups; return file name → digest. No call may be running; with lag 0 no group waits."""
         if not self.buffer.policy.lag:
             return {}
         held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
@@ -345,7 +346,7 @@ class Collector:
         """Restore the groups of a checkpoint.
 
         Raises:
-            IntegrityError: it is of a stage that sampled ahead, but does not hold the waiting groups.
+            IntegrityError: the checkpoint is from a stage that sampled ahead, but does not contain the waiting groups.
         """
         if not self.buffer.policy.lag:
             return
@@ -357,7 +358,7 @@ class Collector:
                 self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
 
     def _enter(self, step: int) -> None:
-        """With lag 0 the sampler has the weights of the last update, read in place or published."""
+        """Set the sampler's version; with lag 0 it has the weights of the last update, read in place or published."""
         if not self.buffer.policy.lag:
             self.version = step
 
@@ -372,7 +373,7 @@ class Collector:
                 rows = self.journal.peek(self.missing(step))  # this call's prompts, and later ones
                 more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
                 if not reserve(self.spent, more, True):
-                    return  # the next step, whose groups these are, is refused before it begins
+                    return  # these groups are of the next step, which is rejected before it begins
             self._running = self._sampling(admitted.batch, admitted.count)
 
     def _sampling(self, batch: int, count: int) -> Incoming:
@@ -381,7 +382,7 @@ class Collector:
         chosen = tuple(self.prompts[row] for _, row in taken)
         self.buffer.start(keys, batch, self.version)
         asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
-        drawn = self._drawn(derive_seed(self.seed, "rollout"))  # a position in the stream never repeats
+        drawn = self._drawn(derive_seed(self.seed, "rollout"))  # positions in the stream never repeat
         longest = max(source.document(len(prompt)) for prompt in asked.tokens)
         early = source.turns == 1 and (scorer is None or scorer.early)
         return Incoming(
@@ -403,7 +404,7 @@ class Collector:
         return SamplingParams(max_new_tokens=most, temperature=warmth, seed=seed, stop=source.stop)
 
     def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
-        """Sample one more response where the environment continues a sample; return other samples unchanged."""
+        """Sample one more response for every sample that the environment continues; return other samples unchanged."""
         assert self.environment is not None
         open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
         with trace.span("environment") as span:
@@ -431,10 +432,10 @@ class Collector:
         return _replaced(groups, {(at, s.index): s.last.went_on(o, answer) for (at, s, o), answer in answers})
 
     def _tell_failed(self, line: str, failed: int, asked: int, trace: Trace) -> None:
-        """Report the failure once, where no scorer reports it.
+        """Report a failed environment once, if no scorer reports it.
 
         Raises:
-            InputError: all of them failed, and no scorer counts failures.
+            InputError: the environment failed for all samples, and no scorer counts failures.
         """
         many = f"{line}; {failed} of {asked} samples end there"
         if self.scorer is None and failed == asked:
@@ -483,8 +484,9 @@ class Collector:
                 self._replace(running)
 
     def _replace(self, running: Incoming) -> None:
-        """Sample the replacement of a dropped group while others are in progress. A replacement that the budget may not
-        cover waits until their cost is known.
+        """Sample the replacement of a dropped group while others are in progress.
+
+        A replacement that the budget may not cover waits until the cost of the others is known.
         """
         (step, reserve), source = self._asked, self.algorithm.source
         admitted = self.buffer.admit(step, self.version) if running.grows else None
@@ -508,7 +510,7 @@ def _covers(found: Rollouts) -> tuple[int, list[int]]:
 
 
 def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:
-    """Return the groups with new last sequences of some samples, by group and index."""
+    """Return the groups with the last sequences of some samples replaced; `(group, sample)` → sequence."""
     return [
         replace(
             group,
@@ -524,26 +526,27 @@ def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
     """Raise for a wide column that no role can fill.
 
     Args:
-        algorithm: whose columns they are, for the error.
+        algorithm: name of the algorithm that requires the columns, for the error.
 
     Raises:
-        InputError: a top-k column without a width, another column with one, or a wide column of a role that learns.
+        InputError: a top-k column has no width; a different column has one; a wide column is from a role that
+            learns.
     """
     for column in columns:
         if (column.need == "topk") != (column.wide > 0):
             raise InputError(
-                f"{algorithm} needs the column {column.name} of {column.need}, got wide={column.wide}; topk is wide, "
-                "by one number or more, and nothing else is"
+                f"{algorithm} needs the column {column.name} of {column.need}, got wide={column.wide}; set wide to 1 "
+                "or more for topk, and to 0 for any other column"
             )
         if column.wide and column.role in roles.learners:
             raise InputError(
-                f"{algorithm} needs the wide column {column.name} of a frozen role, got {column.role}, which learns; "
-                "ask a role that never does"
+                f"{algorithm} needs the wide column {column.name} from a frozen role, got {column.role}, which is "
+                "trained; request it from a role that is not trained"
             )
 
 
 def hold(roles: Roles, batch: TokenBatch, column: Column) -> Future[TokenBatch]:
-    """Request a wide column. The answer is the batch with handles to its rows, which stay with the role."""
+    """Request a wide column. The answer is the batch with handles to the column's rows, which stay with the role."""
     kept = roles.frozen[column.role].nonblocking.map_stored(FrozenWorker.hold, batch, column.wide)
     return Future(lambda: _placed(batch, column, kept.result()), kept.done)
 
@@ -560,13 +563,13 @@ def _placed(batch: TokenBatch, column: Column, shards: Sequence[StoredShard[Wide
 @final
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Columns of some documents that are being computed."""
+    """Documents whose columns are being computed."""
 
     batch: TokenBatch
     answers: Mapping[Column, Future[TokenBatch]]
 
     def filled(self) -> TokenBatch:
-        """Return the documents with their columns, after waiting for all of them."""
+        """Wait for all columns; return the documents with their columns."""
         batch = self.batch
         for column, answer in self.answers.items():
             batch = _with(batch, column, [answer.result()])
@@ -613,7 +616,7 @@ class Columns:
         algorithm: requires the columns.
         roles: fill them.
         lag: steps that sampling may be ahead; with a lag, only frozen roles can predict early.
-        always: form stretches even where no column is required.
+        always: form stretches even if no column is required.
     """
 
     def __init__(self, algorithm: Algorithm, roles: Roles, lag: int = 0, *, always: bool = False) -> None:
@@ -621,11 +624,12 @@ class Columns:
         self._coming: dict[int, list[_Stretch]] = {}  # by step
 
     def offer(self, group: ScoredGroup, form: Form) -> None:
-        """Add a kept group, in the order of the data stream; request the columns of the stretch that it completes from
-        roles that can answer while others are sampled.
+        """Add a kept group, in the order of the data stream.
+
+        If the group completes a stretch, request the stretch's columns from roles that can answer during sampling.
 
         Args:
-            form: makes the documents of some groups, of each separately.
+            form: forms the documents of some groups, of each group separately.
         """
         early, size = self._early(group.step), self._size(group.step)
         if not ((early or self._always) and size):
@@ -638,14 +642,14 @@ class Columns:
             stretch.asked = ask(self._roles, batch, early)
 
     def forget(self, step: int | None = None) -> None:
-        """Drop the requests of a step, or of all steps, which are not trained on."""
+        """Drop the requests of a step, or of all steps, that will not be trained on."""
         if step is None:
             self._coming.clear()
         else:
             self._coming.pop(step, None)
 
     def whole(self, step: int) -> list[Asked]:
-        """Return the complete stretches of a step, in order, with their requested columns."""
+        """Return the complete stretches of a step, in order, with the columns requested for them."""
         return [stretch.asked for stretch in self._coming.get(step, []) if stretch.asked]
 
     def fill(
@@ -659,9 +663,9 @@ class Columns:
         """Return the stretches of a step, with all their columns requested.
 
         Args:
-            batch: its documents.
-            groups: that they were formed from, in the order of the data stream.
-            form: makes the documents of some of them, of each separately; None: not possible.
+            batch: the step's documents.
+            groups: the groups that the documents were formed from, in the order of the data stream.
+            form: forms the documents of some groups, of each group separately; None: not possible.
         """
         columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
         stretches: list[_Stretch] = []
@@ -691,14 +695,14 @@ class Columns:
         ]
 
     def _size(self, step: int) -> int:
-        """Return the tokens that fill a micro-batch on every rank of the roles that fill columns; 0: no role does."""
+        """Return the tokens that fill a micro-batch on every rank of the roles that fill columns; 0: no such role."""
         ranks = [self._roles.group(column.role).ranks for column in self._algorithm.requires(step)]
         ranks += [self._roles.made.ranks] if self._always else []
         return self._roles.micro_batch_tokens * max(ranks, default=0)
 
 
 def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
-    """Add a group to the last stretch, or to a new one where that is full."""
+    """Add a group to the last stretch, or to a new one if the last is full."""
     if not stretches or stretches[-1].tokens >= size:
         stretches.append(_Stretch())
     stretches[-1].groups.append(group)
@@ -717,13 +721,13 @@ def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[C
     """Return the whole batch with the columns of its parts.
 
     Raises:
-        InputError: the parts hold other documents.
+        InputError: the parts have different documents.
     """
     ids, lengths = [i for part in parts for i in part.sample_ids], [n for part in parts for n in part.lengths]
     if ids != list(batch.sample_ids) or lengths != list(batch.lengths):
         raise InputError(
-            f"{name} declares that it forms documents by group, so those of a step must be those of its groups in "
-            f"order, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
+            f"{name} declares that it forms documents by group, so a step's documents must be those of its groups, "
+            f"in order, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
         )
     for column in columns:
         batch = _with(batch, column, parts)

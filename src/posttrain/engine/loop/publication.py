@@ -1,4 +1,4 @@
-"""Publication of the policy's weights to the rollout with a proof of arrival, and the roles of a stage together.
+"""Publication of the policy's weights to the rollout with attestation, and the set of a stage's roles.
 
 ::
 
@@ -7,15 +7,15 @@
     bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
                                           compare ◀──────────────────── attest: hash of the views decoded with
 
-One version is published at a time, while no rank samples. Weights that differ are refused: the rollout then has weights
-of no version, so the job ends and continues from its last checkpoint.
+One version is published at a time, while no rank samples. If the hashes differ, the rollout's weights are of no
+version, so the job ends, and the next attempt continues from the last checkpoint.
 
 A rank that is replaced during a transfer lacks the earlier buckets, so the transfer starts again for all ranks. A rank
-that is replaced later gets the weights from a rank that samples with them, else from the policy if it has not learned
-since, and attests them in the same way.
+that is replaced later gets the weights from a rank that samples with them, or from the policy if it has not learned
+since the publication, and attests them in the same way.
 
-`Roles` holds the roles of a stage, each a worker group, and the operations on all of them. The code that opens them
-decides in which processes they live; nothing here depends on it.
+`Roles` contains the roles of a stage, each a worker group, and the operations on all of them. The code that opens the
+roles decides in which processes they run; nothing here depends on that choice.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.stream import Attestation, AttestedWeights, Bucket, PolicyVersion
 
-# a group that has the weights to sample with, and its methods to attest them and to return them in buckets
+# a group that has the published weights, and its methods that attest them and return them in buckets
 _Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]
 
 
@@ -44,10 +44,10 @@ class Alias:
     rollout: WorkerGroup[RolloutWorker]
 
     def publish(self, version: PolicyVersion) -> None:
-        """Let the rollout sample with the current policy from now on.
+        """Publish the current policy: the rollout samples with it from now on.
 
         Raises:
-            IntegrityError: a rollout rank decodes with other weights.
+            IntegrityError: a rollout rank decodes with different weights.
         """
         self.rollout.each(RolloutWorker.samples_with, version)
 
@@ -55,11 +55,11 @@ class Alias:
 @final
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Shards in buckets: from rank to rank of one process group, or through the object store."""
+    """Shards in buckets: between the ranks of one process group, or through the object store."""
 
     policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
-    neighbours: bool  # the rollout's ranks run in the policy's processes
+    neighbours: bool  # whether the rollout's ranks run in the policy's processes
 
     def publish(self, version: PolicyVersion) -> None:
         """See `Alias.publish`."""
@@ -91,7 +91,7 @@ class Buckets:
         """Transfer weights from the giver to these ranks of the rollout; return their attestation.
 
         Args:
-            published: the required attestation; None: that of the giver.
+            published: the required attestation; None: the giver's.
         """
         readers = self.rollout.at(ranks)
         layout, (group, attest, bucket) = readers.one(RolloutWorker.layout), giver
@@ -136,14 +136,15 @@ class Buckets:
         )
 
 
-# How weights get from a policy to a rollout: each takes at most one bucket of extra memory at each rank, and
-# leaves the rollout with the loaded weights of the policy, or raises
+# A transport uses at most one bucket of extra memory on each rank; afterwards the rollout has the policy's weights,
+# or the transport has raised
 WeightTransport = Alias | Buckets
 
 
 def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker]) -> WeightTransport:
-    """Return the transport between two roles, by their placement. A rank that is replaced from now on gets its weights
-    with the next published version.
+    """Return the transport between two roles, according to their placement.
+
+    A rank that is replaced after this call gets its weights with the next published version.
     """
     rollout.replacing.restore = nothing
     view = rollout.one(RolloutWorker.view)
@@ -158,11 +159,11 @@ class Roles:
     Groups of ranks with separate or shared devices.
     """
 
-    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the first is the model that the stage outputs
+    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the first one's model is the stage's output
     frozen: Mapping[str, WorkerGroup[FrozenWorker]] = field(default_factory=dict)
     rollout: WorkerGroup[RolloutWorker] | None = None
-    sleeps: bool = False  # frozen roles free their memory when their phase is over
-    micro_batch_tokens: int = 0  # of a rank; 0: unknown, so everything is requested in one call
+    sleeps: bool = False  # whether frozen roles free their memory when their phase is over
+    micro_batch_tokens: int = 0  # per rank; 0: unknown, so all documents are requested in one call
 
     @property
     def made(self) -> WorkerGroup[TrainWorker]:
@@ -192,14 +193,16 @@ class Roles:
         return not any(other is mine for other in others)
 
     def early(self, role: str) -> bool:
-        """Whether a role may predict while the rollout works: not in its pool; and where roles sleep to free memory,
-        only in a pool that it does not share.
+        """Whether a role may predict while the rollout works.
+
+        The role must not be in the rollout's pool; if roles sleep to free memory, it must not share its pool.
         """
         return self.group(role).backend is not self.sampler.backend and (not self.sleeps or self.alone(role))
 
     def rest(self) -> None:
-        """End the predictions of the frozen roles for this step: where roles sleep, those that share a pool sleep until
-        the next.
+        """End the frozen roles' predictions of this step.
+
+        If roles sleep to free memory, those that share a pool sleep until the next step.
         """
         for role, group in self.frozen.items():
             if self.sleeps and not self.alone(role):
@@ -208,8 +211,8 @@ class Roles:
     def fallbacks(self) -> dict[str, str]:
         """Return the slower paths that the stage's models use, each with the reason.
 
-        Paths of a model other than the stage's have its role as a prefix: `reward_model/padding`. The reference is
-        the policy's model.
+        For models other than the stage's, the role is a prefix: `reward_model/padding`. The reference is the policy's
+        model.
         """
         found = self.made.one(TrainWorker.fallbacks)
         if self.rollout is not None:
@@ -222,7 +225,7 @@ class Roles:
         return found
 
     def publish(self, version: PolicyVersion) -> None:
-        """Let the rollout sample with the current policy from now on, and attest its weights.
+        """Publish the current policy: the rollout samples with it from now on, after attesting the weights.
 
         Raises:
             IntegrityError: a rollout rank decodes with weights that differ from the published ones.
@@ -239,7 +242,7 @@ class Roles:
         """Continue from a verified checkpoint.
 
         Raises:
-            IntegrityError: it does not fit the models.
+            IntegrityError: the checkpoint does not fit the models.
         """
         for group in self.learners.values():
             group.each(TrainWorker.restore, path)

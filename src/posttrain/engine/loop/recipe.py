@@ -2,9 +2,10 @@
 
 The data cursor records which documents were consumed, and in which order. The order is an infinite stream: epoch 0's
 permutation, then epoch 1's, and so on, each derived from (seed, epoch). The whole state is one number, the count of
-documents taken; so resuming anywhere, including an epoch boundary, equals never having stopped.
+documents read, so a job that resumes anywhere, even at an epoch boundary, reads the same documents as an
+uninterrupted one.
 
-A checkpoint keeps sampled groups that wait to be trained: arrays as safetensors, the rest as JSON.
+A checkpoint contains the sampled groups that wait for training: arrays as safetensors, the rest as JSON.
 """
 
 import json
@@ -35,12 +36,12 @@ class Journal:
     """A cursor over `documents` rows.
 
     Args:
-        documents: rows of the data set.
+        documents: number of rows of the data set.
         seed: the stage's seed.
-        consumed: documents already taken, as recorded by a checkpoint.
+        consumed: number of documents already read, as recorded by a checkpoint.
 
     Raises:
-        InputError: no documents.
+        InputError: there are no documents.
     """
 
     def __init__(self, documents: int, seed: int, consumed: int = 0) -> None:
@@ -55,14 +56,14 @@ class Journal:
     def peek(self, count: int) -> list[int]:
         """Return the row numbers of the next `count` documents.
 
-        A stretch may cross into the next epoch, and then may repeat a row.
+        The documents may extend into the next epoch, and then may repeat a row.
         """
         return [self.row(position) for position in range(self.consumed, self.consumed + count)]
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Take the next `count` documents; return (position in the stream, row number) of each.
+        """Read the next `count` documents; return (position in the stream, row number) of each.
 
-        A position never repeats within a run, so it keys random numbers where a row number could not.
+        A position never repeats within a stage, so random numbers are derived from positions and not from row numbers.
         """
         rows = self.peek(count)
         start, self.consumed = self.consumed, self.consumed + count
@@ -78,35 +79,35 @@ class Journal:
 
 
 class Reserve(Protocol):
-    """Asked before a step costs more than its declared maximum."""
+    """A budget check, called before a step costs more than its declared maximum."""
 
     def __call__(self, spent: int, more: int, *, refuse: bool = True) -> bool:
-        """Whether the tokens that a step has spent and its further tokens are within the budget.
+        """Return whether the tokens that a step has spent and its further tokens are within the budget.
 
         Args:
-            refuse: raise where they are not; the step must not have trained yet.
+            refuse: raise if they exceed the budget; the step must not have trained yet.
 
         Raises:
-            BudgetExceededError: they are not. The step's begun work was dropped, and a checkpoint written.
+            BudgetExceededError: the budget would be exceeded; the step's work was dropped, and a checkpoint written.
         """
 
 
 def free(spent: int, more: int, *, refuse: bool = True) -> bool:
-    """Return True: reserve any cost."""
+    """Return True: any cost is within the budget."""
     return True
 
 
 class Recipe(Protocol):
     """A training method.
 
-    Every implementation: the effect of step N is a function of (seed, N, weights, moments, journal position) alone;
-    `max_tokens` is never below the spent tokens that `step` then reports.
+    In every implementation, the effect of step N is a function of (seed, N, weights, moments, journal position) alone,
+    and `max_tokens` is at least the number of tokens that `step` then reports.
     """
 
     phase: str  # "sft", "grpo"
     steps: int
     journal: Journal
-    roles: Roles  # whose weights the recipe changes
+    roles: Roles  # the recipe changes their weights
 
     def max_tokens(self, step: int) -> int:
         """Return the maximum tokens that the coming step may spend."""
@@ -115,23 +116,23 @@ class Recipe(Protocol):
         """Do step `step` (0-based).
 
         Args:
-            reserve: asked before the step may cost more than `max_tokens` returned.
+            reserve: called before the step costs more than `max_tokens` returned.
         """
 
     def publish_weights(self, version: PolicyVersion) -> None:
-        """Sample with the current policy from now on, under this version."""
+        """Publish the current policy to the rollout under this version."""
 
     def rewind(self) -> None:
-        """Drop the begun work of a step that has not trained yet; a resumed job does it again."""
+        """Drop the work of a step that has not trained yet; a resumed job repeats it."""
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write work that waits to be trained between two steps into a checkpoint; file name → digest."""
+        """Write the groups that wait for training into a checkpoint; return file name → digest."""
 
     def restore(self, path: Path) -> None:
-        """Restore that work; the journal is at the checkpoint's position."""
+        """Restore the groups that `save` wrote; the journal is at the checkpoint's position."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
-        """Measure the policy after `step` steps, if it is due; changes nothing."""
+        """Measure the policy after `step` steps, if a probe is due; no state changes."""
 
     def probe_max_tokens(self, step: int) -> int:
         """Return the maximum tokens that `probe(step)` may spend; 0 when none is due."""
@@ -144,13 +145,13 @@ class Held:
 
     key: int
     batch: int
-    version: int  # that sampled it, in steps trained
+    version: int  # of the sampling policy: steps trained
     group: ScoredGroup
-    dropped: str = ""  # why it is not trained on; its step's metrics include it
+    dropped: str = ""  # why the group is not trained on; the step's metrics include it
 
     @property
     def entry(self) -> Entry:
-        """Its buffer entry."""
+        """The group's buffer entry."""
         return Entry(self.key, self.batch, self.version, ready=True)
 
 
@@ -160,8 +161,8 @@ def write_held(
     """Write groups into a checkpoint; return file name → digest.
 
     Args:
-        given_up: the batch of every place that stays empty.
-        lost: batch → for each place to be refilled, how often it was refilled before.
+        given_up: the batch number of every place that stays empty.
+        lost: batch → for each place to be refilled, the number of earlier refills.
     """
     segments = [segment for one in held for segment, again in _segments(one.group) if not again]
     none = np.zeros(0, dtype=np.float32)
@@ -185,7 +186,7 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
     """
     for name in (_ARRAYS, _REST):
         if not (path / name).is_file():
-            raise IntegrityError(f"checkpoint {path} must hold {name} (samples not trained yet); resume from another")
+            raise IntegrityError(f"checkpoint {path} must contain {name} (untrained samples); resume from another")
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
     lost = {int(batch): often for batch, often in found.get("lost", {}).items()}

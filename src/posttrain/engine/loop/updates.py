@@ -1,12 +1,12 @@
-"""From the documents of a step to its optimiser steps.
+"""The optimiser steps of a step, from its documents.
 
-A step computes columns and credit, and the mini-batches of every role that learns. An algorithm's needs that the
-stage's roles cannot meet are refused before anything is sampled.
+A step computes columns, credit, and the mini-batches of every role that learns. If the stage's roles cannot meet an
+algorithm's needs, the stage is rejected before anything is sampled.
 
-Streamed gradients are summed while other groups of the step are still sampled, and divided when all have arrived. The
-divisor of an update's loss is known when the last group has arrived. Where it is one number for every term, and credit
-is given to each group separately, the sum can begin earlier; else `Learning` waits for the whole batch. Weights change
-once a step, after the last group, as without streaming: sampling stays on the policy that is trained.
+Streamed gradients are summed while other groups of the step are still sampled, and divided when all have arrived: the
+divisor of an update's loss is known only then. The sum can begin early if the divisor is the same for every term and
+credit is given to each group separately; otherwise `Learning` waits for the whole batch. Weights change once per step,
+after the last group, as without streaming: the sampling policy stays the trained policy.
 """
 
 import time
@@ -30,11 +30,11 @@ from posttrain.engine.roles.port import Division, Update as Done
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.trace import SampleTracer, Trace
 
-_ONE = Totals(1, 1, 1, 1)  # divided by these, a loss is a sum
-# k3 is about half the squared root mean square difference of two log-probabilities. Rounding explains 8 times
-# the epsilon of the type that layers compute in (0.06 in bfloat16, 0.008 in float16), and 1e-3 in any type.
+_ONE = Totals(1, 1, 1, 1)  # with these divisors, a loss is a plain sum
+# k3 is about half the mean squared difference of two log-probabilities. Rounding explains differences of 8 times the
+# epsilon of the type that layers compute in (0.06 in bfloat16, 0.008 in float16), and of 1e-3 in any type.
 _ROUNDING, _EPSILONS = 5e-7, 8
-_LOOK = 0.02  # seconds for other work, between two polls of an update
+_LOOK = 0.02  # seconds of other work between two polls of an update
 Meanwhile = Callable[[Trace, float], bool]
 
 
@@ -42,8 +42,8 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
     """Check the columns and objectives of a step against the stage's roles and the predictions of their models.
 
     Raises:
-        InputError: a role that does not exist, or has to learn and does not; a column or an objective that a model does
-            not predict; a wide column that no role can fill.
+        InputError: a role does not exist, or must learn and does not; a model does not predict what a column or an
+            objective needs; no role can fill a wide column.
     """
     columns, updates, name = algorithm.requires(step), algorithm.updates(step), type(algorithm).__name__
     there = roles.learners.keys() | roles.frozen.keys()
@@ -66,7 +66,7 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
     for role, need, who in asked:
         if need not in can[role]:
             told = " and ".join(sorted(can[role]))
-            raise InputError(f"{who}, got the role {role}, whose model predicts {told}; ask another role")
+            raise InputError(f"{who}, got the role {role}, whose model predicts {told}; request it from another role")
 
 
 def _predicted(roles: Roles, role: str) -> frozenset[Need]:
@@ -79,10 +79,10 @@ def _predicted(roles: Roles, role: str) -> frozenset[Need]:
 class _Summed:
     """A stretch whose gradient was requested."""
 
-    batch: TokenBatch  # with its credit
+    batch: TokenBatch  # with credit
     totals: Totals
-    tokens: int  # that are computed
-    answer: Future[Done] | None  # None: none of its documents has a gradient
+    tokens: int  # tokens that are computed
+    answer: Future[Done] | None  # None: no document has a gradient
 
 
 @final
@@ -92,12 +92,12 @@ class Streamed:
 
     metrics: dict[str, float]
     tokens: int
-    batch: TokenBatch  # the whole, with its columns
+    batch: TokenBatch  # the whole batch, with its columns
 
 
 @final
 class Gradients:
-    """The one update of an algorithm, in stretches.
+    """The single update of an algorithm, computed in stretches.
 
     Args:
         algorithm, roles, steps: of the stage.
@@ -105,7 +105,7 @@ class Gradients:
         followed: number of traced samples at the beginning of a step.
 
     Raises:
-        InputError: the algorithm has another number of updates, one that is not streamable, or documents that are not
+        InputError: the algorithm does not have exactly one update, the update is not streamable, or documents are not
             formed by group.
     """
 
@@ -116,7 +116,7 @@ class Gradients:
             self._update(step)
 
     def offer(self, step: int) -> bool:
-        """Begin every complete stretch that has its columns, in order; return whether one waits for columns."""
+        """Begin every complete stretch that has its columns, in order; return whether a stretch waits for columns."""
         summed = self._coming.setdefault(step, [])
         for asked in self._columns.whole(step)[len(summed) :]:
             if not asked.ready(self._algorithm.requires(step)):
@@ -125,7 +125,7 @@ class Gradients:
         return False
 
     def forget(self, step: int | None = None) -> None:
-        """Drop the begun work of a step, or of all steps; the learner drops it with the next update."""
+        """Drop the sums of a step, or of all steps; the learner drops its part with the next update."""
         if step is None:
             self._coming.clear()
         else:
@@ -144,7 +144,7 @@ class Gradients:
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite.
-            InputError: credit of all groups together differs from that of each.
+            InputError: credit of all groups together differs from the credit of each group separately.
         """
         columns = self._algorithm.requires(step)
         told: AbstractContextManager[dict[str, Any]] = trace.span("columns") if columns else nullcontext({})
@@ -227,10 +227,10 @@ class Gradients:
 class Learned:
     """The result of a step's updates."""
 
-    metrics: Mapping[str, float]  # means over mini-batches; those of other roles have their names as prefix
-    tokens: int = 0  # trained on, once for each role and pass
+    metrics: Mapping[str, float]  # means over mini-batches; other roles' metrics have the role as prefix
+    tokens: int = 0  # trained on, counted once per role and pass
     updates: int = 0  # optimiser steps of the stage's own role
-    first: Mapping[str, float] = field(default_factory=dict)  # metrics of its first update, before any weight changed
+    first: Mapping[str, float] = field(default_factory=dict)  # metrics of the first update, before any weight changed
 
 
 @final
@@ -241,12 +241,13 @@ class Learning:
         algorithm: the objectives, and the columns that they read.
         roles: the roles that learn and fill columns.
         steps: of the stage.
-        seed: the stage's.
-        lag: steps that sampling is ahead; without a lag the learner has the weights that sampled, so both must agree.
-        streams: sum gradients as groups arrive.
+        seed: the stage's seed.
+        lag: steps that sampling is ahead; without a lag the learner has the sampling weights, so log-probabilities must
+            agree.
+        streams: whether to sum gradients as groups arrive.
         followed: number of traced samples at the beginning of a step.
-        meanwhile: called while an update is in progress: it takes at most so many seconds, and returns whether there is
-            more to do.
+        meanwhile: called with a number of seconds while an update is in progress; works for at most this time, and
+            returns whether there is more to do.
 
     Raises:
         InputError: see `refuse_missing`.
@@ -272,7 +273,7 @@ class Learning:
             refuse_missing(algorithm, roles, step)
 
     def max_tokens(self, step: int, tokens: int) -> int:
-        """Return the maximum tokens that are trained on, where the documents have `tokens`."""
+        """Return the maximum tokens that are trained on if the documents have `tokens`."""
         return tokens * sum(update.epochs for update in self._algorithm.updates(step))
 
     def learn(
@@ -316,7 +317,7 @@ class Learning:
         return replace(learned, metrics={**_distance(batch), **stale, **learned.metrics})
 
     def forget(self, step: int | None = None) -> None:
-        """Drop the computations of groups that are not trained on: of a step, or of all steps."""
+        """Drop the computations of groups that will not be trained on, of a step or of all steps."""
         self.columns.forget(step)
         if self.gradients:
             self.gradients.forget(step)
@@ -334,7 +335,7 @@ class Learning:
         return {f"probe/{name}": float(value) for name, value in {"loss": parts.loss, **parts.sums}.items()}
 
     def _updated(self, batch: TokenBatch, step: int, trace: Trace, tracer: SampleTracer | None) -> Learned:
-        """Train every role's mini-batches, those of the same number concurrently."""
+        """Train every role's mini-batches; mini-batches of the same number run concurrently."""
         updates, main = self._algorithm.updates(step), next(iter(self._roles.learners))
         plans = [list(self._mini_batches(batch, update, step)) for update in updates]
         reports: dict[str, list[Mapping[str, float]]] = {update.role: [] for update in updates}
@@ -361,7 +362,7 @@ class Learning:
         """Warn, once, if the learner and the rollout compute different log-probabilities with the same weights.
 
         Args:
-            found: KL between the two, before any weight changed.
+            found: KL between learner and rollout, before any weight changed.
         """
         if not self._compares or found <= _ROUNDING:
             return
@@ -385,7 +386,7 @@ class Learning:
         return learner.map(TrainWorker.update, mini, objective, step=step, part=part, record=record)
 
     def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:
-        """Yield the computed documents of each mini-batch, and its divisors; None where nothing is computed."""
+        """Yield the computed documents and the divisors of each mini-batch; None if no document is computed."""
         computed, count = set(update.computes(batch)), len(batch.item_lengths)
         for epoch in range(update.epochs):
             seed = derive_seed(self._seed, "mini_batches", step, epoch)
@@ -416,7 +417,7 @@ def _distance(batch: TokenBatch) -> dict[str, float]:
 
 
 def _staleness(batch: TokenBatch) -> dict[str, float]:
-    """Return how far the policy at the step's beginning is from the one that sampled, if both are available.
+    """Return how far the policy at the step's beginning is from the sampling policy, if both are available.
 
     `lag/kl`: KL(μ ‖ π) (k3, mean over tokens). `lag/ess`: (Σ w)² / (n · Σ w²) of the weights w = π/μ: the effective
     sample size of their weighted mean, as a share of the tokens.

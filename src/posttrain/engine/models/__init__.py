@@ -1,1 +1,1 @@
-"""Hugging Face models and tokenizers, packed attention, log-probabilities; checks of a model's abilities at load."""
+"""Hugging Face models and tokenizers, packed attention, log-probabilities; checks of a model's capabilities at load."""

@@ -1,19 +1,19 @@
-"""The transformer under every model of the engine, run over packed documents, with its attention and its costs.
+"""The transformer below every head, run over packed documents, with its attention and its costs.
 
-The backbone is the same for every head. Packing is a capability. It is tried on small inputs, compared with the
-documents one by one, and used only where both agree; a module that fails keeps its original attention and is padded
-directly before it, nowhere else.
+The backbone is the same for every head. Packing is a capability: it is tried on small inputs, compared with the
+documents one by one, and used only if the results agree. A module that fails keeps its original attention, and its
+batches are padded directly before the module's forward.
 
-The cost model estimates what a document costs a model to compute and to keep, for code that splits batches by cost or
-by memory.
+The cost model estimates the computation and the memory that a document costs a model; batches are split by cost or by
+memory.
 
 Attention over packed documents is registered with transformers under the name `posttrain_packed`. The dense layers of a
 packed model see one row of T tokens. Only attention depends on document boundaries: it gathers documents of similar
 length into right-padded blocks [n, L], attends causally (so padding on the right is never seen), and scatters the
-result back. One block per document would be exact too, but many short documents then cost too many calls.
+result back. One block per document would also be exact, but many short documents would cost too many calls.
 
 The plan of a batch is passed as the keyword argument `packing_plan` of the model's forward: no state outlives the call,
-and a recomputation in backward sees the same plan. Without one the function is the padded attention of transformers.
+and a recomputation in backward uses the same plan. Without a plan the function computes transformers' padded attention.
 """
 
 import math
@@ -35,22 +35,22 @@ from posttrain.pacing.balance import TOKENS, CostModel
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"
-# Trade-off between padding and another call. Measured on models of 0.1 M and 1 M parameters, forward and backward, on
-# one core: 200 documents of 15-30 tokens take 1.6-2.4 times as long with a call per document; 128 documents of 16-384
-# tokens take 1.3 times as long with a call per document, twice as long in one block. The optimum is flat.
+# Trade-off between padding and additional calls. Measured on models of 0.1 M and 1 M parameters, forward and backward,
+# on one core: 200 documents of 15-30 tokens take 1.6-2.4 times as long with a call per document; 128 documents of
+# 16-384 tokens take 1.3 times as long with a call per document, twice as long in one block. The optimum is flat.
 _CALL_COST_TOKENS = 32
 _PADDING_SHARE = 1 / 16
 _UNSUPPORTED = ("s_aux", "position_bias", "cache")  # attention sinks, learned position bias, paged cache
 Packing = Literal["packed", "padded"]
 Forward = Callable[..., Tensor]  # keyword arguments of a transformers model → [rows, tokens, features]
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the largest value; coarser types get the default
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value; coarser types get the default
 _COARSE_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Documents that attend together: `index` [n * length] points at packed tokens, row by row."""
+    """Documents that attend in one call: `index` [n * length] has the indices of their packed tokens, row by row."""
 
     index: Tensor
     rows: int
@@ -59,13 +59,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackingPlan:
-    """How the T tokens of one batch are regrouped for attention."""
+    """The regrouping of a batch's T tokens for attention."""
 
     blocks: tuple[Block, ...]
     inverse: Tensor | None  # [T] int64: index of each token in the concatenated blocks; None: already in place
     total: int = 0  # T
     windows: list[int | None] | None = None  # a capability check collects the window of each layer here
-    sequence: SequenceGroup | None = None  # ranks that each compute a stretch of the tokens
+    sequence: SequenceGroup | None = None  # ranks that each compute a range of the tokens
 
 
 def plan_packing(
@@ -77,12 +77,12 @@ def plan_packing(
 ) -> PackingPlan:
     """Group documents into blocks.
 
-    Documents are taken from long to short. A block is closed when the padding of the next document would cost more than
-    a separate call.
+    Documents are sorted from long to short. A block ends where the padding of the next document would cost more than a
+    separate call.
 
     Args:
         lengths: [documents] tokens per document, in packing order.
-        record: keep the attention window that every layer requests (see `windows`).
+        record: whether to record the attention window that every layer requests (see `windows`).
         sequence: the ranks that share the tokens.
     """
     windows: list[int | None] | None = [] if record else None
@@ -100,7 +100,7 @@ def plan_packing(
         length = lengths[members[0]]
         chosen = torch.tensor(members)
         column = torch.arange(length)
-        # Padding repeats the last token of its document: any finite value works, because no token attends to it.
+        # Padding repeats the document's last token. Any finite value works, because no token attends to padding.
         index = starts[chosen, None] + torch.minimum(column, sizes[chosen, None] - 1)
         valid = column < sizes[chosen, None]
         inverse[index[valid]] = torch.arange(offset, offset + index.numel()).view_as(index)[valid]
@@ -140,18 +140,19 @@ def packed_attention(
     """Compute attention with the signature that transformers calls.
 
     Args:
-        query: [1, heads, T, head_dim]; with no plan [batch, heads, queries, head_dim].
-        key, value: the same with key-value heads (grouped-query attention).
+        query: [1, heads, T, head_dim]; without a plan [batch, heads, queries, head_dim].
+        key, value: like `query`, with key-value heads (grouped-query attention).
         attention_mask: ignored with a plan; otherwise the result of `sdpa_mask`.
-        scaling: factor on the scores; 1/sqrt(head_dim) when None.
-        sliding_window: a query sees this many tokens, itself included.
+        scaling: factor on the scores; None: 1/sqrt(head_dim).
+        sliding_window: number of tokens to which a query attends, itself included.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
 
     Returns:
         [1, T, heads, head_dim] and None (no attention weights).
 
     Raises:
-        InputError: attention sinks, a position bias or a paged cache, which this function does not compute.
+        InputError: the model uses attention sinks, a position bias or a paged cache, which this function does not
+            compute.
     """
     if packing_plan is None:
         return _padded_attention(module, query, key, value, attention_mask, scaling, dropout, softcap, arguments)
@@ -205,7 +206,7 @@ def _causal_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend each row to its own past: [n, heads, L, head_dim]."""
+    """Compute causal attention within each row: [n, heads, L, head_dim]."""
     length = query.shape[2]
     windowed = window is not None and window < length
     if not windowed and softcap is None:
@@ -233,7 +234,7 @@ def _masked_attention(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attend under an explicit mask (bool, or additive), optionally soft-capped."""
+    """Compute attention with an explicit mask (bool, or additive), optionally soft-capped."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -242,7 +243,7 @@ def _masked_attention(
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
     if mask is not None:
-        # Finite, so that a padding row that may attend to no token gets a meaningless value and not NaN.
+        # Finite, because -inf would give NaN in a padding row that may attend to no token.
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     return F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), p=dropout) @ value
@@ -259,7 +260,7 @@ def _padded_attention(
     softcap: float | None,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute transformers' attention of a padded batch, and soft-capping, which its SDPA path refuses."""
+    """Compute transformers' attention of a padded batch, with soft-capping, which its SDPA path rejects."""
     if softcap is None:
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **arguments
@@ -281,7 +282,7 @@ def register() -> None:
 def planned_arguments(plan: PackingPlan, device: torch.device) -> dict[str, Any]:
     """Return keyword arguments for a model's forward over a packed row.
 
-    The 4-D mask is a placeholder: transformers takes one as final and builds no unused [T, T] mask.
+    The 4-D mask is a placeholder: transformers uses a 4-D mask as given, and so does not build an unused [T, T] mask.
     """
     return {PLAN_ARGUMENT: plan, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
 
@@ -291,9 +292,9 @@ register()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backbone:
-    """A module with its detected capabilities; its base model returns the hidden states.
+    """A module with its detected capabilities; the base model returns the hidden states.
 
-    The caller may train the module; nothing here copies a weight.
+    The caller may train the module: its weights are not copied.
     """
 
     module: PreTrainedModel
@@ -319,7 +320,7 @@ class Backbone:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and response together."""
+        """Maximum tokens of a prompt with its response."""
         length = getattr(self.config, "max_position_embeddings", None)
         return int(length) if length else 2**31
 
@@ -333,7 +334,7 @@ class Backbone:
         """Raise for a document that does not fit the context.
 
         Raises:
-            InputError: more tokens than `context_length`.
+            InputError: the document has more tokens than `context_length`.
         """
         if tokens > self.context_length:
             raise InputError(
@@ -347,7 +348,7 @@ class Backbone:
     def run(self, forward: Forward, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Run `forward`, a pass through the module or a part of it, over packed tokens: [T] → [T, features].
 
-        Under sequence parallelism only this rank's stretch is computed; the rest is zeros.
+        Under sequence parallelism only this rank's range is computed; the rest is zeros.
         """
         if self.sequence is not None:
             return self._run_stretch(self.sequence, forward, tokens, positions, lengths)
@@ -387,14 +388,14 @@ def last_hidden_states(module: PreTrainedModel) -> Forward:
 
 
 def choose_packing(module: PreTrainedModel, forward: Forward) -> Packing:
-    """Switch a module to packed attention if it computes correctly with it.
+    """Switch a module to packed attention if the module computes correctly with it.
 
-    It does when a packed row has the same results as the separate documents, the first document does not change the
-    second, and every sliding-window layer requests its window.
+    The computation is correct if a packed row has the same results as the separate documents, the first document does
+    not change the second, and every sliding-window layer requests its window.
 
     Args:
-        module: in evaluation mode; its attention is switched where it packs, and unchanged otherwise.
-        forward: the pass that is compared.
+        module: in evaluation mode; if packing is incorrect, its attention stays unchanged.
+        forward: the pass whose results are compared.
     """
     own = module.config._attn_implementation
     if _switch_attention(module, ATTENTION_NAME):
@@ -414,7 +415,7 @@ def probe_documents(module: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def agree(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal up to the rounding of their type."""
+    """Return whether two tensors are equal up to the rounding of their type."""
     tolerance = _TOLERANCE.get(left.dtype, _COARSE_TOLERANCE)
     scale = float(right.abs().max())
     return bool(((left - right).abs().max() <= tolerance * max(scale, 1e-12)).item())
@@ -458,7 +459,7 @@ def _packed_row(forward: Forward, documents: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 def _windows_honoured(config: Any, asked: list[int | None]) -> bool:
-    """Whether as many layers requested the window as the configuration has sliding layers."""
+    """Return whether the number of layers that requested the window is the configuration's number of sliding layers."""
     window = getattr(config, "sliding_window", None)
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else "full_attention"] * layers)
@@ -466,11 +467,11 @@ def _windows_honoured(config: Any, asked: list[int | None]) -> bool:
 
 
 def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
-    """Return the cost of dense layers by tokens, attention by Σ length²; by tokens alone without known sizes.
+    """Return a cost model: dense layers cost by tokens, attention by Σ length²; without known sizes only tokens count.
 
     Args:
         module: a transformer of transformers.
-        parameters: total number; counted when None. Call it before sharding.
+        parameters: total number; None: count them, which must happen before sharding.
     """
     layers, heads, width = _attention(_text_config(module))
     if not (layers and heads and width):
@@ -480,7 +481,7 @@ def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
 
 
 def key_value_bytes(module: nn.Module) -> int | None:
-    """Return the bytes of one token's keys and values in all layers, in the module's type; None for unknown sizes."""
+    """Return the bytes of one token's keys and values in all layers, in the module's type; None: sizes are unknown."""
     text = _text_config(module)
     layers, heads, width = _attention(text)
     if not (layers and heads and width):
@@ -495,7 +496,7 @@ def _text_config(module: nn.Module) -> Any:
 
 
 def _attention(text: Any) -> tuple[int, int, int]:
-    """Return layers, heads and the width of a head; zeros where they are unknown."""
+    """Return the number of layers, of heads, and the width of a head; 0 for unknown values."""
     layers, heads = (int(getattr(text, name, None) or 0) for name in ("num_hidden_layers", "num_attention_heads"))
     width = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", 0) // heads if heads else 0)
     return layers, heads, int(width)

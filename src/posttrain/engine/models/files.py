@@ -5,11 +5,11 @@ Models are Hugging Face folders with safetensors only.
 An initial model has random weights and a character tokenizer with a chat template. Demos and tests use it without a
 download.
 
-A worker reads its model from a local folder that every rank can read, and opens it in its own process.
+A worker opens its model in its own process, from a folder that every rank can read.
 
 Chat templates, prompts and demonstrations become token ids. Rows are canonical (`posttrain.data.rows`): `prompt` [+
-`completion`], `messages`, or `text`. Model output is never decoded and encoded again. `domain.rendering`, which the
-plan uses too, decides what a row becomes.
+`completion`], `messages`, or `text`. Model output is never decoded and encoded again. Rows are rendered by
+`domain.rendering`, which the plan uses as well.
 """
 
 import json
@@ -65,7 +65,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 ROLES = ("system", "user", "assistant")
 _ROLE_TOKENS = [f"<|{role}|>" for role in ROLES]
-# A turn is <|im_start|><|role|>content<|im_end|>. The generation marks make Hugging Face's own assistant mask work.
+# A turn is <|im_start|><|role|>content<|im_end|>. Hugging Face's assistant mask needs the generation marks.
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] not in ['system', 'user', 'assistant'] %}"
@@ -81,7 +81,7 @@ _ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
-_RENDER_SECONDS = 10.0  # maximum time of one rendering: a hundred thousand times the usual time
+_RENDER_SECONDS = 10.0  # maximum time of one rendering, 100,000 times the usual time
 Row = Mapping[str, Any]
 
 
@@ -92,9 +92,9 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         dtype: float32, bfloat16, float16 or float64.
 
     Raises:
-        NotFoundError: no such folder, or no `config.json` in it.
-        InputError: weights that are not safetensors or incomplete, an unknown dtype, a device that does not exist, or
-            an architecture that is not a causal language model of transformers.
+        NotFoundError: the folder or its `config.json` does not exist.
+        InputError: the weights are not safetensors or are incomplete; the dtype is unknown; the device does not exist;
+            the architecture is not a causal language model of transformers.
     """
     _check_folder(folder)
     if is_sequence_classifier(folder):
@@ -103,12 +103,15 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
 
 
 def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> ScalarModel:
-    """Load a value or reward model: a sequence classifier of one label as saved, or a causal language model's backbone
-    under a head of zeros.
+    """Load a value or reward model.
+
+    The folder has a sequence classifier of one label, loaded as saved, or a causal language model, whose backbone gets
+    a head of zeros.
 
     Raises:
-        NotFoundError, InputError: as `load_model`; an architecture without a sequence classifier in transformers, or a
-            classifier whose head is not one linear layer without bias on the last token.
+        NotFoundError: the folder or its `config.json` does not exist.
+        InputError: see `load_model`; transformers has no sequence classifier of this architecture; the classifier's
+            head is not one linear layer without bias on the last token.
     """
     _check_folder(folder)
     if is_sequence_classifier(folder):
@@ -117,7 +120,7 @@ def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float3
 
 
 def is_sequence_classifier(folder: Path) -> bool:
-    """Whether the folder holds a sequence classifier (`architectures` in `config.json`)."""
+    """Return whether the folder contains a sequence classifier (`architectures` in `config.json`)."""
     try:
         return is_classifier(json.loads((folder / CONFIG).read_bytes()))
     except (ValueError, OSError, AttributeError) as error:
@@ -148,7 +151,7 @@ def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreT
         raise InputError(
             f"model in {folder} cannot be loaded: {_first_line(error)}; check its config.json and weights"
         ) from error
-    if info["missing_keys"]:  # transformers would continue with random numbers
+    if info["missing_keys"]:  # transformers would fill missing weights with random numbers
         raise InputError(f"weights in {folder} must be complete, got none for {min(info['missing_keys'])}; copy again")
     loaded: PreTrainedModel = module.to(device)
     return loaded
@@ -158,8 +161,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder, running no code from it.
 
     Raises:
-        NotFoundError: no such folder.
-        InputError: no tokenizer that transformers can read.
+        NotFoundError: the folder does not exist.
+        InputError: the folder has no tokenizer that transformers can read.
     """
     if not folder.is_dir():
         raise NotFoundError(f"tokenizer folder must exist, got {folder}; check the path")
@@ -171,7 +174,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise InputError(
             f"tokenizer in {folder} cannot be loaded: {_first_line(error)}; check tokenizer.json"
         ) from error
-    # The load arguments would otherwise be saved with it, and change the bytes.
+    # Otherwise the load arguments would be saved with the tokenizer, and change its bytes.
     for argument in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(argument, None)
     return tokenizer
@@ -190,31 +193,31 @@ def save_model(
     The configuration names the type of the written weights.
 
     Args:
-        folder: created when missing.
-        gathered: whole weights to write instead of the module's own (which may be sharded, or of another type), tied
-            ones once.
-        write: false on ranks that only took part in the gathering.
+        folder: created if missing.
+        gathered: whole weights to write instead of the module's (which may be sharded, or of a different type); tied
+            weights once.
+        write: False on ranks that only took part in the gathering.
     """
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
     state = _detached_state(model.module) if gathered is None else dict(gathered)
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-    model.module.save_pretrained(folder, state_dict=state)  # which empties the state
+    model.module.save_pretrained(folder, state_dict=state)  # empties the state
     _name_dtype(model.module.config, dtype, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def _name_dtype(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write the given type: transformers writes the module's own, which sharding may have widened for the optimiser."""
+    """Write this type into the configuration: the module's type may have been widened by sharding for the optimiser."""
     for part in (config, config.get_text_config()):
         part.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
 
 
 def _detached_state(module: PreTrainedModel) -> dict[str, Any]:
-    """Return clones that share memory only where weights are tied: a zero-copy decoder fuses parameters in buffers."""
+    """Return clones of the weights; only tied weights share memory. (A zero-copy decoder fuses parameters.)"""
     clones: dict[tuple[int, torch.Size], Tensor] = {}
     state: dict[str, Any] = {}
     for name, tensor in module.state_dict().items():
@@ -227,7 +230,7 @@ def _detached_state(module: PreTrainedModel) -> dict[str, Any]:
 
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise NotFoundError(f"model folder must hold a config.json, got {folder}; check the path")
+        raise NotFoundError(f"model folder must contain a config.json, got {folder}; check the path")
 
 
 def _first_line(error: Exception) -> str:
@@ -235,7 +238,7 @@ def _first_line(error: Exception) -> str:
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token per character of `characters`, after seven special ones; others are `<|unk|>`."""
+    """Return a tokenizer with seven special tokens and one token per character; unknown characters are `<|unk|>`."""
     vocabulary = [PAD, START, END, UNKNOWN, *_ROLE_TOKENS, *characters]
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -287,13 +290,13 @@ def initial_model(config: InitModelConfig, tokenizer: PreTrainedTokenizerFast, s
 @final
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A language model by its folder, e.g. `ModelSource(Path("…/model"), dtype="auto")`."""
+    """The folder of a language model, e.g. `ModelSource(Path("…/model"), dtype="auto")`."""
 
     folder: Path
     dtype: str = "auto"  # auto: bfloat16 on CUDA, float32 on CPU
 
     def open(self, device: str) -> LanguageModel:
-        """Load it.
+        """Load the model.
 
         Raises:
             NotFoundError, InputError: see `load_model`.
@@ -304,13 +307,13 @@ class ModelSource:
 @final
 @dataclass(frozen=True, slots=True)
 class ScalarSource:
-    """A value or reward model by its folder; a causal language model there gets a head of zeros."""
+    """The folder of a value or reward model; a causal language model gets a head of zeros."""
 
     folder: Path
     dtype: str = "auto"
 
     def open(self, device: str) -> ScalarModel:
-        """Load it.
+        """Load the model.
 
         Raises:
             NotFoundError, InputError: see `load_scalar_model`.
@@ -319,7 +322,7 @@ class ScalarSource:
 
 
 def settled_dtype(dtype: str, device: str) -> str:
-    """Return the precision that `auto` means on a device."""
+    """Return the dtype; `auto` is replaced by the default of the device."""
     return dtype if dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
 
 
@@ -335,18 +338,18 @@ class Example:
 def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, ended: bool) -> str:
     """Return a response as text, without its end of sequence.
 
-    Other special tokens stay visible: a response that only looks right without them is not right.
+    Other special tokens stay visible: a response that is correct only without them is wrong.
 
     Args:
-        ended: the last token ends the sequence. The rollout records it; the tokenizer cannot, because it names one such
-            token where a model may have several.
+        ended: whether the last token ends the sequence, as the rollout recorded. The tokenizer has only one
+            end-of-sequence token, and a model may have several.
     """
-    said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # transformers checks every item of a list
+    said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # transformers checks list items one by one
     return str(tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def decode_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Return one of several responses as text, without special tokens: one may end it in the middle of a sample."""
+    """Return a response of a sample with several as text, without special tokens, which may end it."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -358,10 +361,10 @@ def encode_prompts(
     Args:
         name: the data set's name in errors.
         limit: the model's context, tokens.
-        reserve: tokens kept free for the response.
+        reserve: tokens reserved for the response.
 
     Raises:
-        InputError: a row that cannot be rendered, or does not fit; names data set and row (from 1).
+        InputError: a row cannot be rendered, or does not fit. The error names the data set and the row (from 1).
     """
     found = []
     for number, ids in enumerate(prompts(_Tokens(tokenizer), rows, name=name), start=1):
@@ -369,7 +372,7 @@ def encode_prompts(
             room = f"{limit} - {reserve} (max_new_tokens)" if reserve else f"{limit}"
             least = f"set max_new_tokens to {limit - len(ids)} at most, or " if 0 < limit - len(ids) < reserve else ""
             act = f"{least}shorten or drop it"
-            raise InputError(f"{name} row {number}: prompt must fit {room} tokens, got {len(ids)}; {act}")
+            raise InputError(f"{name} row {number}: prompt must have at most {room} tokens, got {len(ids)}; {act}")
         found.append(ids)
     return found
 
@@ -378,8 +381,8 @@ def encode_examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, 
     """Return every demonstration of every row; a conversation has one example per assistant turn.
 
     Raises:
-        InputError: a row that cannot be rendered, or is longer than `limit` tokens (never truncated); names data set
-            and row.
+        InputError: a row cannot be rendered, or is longer than `limit` tokens (rows are never truncated). The error
+            names the data set and the row.
     """
     found = []
     for number, turns in enumerate(examples(_Tokens(tokenizer), rows, name=name), start=1):
@@ -387,7 +390,7 @@ def encode_examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, 
             length = len(prompt) + len(completion)
             if length > limit:
                 raise InputError(
-                    f"{name} row {number}: prompt and completion must fit {limit} tokens, got {length}; "
+                    f"{name} row {number}: prompt and completion must have at most {limit} tokens, got {length}; "
                     "shorten the row, drop it or raise max_length"
                 )
             found.append(Example(number - 1, prompt, completion))
@@ -396,7 +399,7 @@ def encode_examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, 
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """A preference row as token ids; both responses end with the end of sequence."""
+    """A preference row as token ids; both responses end with the end-of-sequence token."""
 
     row: int
     prompt: tuple[int, ...]
@@ -410,8 +413,8 @@ def encode_preferences(
     """Return every row's pair.
 
     Raises:
-        InputError: a row without prompt, chosen and rejected, that cannot be rendered, whose responses are equal, or
-            that is longer than `limit` tokens (never truncated); names data set and row.
+        InputError: a row lacks `prompt`, `chosen` or `rejected`, cannot be rendered, has equal responses, or is longer
+            than `limit` tokens (rows are never truncated). The error names the data set and the row.
     """
     found = []
     for number, (prompt, chosen, rejected) in enumerate(pairs(_Tokens(tokenizer), rows, name=name), start=1):
@@ -421,7 +424,7 @@ def encode_preferences(
         length = len(prompt) + max(len(chosen), len(rejected))
         if length > limit:
             raise InputError(
-                f"{name} row {number}: prompt and response must fit {limit} tokens, got {length}; "
+                f"{name} row {number}: prompt and response must have at most {limit} tokens, got {length}; "
                 "shorten the row, drop it or raise max_length"
             )
         found.append(PreferencePair(number - 1, prompt, chosen, rejected))
@@ -435,7 +438,7 @@ class _Tokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self.end: int | None = tokenizer.eos_token_id  # stored: transformers searches its vocabulary for it
+        self.end: int | None = tokenizer.eos_token_id  # stored: each read searches the vocabulary
         self.templated = bool(tokenizer.chat_template)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:

@@ -1,11 +1,11 @@
-"""Language models and scalar models of transformers, with capabilities that are detected when they are adopted.
+"""Language models and scalar models of transformers, whose capabilities are detected when they are wrapped.
 
-No architecture is trusted. Packing, and the form of the output head, are capabilities: tried on small inputs, compared
-with the plain forward, and used only where they agree.
+No architecture is trusted. Packing and the form of the output head are capabilities: they are tried on small inputs,
+compared with the plain forward, and used only if the results agree.
 
 Scalar models predict a number instead of a distribution: a critic's values, a reward model's scores. On disk they have
 the usual form: a sequence classifier of transformers with one label (backbone + `score.weight`, no bias). Here they run
-over packed documents like every other model, and the head computes in float32: a score is one dot product over the
+over packed documents like every other model. The head computes in float32, because a score is one dot product over the
 hidden size, and the model learns from differences of scores.
 """
 
@@ -30,7 +30,7 @@ from posttrain.engine.models.backbone import (
 )
 
 HALF = (torch.bfloat16, torch.float16)
-_BLOCK = 2**24  # values of a head in half precision that are widened at a time on the CPU
+_BLOCK = 2**24  # number of half-precision head weights that are widened at a time on the CPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class OutputHead:
 class LanguageModel(Backbone):
     """A loaded model, e.g. `LanguageModel(module=Qwen3ForCausalLM, packing="packed", head=OutputHead(…))`."""
 
-    head: OutputHead | None  # None: the head could not be reproduced, logits come from the module only
+    head: OutputHead | None  # None: not reproducible, so logits come from the module only
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
@@ -67,7 +67,7 @@ class LanguageModel(Backbone):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a response; empty when the model defines none."""
+        """All tokens that end a response; empty if the model defines none."""
         ids = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
@@ -83,11 +83,11 @@ def float32_logits(hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> 
     """Return logits in float32 from weights in half precision, without a float32 copy of the head.
 
     Rounded to bfloat16, logits of 16 and more are 0.125 apart, and so are log-probabilities. Products of bfloat16
-    numbers are exact in float32, so only the rounding of float32 sums is left. Rollout and training both compute their
-    logits here.
+    numbers are exact in float32, so only the rounding of float32 sums remains. Rollout and training both compute their
+    logits with this function.
 
     Returns:
-        [N, vocabulary] from [N, hidden] and [vocabulary, hidden]; in float64 for float64.
+        [N, vocabulary] from [N, hidden] and [vocabulary, hidden]; float64 for float64 inputs.
     """
     if hidden.dtype not in HALF:
         return F.linear(hidden, head, bias)
@@ -102,16 +102,16 @@ def float32_logits(hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> 
 
 
 def adopt_module(module: PreTrainedModel) -> LanguageModel:
-    """Detect a module's capabilities and wrap it. The module is put into evaluation mode.
+    """Detect a module's capabilities and wrap the module, which is put into evaluation mode.
 
-    Packing is tried on its logits, see `backbone.choose_packing`.
+    Packing is tried on the module's logits, see `backbone.choose_packing`.
     """
     module.eval()
     return LanguageModel(module, choose_packing(module, _logits(module)), _find_head(module))
 
 
 def _logits(module: PreTrainedModel) -> Forward:
-    """Return the pass through the whole module."""
+    """Return the forward pass through the whole module."""
 
     def forward(**inputs: Any) -> Tensor:
         logits: Tensor = module(**inputs).logits
@@ -153,16 +153,16 @@ class ScalarModel(Backbone):
 
 
 def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
-    """Return V before each response token, differentiable: the head on the hidden state of the token before it.
+    """Return V before each response token, differentiable: the head on the hidden state of the preceding token.
 
-    The first response token's value is V(prompt). A batch without response tokens runs through the model too, because
-    on several ranks every rank must take part.
+    The first response token's value is V(prompt). A batch without response tokens also runs through the model, because
+    every rank must take part in collectives.
 
     Returns:
         [T] float32, 0 outside the response.
 
     Raises:
-        InputError: a document longer than the model's context.
+        InputError: a document is longer than the model's context.
     """
     values = torch.zeros(len(batch.tokens), dtype=torch.float32, device=batch.device)
     if not batch.documents:
@@ -182,7 +182,7 @@ def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
         [documents] float32.
 
     Raises:
-        InputError: a document longer than the model's context.
+        InputError: a document is longer than the model's context.
     """
     if not batch.documents:
         return torch.zeros(0, dtype=torch.float32, device=batch.device)
@@ -197,9 +197,9 @@ def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
 
 
 def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
-    """Return a sequence classifier of one label on the backbone of `module`, its head all zeros.
+    """Return a sequence classifier of one label with the backbone of `module` and a head of zeros.
 
-    Zeros need no random draw: a critic begins with value 0, a reward model without a preference.
+    With a head of zeros, a critic begins with value 0, and a reward model without a preference.
 
     Args:
         module: a causal language model; its weights and configuration are reused.
@@ -210,12 +210,12 @@ def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
     name, backbone = type(module).__name__, module.base_model
     module.config.num_labels = 1
     try:
-        with torch.device("meta"):  # a shell without memory: its backbone and its head are replaced
+        with torch.device("meta"):  # without memory: backbone and head are replaced
             shell: PreTrainedModel = AutoModelForSequenceClassification.from_config(module.config)
     except ValueError as error:
         raise InputError(f"{name} cannot score: transformers has no sequence classifier for it; use another") from error
     if type(shell.base_model) is not type(backbone) or not _has_scalar_head(shell):
-        raise InputError(f"{name} cannot score: its sequence classifier {type(shell).__name__} has another form")
+        raise InputError(f"{name} cannot score: its sequence classifier {type(shell).__name__} has an unsupported form")
     weight = next(backbone.parameters())
     head = torch.zeros(shell.score.weight.shape, dtype=weight.dtype, device=weight.device)
     setattr(shell, shell.base_model_prefix, backbone)
@@ -225,10 +225,10 @@ def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
-    """Detect a sequence classifier's capabilities and wrap it. The module is put into evaluation mode.
+    """Detect a sequence classifier's capabilities and wrap the module, which is put into evaluation mode.
 
     Raises:
-        InputError: the head is not one linear layer to one label without bias, read at the last token.
+        InputError: the head is not a linear layer with one output and no bias on the last token.
     """
     module.eval()
     if not _has_scalar_head(module) or not _is_read_at_the_end(module):
@@ -240,9 +240,10 @@ def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
 
 
 def _readable_to_the_end(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Remove a padding token that also ends sequences: transformers scores the last non-padding token, one too early.
+    """Remove a padding token that also ends sequences: transformers scores the last token that is not padding.
 
-    Without a padding token it accepts single sequences only, instead of silently returning other scores.
+    Without a padding token, transformers accepts single sequences only; with it, transformers would silently score one
+    token too early.
     """
     text = config.get_text_config()
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
@@ -258,15 +259,13 @@ def _has_scalar_head(module: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _is_read_at_the_end(module: PreTrainedModel) -> bool:
-    """Whether the module's own score is the head on the last hidden state."""
+    """Return whether the module's own score equals the head on the last hidden state."""
     first, second, _ = probe_documents(module)
     tokens = first if int(first[-1]) != module.config.get_text_config().pad_token_id else second
     inputs = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens[None]), "use_cache": False}
     try:
         wanted = module(**inputs).logits
-        found = module.score(last_hidden_states(module)(**inputs))[
-            :, -1
-        ]  # in the module's own precision, like `wanted`
+        found = module.score(last_hidden_states(module)(**inputs))[:, -1]  # in the module's precision, like `wanted`
     except (TypeError, AttributeError, RuntimeError, ValueError):
         return False
     return agree(found, wanted)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a packed batch, and the predictions of any model on it.
+"""Log-probabilities of the tokens of a packed batch, and the predictions of any model on the batch.
 
 Log-probabilities are those under the policy at a sampling temperature. Language models, critics and reward models share
 one interface for predictions.
@@ -24,12 +24,12 @@ from posttrain.engine.models.language_model import (
 )
 from posttrain.engine.wide import TopK
 
-# Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
-# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster. A head in half precision always uses
-# chunks: a plain path to float32 logits would keep a float32 copy of it.
+# More logits than this (128 MiB in float32) are computed in chunks, and again in backward: this takes 0.3 of the memory
+# with a vocabulary of 32 k, 0.2 with 150 k. For fewer logits the plain path is faster. A head in half precision always
+# uses chunks, because the plain path to float32 logits would keep a float32 copy of the head.
 CHUNKED_ABOVE = 2**25
-# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which exists anyway: every chunk
-# reads and writes all of that gradient, so few chunks are fast. Within these bounds:
+# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which exists anyway. Every chunk
+# reads and writes the whole gradient, so few chunks are fast. The bounds:
 CHUNK_BYTES = (2**27, 2**31)
 _BYTES_PER_LOGIT = 16  # logits, scaled logits, probabilities and their gradient in float32
 Model = LanguageModel | ScalarModel
@@ -42,18 +42,18 @@ def token_logprobs(
 ) -> Tensor:
     """Return log p(token t | the earlier tokens of its document), differentiable.
 
-    An empty batch runs through the model too, because on several ranks every rank must take part in gathering weights
-    and reducing gradients.
+    An empty batch also runs through the model, because every rank must take part in gathering weights and reducing
+    gradients.
 
     Args:
-        temperature: logits are divided by it, as in sampling, where the batch has no column `temperature`.
-        response_only: compute the response tokens only; the others are 0.
+        temperature: divides the logits, as in sampling; used if the batch has no column `temperature`.
+        response_only: compute the response tokens only; other tokens get 0.
 
     Returns:
-        [T] float32; 0 at each document's first token, which nothing predicts.
+        [T] float32; 0 at each document's first token, which has no prediction.
 
     Raises:
-        InputError: a document longer than the model's context, or a temperature that is not positive.
+        InputError: a document is longer than the model's context; a temperature is not positive.
     """
     return _compute(model, batch, temperature, response_only, entropy=False)[0]
 
@@ -67,7 +67,7 @@ def token_logprobs_and_entropy(
         ([T], [T]) float32, 0 at each document's first token.
 
     Raises:
-        InputError: as `token_logprobs`.
+        InputError: see `token_logprobs`.
     """
     return _compute(model, batch, temperature, response_only, entropy=True)[:2]
 
@@ -82,10 +82,10 @@ def candidate_logprobs(
 
     Returns:
         ([T], [T], [R, k]) float32: `token_logprobs` of the response; the entropies, 0 if not requested; the
-        candidates'.
+        candidates' log-probabilities.
 
     Raises:
-        InputError: as `token_logprobs`.
+        InputError: see `token_logprobs`.
     """
     return _compute(model, batch, temperature, response_only=True, entropy=entropy, candidates=candidates)
 
@@ -99,14 +99,14 @@ def likeliest_tokens(
     Logits are computed in chunks, unless the model's output head is not a plain matrix.
 
     Args:
-        vocabulary: tokens from this one on are left out, as a smaller model does not have them; their probability is
-            assigned to no token.
+        vocabulary: number of tokens to consider: a smaller model does not have later tokens. The probability of later
+            tokens is assigned to no token.
 
     Returns:
         [R, top] of the R response tokens.
 
     Raises:
-        InputError: as `token_logprobs`, or `top` is not of this vocabulary.
+        InputError: see `token_logprobs`; `top` is larger than the vocabulary.
     """
     most = min(model.vocab_size, vocabulary or model.vocab_size)
     if not 1 <= top <= most:
@@ -146,7 +146,7 @@ def _compute(
     entropy: bool,
     candidates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [T] log-probabilities, [T] entropies, [R, k] log-probabilities of the candidates (k is 0 without any)."""
+    """Return [T] log-probabilities, [T] entropies and [R, k] log-probabilities of the candidates (k may be 0)."""
     _check(model, batch, temperature)
     index = (batch.response_mask if response_only else batch.positions > 0).nonzero()[:, 0]
     given = index[:, None][:, :0] if candidates is None else candidates.to(torch.int64)
@@ -176,7 +176,7 @@ def _compute(
 
 
 def _warmths(batch: TokenBatch, index: Tensor, temperature: float) -> float | Tensor:
-    """Return the divisor of the logits of the tokens at `index`: one number, or [N, 1] where documents differ.
+    """Return the temperatures of the tokens at `index`: one number, or [N, 1] if documents differ.
 
     Raises:
         InputError: a document's temperature is not positive.
@@ -196,7 +196,7 @@ def logprobs_of(
     """[N, V] logits, [N, K] tokens → [N, K] log-probabilities, [N] entropies, in float32 and by plain autograd.
 
     Args:
-        temperature: of all rows, or [N, 1].
+        temperature: one number for all rows, or [N, 1].
     """
     scaled = _divided(_precise(logits), temperature)
     if not entropy and targets.shape[1] == 1:
@@ -210,7 +210,7 @@ def logprobs_of(
 
 
 def _precise(logits: Tensor) -> Tensor:
-    """Return the logits in float32; float64 stays."""
+    """Return the logits in float32; float64 is unchanged."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -233,10 +233,10 @@ def chunked_logprobs(
     entropy: bool,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `logprobs_of` the head's logits in chunks of rows: [N, hidden], [N, K] tokens → [N, K], [N].
+    """Return `logprobs_of` for the head's logits, in chunks of rows: [N, hidden], [N, K] tokens → [N, K], [N].
 
     Args:
-        chunk: rows at a time; by default `chunk_rows`.
+        chunk: rows per chunk; by default `chunk_rows`.
 
     The weight's gradient is summed over chunks in float32 and rounded once, at the end.
     """
@@ -249,17 +249,17 @@ def chunked_logprobs(
 
 
 def chunk_rows(vocabulary: int, hidden: int) -> int:
-    """Return the rows of a chunk, by the bytes that it may take."""
+    """Return the number of rows of a chunk, from the bytes that a chunk may take."""
     least, most = CHUNK_BYTES
     return max(1, min(max(4 * vocabulary * hidden, least), most) // (_BYTES_PER_LOGIT * vocabulary))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """With z the scaled logits, p their softmax and H its entropy:
+    """The gradient of chunked log-probabilities. With z the scaled logits, p their softmax and H its entropy:
 
     d log p_y / dz = onehot(y) - p,   dH / dz = -p (log p + H).
 
-    A row may have several y, [N, K]: their gradients add up.
+    A row may have several y, [N, K]; their gradients add up.
     """
 
     @staticmethod
@@ -325,7 +325,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Return soft-capped logits over the temperature, in float32, and their derivative by the raw logits."""
+    """Return soft-capped logits divided by the temperature, in float32, and their derivative by the raw logits."""
     logits = float32_logits(hidden, weight, bias)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype)
@@ -336,19 +336,19 @@ def _scaled_logits(
 
 
 def predictable(model: Model) -> frozenset[Need]:
-    """Return what `predict` supports for a model."""
+    """Return the predictions that `predict` supports for a model."""
     return _LANGUAGE if isinstance(model, LanguageModel) else _SCALAR
 
 
 def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: float = 1.0) -> Predictions:
-    """Predict the needs for the batch's response tokens or documents, differentiable.
+    """Return the needed predictions for the batch's response tokens or documents, differentiable.
 
     Args:
-        temperature: of the distribution of log-probabilities and entropies.
+        temperature: for log-probabilities and entropies.
 
     Raises:
-        InputError: the model does not predict a need, a document is longer than its context, the temperature is not
-            positive, or `candidates` are needed and the batch has none.
+        InputError: the model does not predict a need; a document is longer than its context; the temperature is not
+            positive; `candidates` are needed and the batch has none.
     """
     can = predictable(model)
     if odd := sorted(needs - can):
@@ -377,7 +377,7 @@ def predict_topk(
         temperature, vocabulary: see `likeliest_tokens`.
 
     Raises:
-        InputError: as `predict`, or `top` is outside this vocabulary's size.
+        InputError: see `predict`; `top` is larger than the vocabulary.
     """
     if isinstance(model, ScalarModel):
         raise InputError(

@@ -4,14 +4,14 @@ A trainable module is whole on one rank of its pool, or sharded over all of them
 of the whole step, so gradients are *summed* over ranks, never averaged.
 
 Sequence parallelism follows Ulysses (arXiv 2309.14509), for packed batches. The ranks of a sequence group share the
-tokens of one batch. In the dense layers each computes a slice of the packed row; for attention tokens and heads are
-swapped (all-to-all), so that each has all tokens of its share of the heads, and documents may cross the slices'
-borders; then they are swapped back. Losses are unaffected: log-probabilities and values of all tokens end up on every
-rank, while the gradient of each goes to the rank that computed it.
+tokens of one batch. In the dense layers each rank computes a slice of the packed row. For attention, tokens and heads
+are swapped (all-to-all): each rank gets all tokens of its share of the heads, so documents may cross the borders of
+slices. The swap is then reversed. Losses are unaffected: log-probabilities and values of all tokens arrive on every
+rank, and the gradient of each goes to the rank that computed it.
 
-A training engine exports weights as canonical tensors by name, in the pieces that ranks hold.
+A training engine exports weights as canonical tensors by name, in the pieces that its ranks have.
 
-Activation checkpointing keeps the input of a decoder layer, and computes the rest again in backward.
+Activation checkpointing stores only the input of a decoder layer, and recomputes the rest in backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,9 +35,9 @@ M = TypeVar("M")
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One canonical tensor as a reader decodes with it: `Entry("lm_head.weight", (151936, 1024), torch.bfloat16)`."""
+    """A canonical tensor in a reader's layout: `Entry("lm_head.weight", (151936, 1024), torch.bfloat16)`."""
 
-    name: str  # of the Hugging Face module's parameter; tied ones once, by their first name
+    name: str  # of the Hugging Face module's parameter; tied parameters once, by their first name
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -48,13 +48,13 @@ Layout = tuple[Entry, ...]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A piece of a canonical tensor, viewed as a matrix of its first axis by all others; a vector is one column."""
+    """A piece of a canonical tensor, viewed as a matrix [first axis, all others]; a vector is one column."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    tensor: Tensor  # the piece, [rows, …]; not a copy where nothing was converted
-    row: int = 0  # of the whole, where the piece begins
-    column: int = 0  # likewise; for engines that split matrices by columns
+    shape: tuple[int, ...]  # shape of the whole tensor
+    tensor: Tensor  # the piece, [rows, …]; a copy only if its type was converted
+    row: int = 0  # first row of the piece in the whole tensor
+    column: int = 0  # first column; for engines that split matrices by columns
     frozen: bool = False  # training never changes it
 
     def matrix(self) -> Tensor:
@@ -63,17 +63,17 @@ class Shard:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return the tensor as [first axis, all others], without a copy where the memory layout allows."""
+    """Return the tensor as [first axis, all others], without a copy if the memory layout allows it."""
     return tensor.reshape(len(tensor), -1) if tensor.ndim else tensor.reshape(1, 1)
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Return the parameters of a module, tied tensors once."""
+    """Return the layout of a module's parameters, tied tensors once."""
     return tuple(Entry(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
 def module_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module's forward reads, tied tensors once per place, all by the first of their names."""
+    """Yield the tensors that a module's forward reads; tied tensors once per place, always under their first name."""
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield names.setdefault(id(parameter), name), parameter.detach()
@@ -83,7 +83,7 @@ def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]
     """Return the type that each tensor of a sender has at the reader.
 
     Raises:
-        IntegrityError: names or shapes are not the reader's.
+        IntegrityError: names or shapes differ from the reader's.
     """
     wanted = {entry.name: entry.shape for entry in layout}
     for shard in shards:
@@ -97,7 +97,7 @@ def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]
 
 @torch.no_grad()
 def put(into: Mapping[str, Tensor], shard: Shard) -> None:
-    """Copy a piece into place, in the reader's own type."""
+    """Copy a piece into the reader's tensor, in the reader's type."""
     target = as_matrix(into[shard.name])
     piece = shard.matrix()
     target[shard.row : shard.row + piece.shape[0], shard.column : shard.column + piece.shape[1]].copy_(piece)
@@ -119,7 +119,7 @@ class Unsharded:
         return self._trained
 
     def rows(self) -> Mapping[str, tuple[int, int]]:
-        """Return parameter → the rows [start, stop) this rank holds; empty where it holds everything."""
+        """Return parameter → the rows [start, stop) of this rank; empty if the rank has all rows."""
         return {}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
@@ -127,7 +127,7 @@ class Unsharded:
         return forward(micro)
 
     def rounds(self, mine: int) -> int:
-        """Return the largest `mine` of all ranks: how often every rank must compute. Collective."""
+        """Return the largest `mine` of all ranks, the number of times that every rank must compute. Collective."""
         return mine
 
     def total(self, values: Tensor) -> Tensor:
@@ -160,8 +160,9 @@ class Unsharded:
             yield Shard(name, tuple(parameter.shape), held, frozen=name not in self._trained)
 
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return whole parameters by name, in the module's precision or in `dtype`, to which the optimiser's are
-        rounded once; empty except on rank 0. Collective. Not copies where nothing is rounded.
+        """Return whole parameters by name, in the module's precision or in `dtype`; empty except on rank 0. Collective.
+
+        The optimiser's parameters are rounded once. Parameters that are not rounded are not copied.
         """
         if dtype is None:
             return {name: p.detach() for name, p in self._module.named_parameters()}
@@ -169,7 +170,7 @@ class Unsharded:
 
 
 class _Root(nn.Module):
-    """FSDP gathers parameters when a module is called; this module's call runs the learner's function."""
+    """A module whose call runs the learner's function, because FSDP gathers parameters when a module is called."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -181,13 +182,14 @@ class _Root(nn.Module):
 
 @final
 class FullySharded:
-    """FSDP2 over the process group: every decoder layer is gathered when it computes, the rest with the root.
+    """FSDP2 over the process group: every decoder layer is gathered when it computes, other parameters with the root.
 
-    Trained parameters are float32 shards; frozen ones keep their type. On CUDA, and over a frozen base, the layers
-    compute in the module's own type. A layer is widened when it is sharded, so no rank holds the whole in float32.
+    Trained parameters are float32 shards; frozen parameters keep their type. On CUDA, and with a frozen base, the
+    layers compute in the module's type. A layer is widened when it is sharded, so no rank has the whole model in
+    float32.
 
     Raises:
-        InputError: a model whose decoder layers cannot be found.
+        InputError: the decoder layers of the model cannot be found.
     """
 
     def __init__(self, module: nn.Module, device: str) -> None:
@@ -207,7 +209,7 @@ class FullySharded:
         self._sharded_root: FSDPModule = fully_shard(self._root, **options)
         _widen(module)
         self._module, self._device = module, torch.device(device)
-        # kept, because after a forward without backward the module has whole parameters in their place
+        # stored here, because after a forward without backward the module has whole parameters in their place
         self._held = dict(module.named_parameters())
         self._parameters = {name: p for name, p in self._held.items() if p.requires_grad}
 
@@ -220,7 +222,7 @@ class FullySharded:
         return {name: self._rows(parameter) for name, parameter in self._parameters.items()}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
-        """See `Unsharded`. FSDP averages over ranks, so the loss is scaled up to make that a sum."""
+        """See `Unsharded`. FSDP averages over ranks, so the loss is multiplied by their number to give a sum."""
 
         def inner() -> tuple[Tensor, dict[str, Tensor]]:
             parts = forward(micro)
@@ -242,7 +244,7 @@ class FullySharded:
         return summed
 
     def collect_gradients(self) -> None:
-        """Do nothing: FSDP has reduced them already."""
+        """Do nothing: FSDP has already reduced the gradients."""
 
     def clip_gradients(self, limit: float) -> float:
         """See `Unsharded`."""
@@ -250,11 +252,11 @@ class FullySharded:
         return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def write_back(self) -> None:
-        """Drop old parameters that a forward without backward left gathered; the shards are the module's own."""
+        """Drop gathered copies of parameters that a forward without backward left; the shards are the module's own."""
         self._sharded_root.reshard()
 
     def export(self) -> Iterator[Shard]:
-        """See `Unsharded`; a rank that has no row of a parameter yields no piece of it."""
+        """See `Unsharded`; a rank without rows of a parameter yields no piece of this parameter."""
         for name, parameter in self._held.items():
             start, stop = self._rows(parameter)
             if start < stop:
@@ -278,20 +280,20 @@ class FullySharded:
         return whole
 
 
-# The placement of a learner's parameters. `compute` makes whole parameters visible to the forward; gradients of all
-# ranks and all micro-batches add up in `parameters`; every rank calls a "collective" method, or none
+# The placement of a learner's parameters. `compute` gives the forward whole parameters; gradients of all ranks and
+# micro-batches add up in `parameters`; a "collective" method is called by every rank or by none
 Sharding = Unsharded | FullySharded
 
 
 def _widen(module: nn.Module) -> None:
-    """Make trained parameters float32, and buffers, because rotary frequencies must not be rounded."""
+    """Convert trained parameters to float32, and buffers too, because rotary frequencies must not be rounded."""
     buffers = {id(buffer) for buffer in module.buffers()}
     trained = lambda t: t.is_floating_point() and (t.requires_grad or id(t) in buffers)  # noqa: E731
     module._apply(lambda t: t.float() if trained(t) else t)  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded tensor; any other tensor itself. Not a copy."""
+    """Return this rank's rows of a sharded tensor, or the tensor if it is not sharded. Not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -315,19 +317,19 @@ class SequenceGroup:
         return (index >= start) & (index < stop)
 
     def slice(self, row: Tensor) -> Tensor:
-        """Return this rank's stretch of a row [T], padded with zeros."""
+        """Return this rank's range of a row [T], padded with zeros."""
         start, stop = self.stretch(len(row))
         part = row[start:stop]
         return torch.cat([part, part.new_zeros(stop - start - len(part))])
 
     def spread(self, part: Tensor, total: int) -> Tensor:
-        """Return this rank's stretch [chunk, …] as [total, …], with zeros in the other ranks' stretches."""
+        """Return this rank's range [chunk, …] as [total, …], with zeros in the other ranks' ranges."""
         start, stop = self.stretch(total)
         whole = part.new_zeros(self.size * len(part), *part.shape[1:])
         return whole.index_copy(0, torch.arange(start, stop, device=part.device), part)[:total]
 
     def sum(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks, each of which computes the same loss: backward gives each its part's gradient."""
+        """Return the sum over ranks. All compute the same loss; backward gives each rank the gradient of its part."""
         summed: Tensor = _SumOnce.apply(part, self.group)  # type: ignore[no-untyped-call]
         return summed
 
@@ -342,10 +344,10 @@ class SequenceGroup:
         return swapped
 
     def shared_heads(self, states: Tensor) -> Tensor:
-        """Return key-value heads, repeated where they are fewer than ranks.
+        """Return key-value heads, repeated if they are fewer than ranks.
 
         Raises:
-            InputError: heads that cannot be divided evenly.
+            InputError: heads cannot be divided evenly among ranks.
         """
         heads = states.shape[1]
         if heads % self.size == 0:
@@ -359,7 +361,7 @@ def open_sequence_group(rank: int, ranks: int, size: int) -> SequenceGroup | Non
     """Return this rank's group of `size` consecutive ranks; None without sequence parallelism. Collective.
 
     Raises:
-        InputError: ranks that cannot be divided.
+        InputError: the number of ranks is not a multiple of `size`.
     """
     if size == 1:
         return None
@@ -389,7 +391,7 @@ _Way = Callable[[Tensor, Any, int], Tensor]
 
 
 class _Swapped(torch.autograd.Function):
-    """Swaps tokens and heads one way, and gradients the other way."""
+    """Swaps tokens and heads in forward; the reverse swap for gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: Any, size: int, way: _Way, back: _Way) -> Tensor:
@@ -418,12 +420,12 @@ def _to_tokens(states: Tensor, group: Any, size: int) -> Tensor:
 
 
 def checkpoint_activations(module: nn.Module) -> None:
-    """Recompute every decoder layer of a transformer in backward. Names and parameters stay; call it before sharding.
+    """Recompute every decoder layer in backward. Names and parameters do not change; must be called before sharding.
 
     Source: Chen et al., arXiv 1604.06174.
 
     Raises:
-        InputError: a model whose decoder layers cannot be found.
+        InputError: the decoder layers of the model cannot be found.
     """
     layers = getattr(getattr(module, "base_model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList):

@@ -1,10 +1,10 @@
-"""The interface of algorithms: what they require, which groups they train on, and what they minimise.
+"""The interface of algorithms: required columns, kept groups, documents, credit and objectives.
 
 ::
 
     groups ─keep─▶ groups ─form─▶ batch ─(columns it requires)─▶ batch ─credit─▶ batch ─updates─▶ optimiser steps
 
-Every method is a function of its arguments and the algorithm's configuration, so that a step can be repeated.
+Every method is a function of its arguments and the algorithm's configuration, so a step can be repeated.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from posttrain.sandbox.port import Score
 @final
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Learns from responses that its own policy samples: `PromptSource(prompts=32, samples=8, max_tokens=64)`."""
+    """The source of an algorithm that samples: `PromptSource(prompts=32, samples=8, max_tokens=64)`."""
 
     prompts: int  # groups of one step
     samples: int  # of each prompt
     max_tokens: int  # of a response
-    temperature: float = 1.0  # travels with each sample, and the learner divides its logits by it
-    refills: int = 0  # how often the place of a dropped group may be refilled
-    turns: int = 1  # maximum responses of one sample; between two of them an environment is observed
+    temperature: float = 1.0  # stored with each sample; the learner divides its logits by it
+    refills: int = 0  # maximum refills of a dropped group's place
+    turns: int = 1  # maximum responses per sample, with an observation between two
     observed: int = 0  # maximum tokens of one observation
-    stop: tuple[str, ...] = ()  # strings that a response ends at
+    stop: tuple[str, ...] = ()  # strings that end a response
 
     def sampling(self, prompt: int) -> int:
-        """Return the maximum cost of the samples of a prompt of so many tokens, by the rule of `jobs.Progress`."""
+        """Return the maximum tokens that a prompt's samples cost, by the rule of `jobs.Progress`."""
         again = sum(prompt + turn * (self.max_tokens + self.observed) for turn in range(1, self.turns))
         return prompt + self.samples * (self.turns * self.max_tokens + again)
 
     def document(self, prompt: int) -> int:
-        """Return the maximum tokens of a sample, including its prompt of so many tokens."""
+        """Return the maximum tokens of a sample, including its prompt of `prompt` tokens."""
         return prompt + self.turns * self.max_tokens + (self.turns - 1) * self.observed
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Learns from given rows: `RowSource(rows=64)`."""
+    """The source of an algorithm that learns from given rows: `RowSource(rows=64)`."""
 
-    rows: int  # of one step
+    rows: int  # rows of one step
 
 
 @final
@@ -65,7 +65,7 @@ class Column:
     name: str
     role: str
     need: Need
-    wide: int = 0  # numbers per token that stay on the workers, and travel as a handle; 0: one number, in the batch
+    wide: int = 0  # numbers per token, which stay on the workers and travel as a handle; 0: one number, in the batch
 
 
 REFERENCE = Column("reference_logprobs", "reference", "logprobs")
@@ -81,7 +81,7 @@ class ScoredGroup:
     prompt: Prompt
     group: Group
     scores: tuple[Score, ...]  # one per sample
-    step: int = 0  # that trains on it
+    step: int = 0  # the step that trains on the group
 
     @property
     def answers(self) -> tuple[Trajectory, ...]:
@@ -90,7 +90,7 @@ class ScoredGroup:
 
     @property
     def ids(self) -> list[str]:
-        """`<step>.<prompt's position in the data stream>.<sample>`, [samples]: identify samples in traces."""
+        """The samples' ids in traces, [samples]: `<step>.<prompt's position in the data stream>.<sample>`."""
         return [self.id_of(sample) for sample in self.group.samples]
 
     def id_of(self, sample: Sample) -> str:
@@ -99,7 +99,7 @@ class ScoredGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt, read once, and generated tokens; every further response reads its history again."""
+        """Tokens of the prompt, read once, and generated tokens; further responses read their history again."""
         again = sum(sample.last.read_again for sample in self.group.samples)
         return len(self.prompt.tokens) + again + sum(sample.generated for sample in self.group.samples)
 
@@ -116,7 +116,7 @@ class ScoredGroup:
 @final
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A group that is not trained on, and is replaced by another: `Drop("all rewards are equal")`."""
+    """The decision not to train on a group but to replace it: `Drop("all rewards are equal")`."""
 
     reason: str
 
@@ -131,19 +131,19 @@ def every_item(batch: TokenBatch) -> Sequence[int]:
 class Update:
     """The objective of one role on a step's batch.
 
-    Every mini-batch is divided by totals of all its items, whether they are computed or not; so items without a
-    gradient may be left out of `computes` without changing anything.
+    The loss of a mini-batch is divided by totals of all its items, computed or not. Items without a gradient may
+    therefore be left out of `computes` without changing the result.
     """
 
     role: str
-    objective: Callable[[Totals], Objective]  # of one mini-batch
+    objective: Callable[[Totals], Objective]  # totals of a mini-batch → objective
     epochs: int = 1  # passes over the batch
     mini_batches: int = 1  # optimiser steps per pass
-    # the field of `Totals` that divides every term of its loss, where credit is given to each group separately: then
-    # gradients may be summed as groups arrive; None: they may not
+    # the field of `Totals` that divides every term of the loss, if credit is given to each group separately: gradients
+    # may then be summed as groups arrive; None: they may not
     streamable: Literal["tokens", "sequences"] | None = None
     computes: Callable[[TokenBatch], Sequence[int]] = every_item  # items that have a gradient
-    clip: tuple[float, float] | None = None  # how far its ratio may leave 1, for traces; None: no such clip
+    clip: tuple[float, float] | None = None  # clip of the ratio below and above 1, for traces; None: none
 
 
 R_contra = TypeVar("R_contra", contravariant=True)
@@ -153,11 +153,11 @@ class Algorithm(Protocol):
     """The interface of every algorithm."""
 
     def requires(self, step: int) -> Sequence[Column]:
-        """Return the columns that `credit` and the objectives read in addition to the samples; by default none."""
+        """Return the columns that `credit` and the objectives read in addition to the samples'; default: none."""
         return ()
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """Add the columns that weigh the objectives: advantages, returns, labels; by default none."""
+        """Add the columns that the objectives use as weights: advantages, returns, labels; default: none."""
         return batch
 
     def updates(self, step: int) -> Sequence[Update]:
@@ -167,30 +167,30 @@ class Algorithm(Protocol):
 class RolloutAlgorithm(Algorithm, Protocol):
     """An algorithm that learns from its own policy's samples. By default, every sample is a document."""
 
-    # whether `form` makes the documents of each group separately, in order; then columns of a step are filled while its
+    # whether `form` forms the documents of each group separately, in order: columns of a step are then filled while its
     # groups are sampled
     groupwise: bool = False
-    # whether it credits tokens with the scores earned at them, if a reward reports them; else their sum counts
+    # whether tokens are credited with the scores earned at them, if a reward reports these; otherwise their sum counts
     reads_token_scores: bool = False
 
     @property
     def source(self) -> PromptSource:
-        """The amount of sampling."""
+        """The number and limits of a step's samples."""
 
     def keep(self, group: ScoredGroup) -> Drop | None:
-        """Return why a group is dropped and replaced by another; None: it is trained on."""
+        """Return why a group is dropped and replaced; None: the group is trained on."""
         return None
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """Return the documents of a step; None where no group is worth training on."""
+        """Return the documents of a step; None if no group has anything to train on."""
         return pack(groups)
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Return the algorithm's own metrics, over everything that a step sampled."""
+        """Return the algorithm's own metrics over all groups that a step sampled."""
         return {}
 
     def unused(self, step: int) -> str:
-        """Return why a scored sample may be in no update, for its trace."""
+        """Return why a scored sample is in no update, for its trace."""
         return "not chosen"
 
 
@@ -205,7 +205,7 @@ class RowAlgorithm(Algorithm, Protocol[R_contra]):
         """Return the documents of a step."""
 
     def max_tokens(self, row: R_contra) -> int:
-        """Return the tokens of a row's documents."""
+        """Return the number of tokens of a row's documents."""
 
 
 def every_sample(group: ScoredGroup) -> Sequence[int]:
@@ -216,18 +216,20 @@ def every_sample(group: ScoredGroup) -> Sequence[int]:
 def pack(
     groups: Sequence[ScoredGroup], which: Callable[[ScoredGroup], Sequence[int]] = every_sample
 ) -> TokenBatch | None:
-    """Return samples as documents, with the document columns `reward` ([D] float64, NaN without a score) and
-    `group`, and the column `token_scores` if a reward reports scores by token.
+    """Return samples as documents.
+
+    The batch has the document columns `reward` ([D] float64, NaN without a score) and `group`, and the column
+    `token_scores` if a reward reports scores by token.
 
     Args:
-        which: the samples of a group; by default all of them whose environment did not fail.
+        which: selects the samples of a group; by default all whose environment did not fail.
 
     Returns:
-        None where no sample is taken.
+        None if no sample is selected.
 
     Raises:
-        InputError: a sample has several sequences: only the algorithm's author can decide which of them is trained, and
-            what each is worth.
+        InputError: a sample has several sequences; the algorithm must define which of them are trained with which
+            reward.
     """
     taken = [(at, group, list(which(group))) for at, group in enumerate(groups)]
     samples = [(group, group.group.samples[i]) for _, group, chosen in taken for i in chosen]
@@ -247,10 +249,10 @@ def pack(
 
 
 def with_temperature(batch: TokenBatch | None, groups: Sequence[ScoredGroup]) -> TokenBatch | None:
-    """Give documents that an algorithm formed without a temperature the one of their groups.
+    """Add the groups' temperature to documents that an algorithm formed without one.
 
     Raises:
-        InputError: the groups were sampled at several temperatures.
+        InputError: the groups were sampled at different temperatures.
     """
     if batch is None or "temperature" in batch.document_columns:
         return batch

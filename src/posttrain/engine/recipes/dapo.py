@@ -20,21 +20,21 @@ from posttrain.engine.recipes.policy_gradient import GroupBaseline, with_signal
 
 @final
 class DAPO(GroupBaseline[DAPOConfig]):
-    """Over groups of samples whose rewards differ."""
+    """DAPO over groups of samples whose rewards differ."""
 
     estimator: ClassVar[Estimator] = staticmethod(grpo)
 
     @property
     def source(self) -> PromptSource:
-        """Prompts and samples of a step, and how often dropped ones are replaced."""
+        """Prompts and samples of a step, and the number of replacements of a dropped group."""
         return replace(super().source, refills=self.config.refills)
 
     def keep(self, group: ScoredGroup) -> Drop | None:
-        """Apply dynamic sampling: a group whose rewards are equal has no gradient. Response length does not matter."""
+        """Apply dynamic sampling: drop a group of equal rewards (without the length penalty); it has no gradient."""
         return None if with_signal(group) else Drop("group without signal")
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Return the mean penalty too."""
+        """Return the metrics of the base class and the mean penalty."""
         found, c = super().report(groups), self.config
         if c.overlong is None:
             return found

@@ -1,12 +1,12 @@
-"""The user's own algorithm, run by the same loop.
+"""A user-defined algorithm, run by the same loop.
 
 ::
 
     # best_of_n.py, next to run.yaml; the stage has `kind: dataflow` and `recipe: best_of_n:BestOfN`
     class BestOfN(Dataflow): ...
 
-It is a function of its arguments, like every algorithm; then it is resumed, budgeted, placed and traced like every
-other.
+Its methods must be functions of their arguments, as in every algorithm. It is then resumed, budgeted, placed and traced
+like the built-in algorithms.
 """
 
 import importlib
@@ -24,34 +24,34 @@ Entry = Callable[[DataflowConfig], RolloutAlgorithm]
 
 
 class Dataflow(Sampling[DataflowConfig]):
-    """The base of a user's algorithm: samples as its stage is configured, with defaults for everything else.
+    """The base class of user-defined algorithms: samples as the stage configures, with defaults for all other methods.
 
-    With several turns `observe(row, responses)` returns the observation between two of them. `config.settings` holds
-    its author's own settings.
+    With several turns, `observe(row, responses)` returns the observation between two responses. `config.settings`
+    contains user-defined settings.
     """
 
-    reads_token_scores = True  # in the column `token_scores`; its author decides
+    reads_token_scores = True  # `token_scores` is always available
 
     def updates(self, step: int) -> Sequence[Update]:
         """Return the updates of a step.
 
         Raises:
-            InputError: the algorithm does not define them.
+            InputError: the algorithm does not define `updates`.
         """
         raise InputError(f"dataflow {type(self).__name__} must define its objective, got no updates(step); define it")
 
 
 def load_dataflow(file: Path, entry: str) -> Entry:
-    """Import a user's module, which runs with the job's own rights, and find its algorithm.
+    """Import a user's module, which runs with the job's rights, and return its algorithm.
 
-    The folder is added to the module path, so that worker processes can import what the module defines.
+    The folder is added to the module path, so that worker processes can import the module's definitions.
 
     Args:
         file: `my_module.py`.
-        entry: its name: a class, or a function that makes an algorithm of the stage's configuration.
+        entry: a name in the module: a class, or a function that returns an algorithm for the stage's configuration.
 
     Raises:
-        InputError: the module cannot be imported, has no such name, or one that does not take a configuration.
+        InputError: the module cannot be imported; it has no such name; the object does not accept a configuration.
     """
     sys.path.insert(0, str(file.parent))
     try:
@@ -65,7 +65,7 @@ def load_dataflow(file: Path, entry: str) -> Entry:
         inspect.signature(found).bind(None)
     except TypeError as error:
         raise InputError(
-            f"recipe {file.name}: {entry} must be made of the stage's configuration alone, got "
+            f"recipe {file.name}: {entry} must be constructed from the stage's configuration alone, got "
             f"{entry}{inspect.signature(found)}; derive a class from posttrain.engine.recipes.dataflow.Dataflow"
         ) from error
     made: Entry = found

@@ -1,7 +1,7 @@
 """Distillation on the student's own responses: at every token the student learns a teacher's prediction.
 
-No reward is needed: the teacher's likeliest tokens, a wide column, are the signal, at every token and not once for each
-response. Source: generalised knowledge distillation, arXiv 2306.13649, with all data sampled by the student.
+No reward is needed: the signal is a wide column, the teacher's likeliest tokens at every response token. Source:
+generalised knowledge distillation, arXiv 2306.13649, with all data sampled by the student.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Distill(Sampling[DistillConfig]):
         return (Column(CANDIDATES, "teacher", "topk", wide=self.config.top_k),)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """Return the policy's update, on everything that it sampled."""
+        """Return the policy's update, on all its samples."""
         return (Update("policy", self.objective, mini_batches=self.config.mini_batches),)
 
     def objective(self, totals: Totals) -> DistillationObjective:

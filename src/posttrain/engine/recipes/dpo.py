@@ -1,7 +1,7 @@
-"""DPO: the policy is its own reward model; it learns to prefer the chosen response by more than its reference does.
+"""DPO: the policy learns to prefer the chosen response by more than its reference does, without a reward model.
 
 Source: Rafailov et al., arXiv 2305.18290, eq. 7; for noisy labels its conservative form, which assumes that a share ε
-of them is inverted.
+of the labels is inverted.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class DPOObjective:
     """−(1−ε)·log σ(m) − ε·log σ(−m), mean over the step's pairs, with m = β·(Δ log π/π_ref of chosen and rejected)."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
-    totals: Totals  # the chosen and the rejected response of each pair are one item, in turn
+    totals: Totals  # an item is a pair: the chosen response, then the rejected one
     beta: float
     smoothing: float
 

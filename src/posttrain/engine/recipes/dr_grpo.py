@@ -1,6 +1,6 @@
-"""Dr. GRPO: the advantage is not divided by the group's deviation, the loss not by a response's own length.
+"""Dr. GRPO: the advantage is not divided by the group's deviation, and the loss is not divided by a response's length.
 
-Both divisions favour some questions and some lengths over others. Source: Liu et al., arXiv 2503.20783, eq. 3.
+These divisions favour some questions and some lengths over others. Source: Liu et al., arXiv 2503.20783, eq. 3.
 """
 
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""GRPO: push the policy towards responses that are better than their group.
+"""GRPO: move the policy towards responses that are better than their group.
 
-The policy that samples is the policy that is trained, so the recorded log-probabilities are the "old" ones of the PPO
-ratio, for every mini-batch of the step; there is no further importance weight. Responses without advantage (their group
-has no signal, or they have no score) have no policy gradient and are not computed; the loss is still divided by
-everything sampled, so leaving them out changes nothing. Source: DeepSeekMath, arXiv 2402.03300; clip-higher: DAPO,
-arXiv 2503.14476.
+The sampling policy is the trained policy, so the recorded log-probabilities are the "old" log-probabilities of the PPO
+ratio for every mini-batch of the step; there is no further importance weight. Responses without advantage (their group
+has no signal, or they have no score) have no policy gradient and are not computed. The loss is still divided by the
+totals of all samples, so leaving them out does not change it. Source: DeepSeekMath, arXiv 2402.03300; clip-higher:
+DAPO, arXiv 2503.14476.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ class GRPO(GroupBaseline[GRPOConfig]):
     """GRPO over groups of samples."""
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """Return all samples, or those with a signal, matching the loss's denominator."""
+        """Return the samples that the loss's denominator counts: all, or those with a signal."""
         return pack(groups, with_signal) if self.config.denominator == "signal" else pack(groups)
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """Add advantages by the stage's estimator."""
+        """Add advantages, computed by the stage's estimator."""
         rewards, place = by_group(batch.column("reward"), batch.column("group"))
         return batch.with_columns(advantages=batch.spread(ESTIMATORS[self.config.advantage](rewards)[place]))
 
     def updates(self, step: int) -> Sequence[Update]:
-        """Return the policy's update; with a KL penalty in the loss every document has a gradient."""
+        """Return the policy's update; with a KL penalty in the loss, every document has a gradient."""
         found = super().updates(step)
         return [replace(update, computes=every_item) for update in found] if self.config.kl else found
 

@@ -1,4 +1,4 @@
-"""The common base of clipped policy gradients, and of those whose baseline is a response's own group."""
+"""The common base of clipped policy gradients, and of those whose baseline is the response's group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,10 +35,10 @@ C = TypeVar("C", bound=OnPolicyConfig)
 
 
 class Sampling(RolloutAlgorithm, Generic[S]):
-    """Samples the amount that its stage configures.
+    """The base of algorithms that sample as their stage configures.
 
     Args:
-        config: the stage's.
+        config: the stage's parameters.
     """
 
     def __init__(self, config: S) -> None:
@@ -55,13 +55,13 @@ class Sampling(RolloutAlgorithm, Generic[S]):
 class PolicyGradient(Sampling[C]):
     """Trains the policy on every scored response that has an advantage; subclasses implement `credit`.
 
-    Other responses have no gradient and are not computed; the loss is still divided by all of them.
+    Other responses have no gradient and are not computed; the loss is still divided by the totals of all responses.
     """
 
     groupwise = True
 
     def requires(self, step: int) -> Sequence[Column]:
-        """Return the reference, with a KL penalty; the policy at the step's beginning, where another one sampled."""
+        """Return the reference's column, with a KL penalty, and the proximal column, if a different policy sampled."""
         lag = self.config.lag
         proximal = (PROXIMAL,) if lag and lag.correction != "bypass" else ()
         return (*proximal, *((REFERENCE,) if "reference" in self.config.roles() else ()))
@@ -77,7 +77,7 @@ class PolicyGradient(Sampling[C]):
         return (Update("policy", self.objective, mini_batches=c.mini_batches, computes=with_advantage, clip=clip),)
 
     def unused(self, step: int) -> str:
-        """Return the reason: it has no gradient."""
+        """Return the reason: the sample has no gradient."""
         return "no advantage"
 
     def objective(self, totals: Totals) -> PolicyObjective:
@@ -88,7 +88,7 @@ class PolicyGradient(Sampling[C]):
 
 
 class GroupBaseline(PolicyGradient[C]):
-    """Advantages over the other samples of a prompt; a penalty in the reward is applied first."""
+    """Advantages relative to the other samples of a prompt; a penalty in the reward is applied first."""
 
     estimator: ClassVar[Estimator]
 
@@ -102,7 +102,7 @@ class GroupBaseline(PolicyGradient[C]):
         return penalised(batch, getattr(self.config, "kl", None))
 
     def updates(self, step: int) -> Sequence[Update]:
-        """Return the policy's update; one number divides every term of its loss."""
+        """Return the policy's update; the same number divides every term of its loss."""
         shared = DENOMINATORS[self.objective(Totals(1, 1, 1, 1)).aggregation]
         return [replace(update, streamable=shared) for update in super().updates(step)]
 
@@ -111,7 +111,7 @@ class GroupBaseline(PolicyGradient[C]):
         return {"groups/zero_std": sum(not with_signal(group) for group in groups) / len(groups)}
 
     def unused(self, step: int) -> str:
-        """Return the reason: its group's rewards are equal."""
+        """Return the reason: the group's rewards are equal."""
         return "group without signal"
 
 
@@ -122,14 +122,14 @@ def scored(group: ScoredGroup) -> list[int]:
 
 
 def with_signal(group: ScoredGroup) -> list[int]:
-    """Return the scored samples, if their rewards differ; else none."""
+    """Return the scored samples if their rewards differ, else none."""
     chosen = scored(group)
     rewards = group.rewards[chosen]
     return chosen if len(chosen) > 1 and rewards.max() > rewards.min() else []
 
 
 def with_advantage(batch: TokenBatch) -> list[int]:
-    """Return the items that have a policy gradient: some response token's advantage is not 0."""
+    """Return the items that have a policy gradient: the advantage of some response token is not 0."""
     item = np.repeat(np.arange(len(batch.item_lengths)), batch.item_lengths)
     live = (batch.response_mask & (batch.column("advantages") != 0)).numpy()
     found: list[int] = np.flatnonzero(np.bincount(item[live])).tolist()

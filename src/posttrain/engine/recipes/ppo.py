@@ -2,7 +2,7 @@
 
 The score is at a response's last token, or at the tokens where the reward was earned; a KL penalty against the
 reference is in the reward of every token, or in the loss, never in both. Advantages are generalised (GAE) over the
-critic's values from before the updates. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward
+critic's values before the updates. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward
 model: InstructGPT, arXiv 2203.02155.
 """
 
@@ -26,7 +26,7 @@ class PPO(PolicyGradient[PPOConfig]):
     reads_token_scores = True
 
     def requires(self, step: int) -> Sequence[Column]:
-        """Return the columns of values and, with a KL penalty, of the reference."""
+        """Return the critic's values and, with a KL penalty, the reference's log-probabilities."""
         return (VALUES, *super().requires(step))
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
@@ -54,7 +54,7 @@ class PPO(PolicyGradient[PPOConfig]):
         return "critic warm-up"
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """Return the policy's objective, with the KL penalty if that is in the loss."""
+        """Return the policy's objective, with the KL penalty if it is in the loss."""
         c = self.config
         kl = KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl and c.kl.place == "loss" else None
         return replace(super().objective(totals), kl=kl)

@@ -1,7 +1,7 @@
-"""REINFORCE++: no critic and no groups; the returns of penalised rewards, normalised over all tokens of a step.
+"""REINFORCE++: returns of penalised rewards, normalised over all tokens of a step; no critic and no groups.
 
 A_t = Σ_{i ≥ t} γ^(i−t) · r_i with r_i = −β·kl_i and the score at the last token, or where it was earned. With
-`baseline: group` the group's mean is first subtracted from the score. Source: Hu et al., arXiv 2501.03262.
+`baseline: group`, the group's mean is first subtracted from the score. Source: Hu et al., arXiv 2501.03262.
 """
 
 from typing import final

@@ -1,4 +1,4 @@
-"""Reward-model training: a scalar that ranks the chosen response above the rejected one (Bradley-Terry).
+"""Reward-model training: the model learns to score the chosen response above the rejected one (Bradley-Terry).
 
 Source: InstructGPT, arXiv 2203.02155, eq. 1.
 """
@@ -16,7 +16,7 @@ from posttrain.engine.recipes.algorithm import RowAlgorithm, RowSource, Update
 
 @dataclass(frozen=True, slots=True)
 class OverPairs(RowAlgorithm[PreferencePair]):
-    """An algorithm over preference pairs: the chosen and the rejected response of each are one unit, in turn."""
+    """An algorithm over preference pairs; a unit is the chosen response followed by the rejected one."""
 
     config: RowsConfig
 
@@ -26,7 +26,7 @@ class OverPairs(RowAlgorithm[PreferencePair]):
         return RowSource(self.config.batch_size)
 
     def max_tokens(self, row: PreferencePair) -> int:
-        """Return the tokens of both documents; each includes the prompt."""
+        """Return the number of tokens of both documents; each includes the prompt."""
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
 
     def form(self, rows: Sequence[PreferencePair], seed: int) -> TokenBatch:

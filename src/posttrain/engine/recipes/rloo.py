@@ -1,7 +1,7 @@
 """RLOO: REINFORCE over whole responses, with the mean of the other samples as the baseline.
 
-The KL penalty is in a response's reward, before baselines are subtracted. Source: Ahmadian et al., arXiv 2402.14740,
-section 3; the ratio's clip matters only where a step has several mini-batches.
+The KL penalty is part of a response's reward before baselines are subtracted. The ratio's clip matters only if a step
+has several mini-batches. Source: Ahmadian et al., arXiv 2402.14740, section 3.
 """
 
 from dataclasses import replace

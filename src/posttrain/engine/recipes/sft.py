@@ -23,7 +23,7 @@ class SFT(RowAlgorithm[Document]):
         return RowSource(self.config.batch_size)
 
     def max_tokens(self, row: Document) -> int:
-        """Return the number of its tokens."""
+        """Return the number of tokens of the row's document."""
         return len(row.prompt) + len(row.response)
 
     def form(self, rows: Sequence[Document], seed: int) -> TokenBatch:

@@ -1,1 +1,1 @@
-"""The roles of a model in the dataflow: policy, reference."""
+"""The workers of roles that learn or are frozen: policy, critic, reference and others."""

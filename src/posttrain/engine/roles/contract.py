@@ -1,6 +1,6 @@
-"""The guarantees of `TrainEngine`, as functions that test any engine against them.
+"""The guarantees of `TrainEngine`, as functions that test any engine.
 
-On one rank, or on every rank of a process group together (there `context.collective` is true)::
+They run on one rank, or on all ranks of a process group together (`context.collective` is then true)::
 
     bench = Bench(open_mine, RankContext(), folder)  # open_mine(context, seed) -> TrainEngine; a seed is its weights
     for held in HELD:
@@ -31,7 +31,7 @@ from posttrain.engine.weights.stream import Attestation, attest
 
 VOCABULARY = 61
 _SHAPES = ((5, 9), (3, 2), (11, 9), (1, 1), (2, 4))  # prompt and response tokens of each document
-_CLOSE = 1e-5  # by how much a weight or log-probability may differ between ways to split a batch
+_CLOSE = 1e-5  # maximum difference of a weight or log-probability between ways to split a batch
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def whole_batch() -> TokenBatch:
 
 
 def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
-    """For any micro-batches, each document gets the same predictions as alone; nothing changes."""
+    """For any micro-batches, each document gets the same predictions as alone; the weights do not change."""
     engine, batch = bench.engine(), whole_batch()
     before = bench.weights(engine)
     found = engine.forward(batch, {"logprobs"}).of("logprobs")
@@ -113,9 +113,9 @@ def refuses_what_it_cannot_predict(bench: Bench) -> None:
 
 
 def exports_every_element_once(bench: Bench) -> None:
-    """Hashes of the ranks' pieces add up to the whole's: a duplicate or missing element changes the sum.
+    """Hashes of the ranks' pieces add up to the hash of the whole: a duplicate or missing element changes the sum.
 
-    Also after a forward, which may leave parameters gathered.
+    This is also tested after a forward, which may leave parameters gathered.
     """
     engine = bench.engine()
     bench.train(engine, range(1))
@@ -136,7 +136,7 @@ def exports_every_element_once(bench: Bench) -> None:
 
 
 def lets_a_rank_be_idle(bench: Bench) -> None:
-    """All documents on rank 0, none elsewhere: the update is the same."""
+    """With all documents on rank 0 and none on other ranks, the update is the same."""
     spread, idle = bench.engine(), bench.engine()
     lopsided = whole_batch().select_items([] if bench.context.rank else range(len(_SHAPES)))
     one, two = bench.train(spread, range(2)), bench.train(idle, range(2), lopsided)
@@ -171,14 +171,14 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
 
 
 def sums_what_comes_in_parts(bench: Bench) -> None:
-    """A mini-batch in parts, one of which is empty: the update and metrics of the whole, and no change before."""
+    """A mini-batch in parts, of which one is empty, gives the whole's update and metrics, after the last part."""
     whole, parted = bench.engine(), bench.engine()
     one = bench.train(whole, range(1))
     mine, before = bench.shard(), bench.weights(parted)
     total = Totals.of(whole_batch())
     sums = SupervisedObjective(Totals(1, 1, 1, 1))
     half = len(mine) // 2
-    parted.step(mine, sums, step=0, part=0, more=True)  # abandoned: another mini-batch begins
+    parted.step(mine, sums, step=0, part=0, more=True)  # abandoned, because a new mini-batch begins
     for number, part in enumerate((range(half), range(0), range(half, len(mine)))):
         parted.step(mine.select_items(part), sums, step=0, part=number, more=True)
     _require(_equal(bench.weights(parted), before), "an update that is incomplete changes no weight")
@@ -193,7 +193,7 @@ def sums_what_comes_in_parts(bench: Bench) -> None:
 
 
 def goes_on_from_a_checkpoint(bench: Bench) -> None:
-    """A resumed engine is bit-identical; a checkpoint without the role is refused."""
+    """A resumed engine is bit-identical; a checkpoint without the role is rejected."""
     folder = bench.folder / f"checkpoint-{bench.context.size}"
     folder.mkdir(exist_ok=True)
     undisturbed, first = bench.engine(), bench.engine()
@@ -201,7 +201,7 @@ def goes_on_from_a_checkpoint(bench: Bench) -> None:
     bench.train(first, range(2))
     written = first.save(folder, "policy")
     _require(bool(written) and all((folder / name).is_file() for name in written), "save names the files it wrote")
-    bench.everyone(None)  # all have written
+    bench.everyone(None)  # wait until all ranks have written
     second = bench.engine(seed=1)
     _require(not _equal(bench.weights(second), bench.weights(first)), "another seed, other weights")
     second.restore(folder, "policy")
@@ -212,7 +212,7 @@ def goes_on_from_a_checkpoint(bench: Bench) -> None:
 
 
 def records_what_the_step_found(bench: Bench) -> None:
-    """With `record`, the returned batch has the log-probabilities of before the update."""
+    """With `record`, the returned batch has the log-probabilities before the update."""
     engine, mine = bench.engine(), bench.shard()
     found = engine.forward(mine, {"logprobs"}).of("logprobs")
     done = engine.step(mine, SupervisedObjective(Totals.of(whole_batch())), step=0, record=True)

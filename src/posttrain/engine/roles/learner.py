@@ -1,10 +1,10 @@
 """The optimiser of every trainable role, and the learning rate as a pure function of the step.
 
-Every trainable role runs AdamW with a schedule, over micro-batches, whole or sharded over ranks. The split of a
-mini-batch into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted sums over
-global denominators (see `algorithms.objectives`), so gradients add up. With dropout it also changes the masks, because
-every micro-batch draws its own; so a run is reproducible for one micro-batch budget and rank count, and another split
-is another sample of the same noise.
+Every trainable role runs AdamW with a schedule over micro-batches; its parameters are whole or sharded over ranks. The
+split of a mini-batch into shards and micro-batches changes only memory and rounding: losses are weighted sums over
+global denominators (see `algorithms.objectives`), so gradients add up. With dropout the split also changes the masks,
+because every micro-batch draws a separate mask. A run is then reproducible only with the same micro-batch budget and
+number of ranks.
 """
 
 import math
@@ -32,7 +32,7 @@ from posttrain.pacing.balance import micro_batches
 _MICRO_BATCH_TOKENS = {
     "cpu": 4096,
     "cuda": 16384,
-}  # 16384 on a CPU is 15 % slower at 1 M parameters: it leaves the caches
+}  # on a CPU, 16384 is 15 % slower with 1 M parameters: it exceeds the caches
 _SAVED = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -47,17 +47,17 @@ def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: 
         linear    1 − (1 − final)·x          x = (step − warmup) / (total − warmup)
         cosine    final + (1 − final)·(1 + cos(π·x))/2
 
-    A warm-up as long as the stage leaves no steps to decay over.
+    If the warm-up is as long as the stage, there is no decay.
 
     Args:
         step: 0-based optimiser step.
         total: steps of the whole stage.
         peak: learning rate at full scale.
-        warmup: steps; the last of them is the first at the peak.
+        warmup: number of steps; the last warm-up step is the first step at the peak.
         final_ratio: rate at the end as a share of the peak.
 
     Raises:
-        ValueError: an unknown schedule.
+        ValueError: the schedule is unknown.
     """
     ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
     done = max(step - warmup, 0) / max(total - warmup, 1)
@@ -73,13 +73,13 @@ def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: 
 
 
 class DivergedError(JobFailedError):
-    """Training produced NaN or infinity; the role's weights and moments are those from before that mini-batch."""
+    """Training produced NaN or infinity; the role's weights and moments are those before the mini-batch."""
 
     failure_class: ClassVar[FailureClass] = FailureClass.DIVERGED
 
 
 def micro_batch_tokens(runtime: RuntimeConfig, device: str) -> int:
-    """Return the micro-batch budget on a device."""
+    """Return the micro-batch budget on a device, tokens."""
     tokens = runtime.micro_batch_tokens
     return _MICRO_BATCH_TOKENS.get(torch.device(device).type, 4096) if tokens == "auto" else tokens
 
@@ -88,19 +88,19 @@ def micro_batch_tokens(runtime: RuntimeConfig, device: str) -> int:
 class Learner:
     """A module's optimiser.
 
-    Parameters below float32 get a float32 master copy, which the optimiser updates: at a post-training learning rate a
-    bfloat16 weight would round most updates away.
+    Parameters below float32 get a float32 master copy, which the optimiser updates: at post-training learning rates,
+    most updates of a bfloat16 weight would be rounded away.
 
     Args:
-        context: its rank context; on several ranks the parameters are sharded over them.
-        module: updated in place, so every zero-copy reader sees the new weights immediately.
+        context: the rank's context; with several ranks the parameters are sharded over them.
+        module: updated in place, so every zero-copy reader reads the new weights immediately.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget, sequence parallelism, activation checkpointing.
         steps: of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
-        dropout: whether the model's dropout is on while training. Off for policy gradients: the ratio of a policy to
-            itself must be 1.
-        first: the stage step of its first update; the schedule begins there.
+        dropout: whether dropout is active in training. It is off for policy gradients: the ratio of a policy to itself
+            must be 1.
+        first: the stage step of the first update, at which the schedule begins.
     """
 
     def __init__(
@@ -139,12 +139,13 @@ class Learner:
         module.train(dropout)
 
     def split(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
-        """Return the units of each of this rank's micro-batches, balanced by the model's cost within the token budget;
-        and the micro-batches on its device.
+        """Return the units of each micro-batch of this rank, and the micro-batches on its device.
+
+        Micro-batches are within the token budget and balanced by the model's cost.
         """
         placed = batch if batch.device == self._device else batch.to(self._device)
         lengths = placed.item_lengths
-        if lengths and sum(lengths) <= self.token_budget:  # no balancing needed; this check is faster than balancing
+        if lengths and sum(lengths) <= self.token_budget:  # everything fits one micro-batch
             return (tuple(range(len(lengths))),), [placed]
         shards = micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
         return shards, [placed] if len(shards) == 1 else [placed.select_items(shard) for shard in shards]
@@ -168,22 +169,22 @@ class Learner:
 
         Args:
             micros: this rank's micro-batches; may be empty.
-            dummy: computed instead, without effect, while other ranks still have some.
+            dummy: computed without effect while other ranks still have micro-batches.
             forward: called once per micro-batch.
             step: 0-based stage step, for the schedule and the dropout key.
             part: number of the mini-batch in the step, or of the part in a mini-batch.
-            more: gradients and sums are kept for the next call, and nothing is updated.
-            divide: the divisor of gradients and sums, including the kept ones.
+            more: whether parts follow: gradients and sums are kept for the next call, and no weight is updated.
+            divide: the divisor of gradients and sums, including those kept from earlier parts.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank;
             empty with `more`.
 
         Raises:
-            DivergedError: loss or gradient is NaN or infinite on any rank; no rank updated anything, and no gradient is
-                left.
+            DivergedError: loss or gradient is NaN or infinite on any rank; no rank has changed weights or moments, and
+                all gradients are cleared.
         """
-        if divide is None and not (more and part):  # a mini-batch begins: an incomplete earlier one is not trained on
+        if divide is None and not (more and part):  # a new mini-batch: an incomplete earlier one is dropped
             self._kept = {}
             self._optimizer.zero_grad(set_to_none=True)
         sums, self._kept = self._kept, {}
@@ -193,7 +194,7 @@ class Learner:
                 parts = self.sharding.compute(forward, dummy if idle else micros[index])
             (parts.loss * 0.0 if idle else parts.loss).backward()  # type: ignore[no-untyped-call]
             self.sharding.collect_gradients()
-            # a sharding that scales the loss returns the unscaled one in the sums
+            # a sharding that scales the loss returns the unscaled loss in the sums
             for name, value in {"loss": parts.loss.detach(), **parts.sums}.items():
                 value = torch.zeros_like(value) if idle else value
                 sums[name] = sums[name] + value if name in sums else value
@@ -216,8 +217,9 @@ class Learner:
     def evaluate(
         self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Mapping[str, Tensor]]
     ) -> list[Mapping[str, Tensor]]:
-        """Return `forward`'s results for each of this rank's micro-batches, by name, without gradients and dropout;
-        every rank calls it equally often.
+        """Return the results of `forward` for each micro-batch of this rank, by name, without gradients and dropout.
+
+        Every rank calls `forward` the same number of times.
         """
         self._module.eval()
         try:
@@ -244,15 +246,15 @@ class Learner:
         return write_role(path, role, sharding.rank, sharding.ranks, self.parameters(), self.moments(), sharding.rows())
 
     def exported(self) -> dict[str, Tensor] | None:
-        """Return the weights of a saved model, on rank 0; None: the module's current weights. Collective."""
+        """Return the weights for a saved model, on rank 0; None: use the module's current weights. Collective."""
         whole = self.sharding.ranks == 1 and self._saved_as is None
         return None if whole else self.sharding.gathered(self._saved_as)
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Restore parameters and moments bit for bit. They are copied in place, so zero-copy readers stay valid.
+        """Restore parameters and moments bit for bit, in place, so zero-copy readers stay valid.
 
-        A parameter that never had a gradient has no moments, before and after.
+        A parameter that never had a gradient has no moments, in the checkpoint and after it is restored.
 
         Raises:
             IntegrityError: names or shapes differ from this model's, or moments are incomplete.
@@ -285,12 +287,12 @@ class Learner:
         return {name: value / (divide.loss if name == "loss" else divide.metrics) for name, value in sums.items()}
 
     def _totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return sums over micro-batches as sums over ranks. Names are equal on all ranks, dummies included."""
+        """Return sums over the micro-batches of all ranks. Names are equal on all ranks, dummies included."""
         if not sums:
             return {"loss": 0.0}
         names = sorted(sums)
         stacked = torch.stack([sums[name].detach().double() for name in names])
-        summed = self.sharding.total(stacked) / self._sequence_parallel  # each of its ranks computed the whole loss
+        summed = self.sharding.total(stacked) / self._sequence_parallel  # they computed the same loss
         return dict(zip(names, summed.tolist(), strict=True))
 
     @torch.no_grad()
@@ -313,10 +315,10 @@ class Learner:
 
     @contextmanager
     def _dropout_key(self, step: int, part: int, micro: int) -> Iterator[None]:
-        """Set the generator, so that dropout masks are a function of (seed, step, mini-batch, micro-batch, rank).
+        """Seed dropout for the block: masks are a function of (seed, step, mini-batch, micro-batch, rank).
 
-        Ranks that share the tokens of one batch have other tokens, and in attention other heads, so their masks differ
-        as well. The global generators stay unchanged.
+        Ranks of a sequence group compute different tokens, and in attention different heads, so their masks differ as
+        well. The global generators are unchanged afterwards.
         """
         if not self._dropout:
             yield
@@ -331,7 +333,7 @@ class Learner:
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups: weight decay on matrices only.
 
-    Norms and biases, the vectors, have no size that a penalty should reduce.
+    Vectors, which are norms and biases, are not penalised for their size.
     """
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim <= 1]
@@ -340,7 +342,7 @@ def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[
 
 
 def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
-    """Return a moment laid out like its parameter."""
+    """Return a moment with the layout of its parameter."""
     copy = value.to(parameter.device).clone()
     if whole or not isinstance(parameter, DTensor):
         return copy

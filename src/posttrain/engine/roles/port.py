@@ -1,6 +1,6 @@
-"""Port of a role that learns: the engine that holds its weights, and the report of one optimiser step.
+"""The port between a role that learns and its engine.
 
-`TrainEngine` is the interface that the role requires of the engine. `Update` is a trainable role's report of a step.
+`TrainEngine` is the interface that the role requires of the engine. `Update` is the result of an optimiser step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.engine.models.sharding import Shard
 class Division:
     """The divisors of the sums of an update in parts, applied after its last part."""
 
-    loss: float  # and the gradient
+    loss: float  # divides the loss and the gradient
     metrics: float
 
 
@@ -34,11 +34,11 @@ class Update:
     """
 
     metrics: Mapping[str, float]
-    batch: TokenBatch | None = None  # on request: with the log-probabilities before the step
+    batch: TokenBatch | None = None  # on request, with the log-probabilities before the step
 
     @classmethod
     def gather(cls, parts: Sequence[Update], shards: Sequence[Sequence[int]], /) -> Update:
-        """Return the metrics of any rank, with the batches of all."""
+        """Return the metrics, which are equal on all ranks, and the gathered batch."""
         batches = [part.batch for part in parts if part.batch is not None]
         if len(batches) != len(parts):
             return parts[0]
@@ -50,16 +50,16 @@ class TrainEngine(Protocol):
 
     Every implementation:
 
-    * is called by all ranks in the same order (`forward`, `step` and `write_model` are collective, whatever a rank's
-      shard; one may be empty), and predicts and updates as one rank with all shards would, up to rounding;
+    * is called by all ranks in the same order (`forward`, `step` and `write_model` are collective, even for a rank with
+      an empty shard), and predicts and updates as one rank with all shards would, up to rounding;
     * sums gradients over ranks and micro-batches: the objective has divided them by the totals of the whole;
     * sums the gradients of a mini-batch that arrives in parts (`more`), and divides them once;
-    * changes nothing, weights, moments and gradients, where a step diverges;
+    * changes no weight, moment or gradient when a step diverges;
     * exports each element of each tensor from exactly one rank, under the names and in the layout of the Hugging Face
       module, tied tensors once: tensors that are fused, transposed or split inside are exported in their original form;
-    * continues from a checkpoint bit for bit, and from another number of ranks' up to rounding.
+    * continues from a checkpoint bit for bit with the same number of ranks, and up to rounding with a different number.
 
-    `contract` tests this list, also on your own engine.
+    `contract` tests this list for any engine.
     """
 
     def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
@@ -80,18 +80,18 @@ class TrainEngine(Protocol):
         more: bool = False,
         divide: Division | None = None,
     ) -> Update:
-        """Do one optimiser step of all ranks on a mini-batch, of which this rank has a shard.
+        """Do one optimiser step of all ranks on a mini-batch; this rank has a shard of it.
 
         Args:
             batch: the shard.
-            objective: has the totals of the whole mini-batch.
+            objective: the loss, with the totals of the whole mini-batch.
             step: 0-based stage step, for the schedule and the dropout key.
             part: number of the mini-batch in the step.
-            record: also return the batch, with the log-probabilities before the step as `current_logprobs` if the
-                objective needs any.
-            more: the mini-batch is incomplete: gradients and sums are kept, and added to those of the next call. Part 0
-                begins one, and drops the rest of another.
-            divide: the divisors of gradients, loss and metrics of all its parts, applied before gradients are clipped.
+            record: also return the batch; if the objective needs log-probabilities, those before the step are in the
+                column `current_logprobs`.
+            more: whether parts of the mini-batch follow: gradients and sums are kept and added to those of the next
+                call. Part 0 begins a mini-batch, and drops an incomplete earlier one.
+            divide: the divisors of gradients, loss and metrics of all parts, applied before gradients are clipped.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite on any rank.
@@ -99,7 +99,7 @@ class TrainEngine(Protocol):
         """
 
     def export(self) -> Iterator[Shard]:
-        """Yield the pieces that this rank holds, at the optimiser's precision. Not copies, and not collective."""
+        """Yield this rank's pieces, at the optimiser's precision. Not copies, and not collective."""
 
     def save(self, path: Path, role: str) -> dict[str, str]:
         """Write this rank's part of a checkpoint, durably; return file name → digest."""
@@ -108,12 +108,12 @@ class TrainEngine(Protocol):
         """Continue from a verified checkpoint, written by any number of ranks.
 
         Raises:
-            IntegrityError: it does not fit the model.
+            IntegrityError: the checkpoint does not fit the model.
         """
 
     def write_model(self, folder: Path) -> None:
-        """Write weights and configuration in the Hugging Face format, in the stage's type."""
+        """Write weights and configuration in Hugging Face format, in the stage's type."""
 
     @property
     def model(self) -> Model:
-        """The model with its detected capabilities; its weights are whole and readable in place on a single rank."""
+        """The model with its detected capabilities; on a single rank its weights are whole and readable in place."""

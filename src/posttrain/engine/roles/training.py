@@ -1,8 +1,8 @@
-"""Workers of trainable and of frozen roles, and the columns of their predictions.
+"""Workers of trainable and frozen roles, and the columns of their predictions.
 
 A role that learns is the policy, a critic or a reward model; its worker does not depend on its engine. The
-`TrainEngine` of torch is whole on one rank, or uses FSDP2 on several, according to its learner's `Sharding`. Frozen
-roles, such as reference and teacher, are whole on every rank, and sleep between their phases.
+torch `TrainEngine` has whole parameters on one rank, and uses FSDP2 on several, according to its learner's `Sharding`.
+Frozen roles, such as reference and teacher, are whole on every rank, and sleep between their phases.
 
 A prediction is written to its column of the batch.
 """
@@ -34,7 +34,7 @@ from posttrain.pacing.balance import micro_batches
 
 
 def with_prediction(batch: TokenBatch, column: str, need: Need, found: Tensor) -> TokenBatch:
-    """Return the batch with a prediction as a column: scores are per document, everything else is per token."""
+    """Return the batch with a prediction as a column: scores are per document, other predictions per token."""
     return batch.with_document_columns(**{column: found}) if need == "scores" else batch.with_columns(**{column: found})
 
 
@@ -43,10 +43,10 @@ class TorchEngine:
     """`TrainEngine` in torch.
 
     Args:
-        context: its rank context; on several ranks the parameters are sharded over them.
-        model: trained in place.
+        context: the rank's context; with several ranks the parameters are sharded over them.
+        model: the model, trained in place.
         optimizer, runtime, steps, seed, dropout, first: see `Learner`.
-        temperature: log-probabilities are computed at this sampling temperature.
+        temperature: the sampling temperature at which log-probabilities are computed.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class TrainWorker:
     """One rank of a role that learns.
 
     Args:
-        context: its rank context; a single rank lends its model to a rollout engine on the same rank.
-        model: a folder; or, in the controller's process, a loaded model.
+        context: the rank's context; a single rank lends its model to a rollout engine on the same rank.
+        model: a folder, or, in the controller's process, a loaded model.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget and other settings.
-        name: its role, which names its files in a checkpoint: policy, critic, reward_model.
+        name: the role, which names the files in a checkpoint: policy, critic, reward_model.
         steps: of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
-        dropout: whether the model's dropout is on while training (`Learner`).
-        temperature: log-probabilities are computed at this sampling temperature.
-        first: the stage step of its first update; the schedule begins there.
+        dropout: whether dropout is active in training (`Learner`).
+        temperature: the sampling temperature at which log-probabilities are computed.
+        first: the stage step of the first update, at which the schedule begins.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TrainWorker:
         self._role, self._rank = name, context.rank
         self._source = WeightSource(self.engine.export, carried(self.engine.model.module), context.device)
         context.lend(self._source)
-        if context.size == 1:  # an alias view needs whole weights
+        if context.size == 1:  # readers in place need whole weights
             context.lend(self.engine.model)
 
     def update(
@@ -204,8 +204,9 @@ class TrainWorker:
         more: bool = False,
         divide: Division | None = None,
     ) -> Update:
-        """Do one optimiser step of the whole group on a mini-batch, of which this rank has a shard; see
-        `TrainEngine.step`. The shard's rows of wide columns are fetched first.
+        """Do one optimiser step of the whole group on a mini-batch; see `TrainEngine.step`.
+
+        This rank has a shard of the mini-batch; the shard's rows of wide columns are fetched first.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
@@ -223,12 +224,12 @@ class TrainWorker:
         """Attest this rank's weights in the readers' layout; return the attestation, and the number of buckets.
 
         Raises:
-            IntegrityError: names or shapes are not the reader's.
+            IntegrityError: names or shapes differ from the reader's.
         """
         return self._source.attest(layout)
 
     def bucket(self) -> Bucket:
-        """Return the next bucket of the weights attested last; an empty one when there are no more."""
+        """Return the next bucket of the weights attested last; after the last bucket, an empty one."""
         return self._source.bucket()
 
     def save(self, path: Path) -> dict[str, str]:
@@ -239,7 +240,7 @@ class TrainWorker:
         """Continue from a checkpoint (verified by the caller), written by any number of ranks.
 
         Raises:
-            IntegrityError: it does not fit the model.
+            IntegrityError: the checkpoint does not fit the model.
         """
         self.engine.restore(path, self._role)
 
@@ -248,7 +249,7 @@ class TrainWorker:
         self.engine.write_model(folder)
 
     def predicts(self) -> frozenset[Need]:
-        """Return what its model can predict."""
+        """Return the predictions that the model supports."""
         return predictable(self.engine.model)
 
     def fallbacks(self) -> dict[str, str]:
@@ -256,7 +257,7 @@ class TrainWorker:
         return self.engine.model.fallbacks()
 
     def epsilon(self) -> float:
-        """Return the epsilon of its compute type; a float32 master of half-precision weights does not count."""
+        """Return the machine epsilon of the compute type, which may be lower in precision than the optimiser's copy."""
         return self._epsilon
 
     def vocabulary(self) -> int:
@@ -264,7 +265,7 @@ class TrainWorker:
         return int(self.engine.model.config.vocab_size)
 
     def context_length(self) -> int:
-        """Return the maximum tokens of prompt and response together."""
+        """Return the maximum tokens of a prompt with its response."""
         return self.engine.model.context_length
 
 
@@ -272,16 +273,16 @@ class TrainWorker:
 class FrozenWorker:
     """One rank of a frozen role: a whole model with separate storage, which sleeps between phases.
 
-    A sleeping model on a GPU moves to the host's memory. One on the CPU whose source is a folder is dropped, and read
-    again when needed (its pages are in the file cache); one that cannot be read again stays.
+    A sleeping model on a GPU moves to the host's memory. On the CPU, a model from a folder is dropped, and read again
+    when needed (its pages are in the file cache); a model that cannot be read again stays.
 
     Args:
-        context: its rank context.
-        model: a folder; or, in the controller's process, a model, which is copied before it changes.
-        name: its role, in the provenance of the columns that it fills: reference, reward_model, teacher.
-        temperature: log-probabilities are computed at this sampling temperature.
-        micro_batch_tokens: per forward.
-        vocabulary: the learner's, which bounds the likeliest tokens. None: the model's own.
+        context: the rank's context.
+        model: a folder, or, in the controller's process, a model, which is copied before it changes.
+        name: the role, for the provenance of the columns that it fills: reference, reward_model, teacher.
+        temperature: the sampling temperature at which log-probabilities are computed.
+        micro_batch_tokens: maximum tokens per forward.
+        vocabulary: size of the learner's vocabulary, which limits the likeliest tokens; None: the model's own.
     """
 
     def __init__(
@@ -298,11 +299,11 @@ class FrozenWorker:
         self._source, self._device, self._rank = model, torch.device(context.device), context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
         self._model: Model | None = self._open()
-        self._predicts = predictable(self._model)  # available while it sleeps
+        self._predicts = predictable(self._model)  # available while the model sleeps
 
     @torch.no_grad()
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
-        """Return the batch with a column of the model's predictions. An empty batch computes nothing."""
+        """Return the batch with a column of the model's predictions. An empty batch needs no computation."""
         model = self._awake()
 
         def score(micro: TokenBatch) -> TokenBatch:
@@ -316,11 +317,12 @@ class FrozenWorker:
 
     @torch.no_grad()
     def hold(self, batch: TokenBatch, width: int) -> WideRows:
-        """Return the `width` likeliest tokens at every response token, with their log-probabilities: kept here and
-        fetched by the processes that need them (`WorkerGroup.map_stored`).
+        """Return the `width` likeliest tokens at every response token, with their log-probabilities.
+
+        The rows stay on this rank; processes that need them fetch them (`WorkerGroup.map_stored`).
 
         Raises:
-            InputError: the model is not a language model, or its vocabulary has fewer tokens.
+            InputError: the model is not a language model, or its vocabulary has fewer than `width` tokens.
         """
         model = self._awake()
         counts = batch.response_lengths.tolist()
@@ -335,12 +337,12 @@ class FrozenWorker:
         return WideRows(held, tuple(counts))
 
     def predicts(self) -> frozenset[Need]:
-        """Return what its model can predict; a language model also predicts its likeliest tokens (`hold`)."""
+        """Return the predictions that the model supports; for a language model also its likeliest tokens (`hold`)."""
         likeliest = frozenset[Need]({"topk"})
         return self._predicts | likeliest if "logprobs" in self._predicts else self._predicts
 
     def context_length(self) -> int:
-        """Return the maximum tokens of prompt and response together."""
+        """Return the maximum tokens of a prompt with its response."""
         return self._awake().context_length
 
     def fallbacks(self) -> dict[str, str]:
@@ -357,7 +359,7 @@ class FrozenWorker:
         return self.resident_bytes()
 
     def resident_bytes(self) -> int:
-        """Return the bytes of weights on this rank's device (on the CPU: in its memory)."""
+        """Return the bytes of weights on this rank's device (on a CPU: in its memory)."""
         parameters = self._model.module.parameters() if self._model else ()
         return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
 

@@ -1,4 +1,4 @@
-"""The engine port over a function that decodes one batch to its end: requests during a batch wait."""
+"""An engine from a function that decodes one batch to its end; work that arrives during a batch waits."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -9,19 +9,20 @@ from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.schedule import Intake
 from posttrain.engine.samples import Trajectory
 
-Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # all with the same sampling; answers in their order
+Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # equal sampling for all; answers in order
 
 
 class BatchedEngine:
-    """`RolloutEngine` over a function that answers a batch.
+    """`RolloutEngine` with a function that answers a batch.
 
-    `completed` takes waiting work of one sampling, shortest prompts first, at most `batch_size` rows and what the cache
-    holds, and answers it all. So every response is sampled with one version of the weights.
+    `completed` decodes one batch of waiting work to its end: generations with equal sampling, shortest prompts first,
+    at most `batch_size` rows and as many as fit the cache. Every response is therefore sampled with one version of the
+    weights.
 
     Args:
-        kv_cache: bytes that keys and values of a batch may take; None: not bounded.
-        token_bytes: of one token's keys and values in all layers; None: unknown, so `kv_cache` has no effect.
-        reads_text: whether `decode` ends responses at `sampling.stop`; otherwise such generations are refused.
+        kv_cache: maximum bytes of a batch's keys and values; None: no limit.
+        token_bytes: bytes of one token's keys and values in all layers; None: unknown, so `kv_cache` has no effect.
+        reads_text: whether `decode` ends responses at `sampling.stop`; if not, such generations are rejected.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class BatchedEngine:
         self._waiting += work
 
     def completed(self, timeout: float) -> list[Completion]:
-        """See `RolloutEngine.completed`; a batch is decoded to its end, whatever the time."""
+        """See `RolloutEngine.completed`; a batch is decoded to its end, without a time limit."""
         if not self._done and self._waiting and not self._intake.paused:
             self._answer_batch()
         done, self._done = self._done, []
@@ -102,7 +103,7 @@ class BatchedEngine:
             )
 
     def _holding(self, batch: list[Generation]) -> list[Generation]:
-        """Return the head of a batch, shortest prompts first, whose rectangle of keys and values the cache holds."""
+        """Return the first generations, shortest prompts first, whose padded keys and values fit the cache."""
         if self._cached is None:
             return batch
         budget, token_bytes = self._cached

@@ -1,20 +1,20 @@
-"""The contract of rollout engines, as tests that any engine can run against itself.
+"""The contract of rollout engines, as tests for any engine.
 
-In your test file::
+In a test file::
 
     class TestMyEngine(RolloutEngineContract):
         def open_engine(self) -> RolloutEngine:
             return MyEngine(...)
 
-Draws: the tests check what decides a draw, which distribution the log-probabilities are of, and where responses end.
-They have no model to compare with. They compare results that an engine returns along two paths: after the same tokens,
+Draws: the tests check what determines a draw, which distribution the log-probabilities belong to, and where responses
+end. They have no reference model. They compare results that an engine returns along two paths: after the same tokens,
 the same token has the same log-probability at a given temperature, however it was drawn.
 
-Weights: the tests check which weights an engine reads, when they may change, and what happens to begun responses. They
-change the tensors that an engine exposes, in place, and restore them. For an engine that exposes none, they can check
-only the versions that it reports.
+Weights: the tests check which weights an engine reads, when weights may change, and how begun responses continue. They
+change the tensors that an engine exposes, in place, and restore them. For an engine that exposes no tensors, they can
+check only the reported versions.
 
-`Bench` holds what the tests require of their subclass, and the helpers that query an engine.
+`Bench` has the members that a subclass defines, and the helpers that query an engine.
 """
 
 import threading
@@ -35,8 +35,8 @@ from posttrain.engine.rollout.port import Completion, Generation, InFlight, Roll
 from posttrain.engine.samples import Trajectory
 
 WAIT = 300.0  # seconds to wait for the next answer before the engine counts as hung
-_ROUNDING = 1e-4  # allowed difference of a log-probability that is computed along another path
-Seen = dict[tuple[int, ...], dict[int, float]]  # after these tokens: the log-probability of each token that was drawn
+_ROUNDING = 1e-4  # allowed difference of a log-probability between two paths of computation
+Seen = dict[tuple[int, ...], dict[int, float]]  # context → drawn token → its log-probability
 _WARM = 1.5
 _LEVEL = 1e4  # a temperature so high that the random number alone decides the token
 
@@ -46,12 +46,12 @@ class Bench:
 
     prompts: Sequence[tuple[int, ...]] = ((5, 4, 3), (7, 8), (9,), (4, 4, 6, 5, 8, 9, 7))
     limit = 7
-    long = 30  # tokens of a response that is still in work when a response of one token has been answered
+    long = 30  # tokens of a response that still runs when a one-token response has been answered
     tolerance = 1e-4  # allowed difference of a log-probability between batches; 0: bit-identical
-    ends: Collection[int] = ()  # end-of-sequence tokens of the policy; those that responses end with are added
+    ends: Collection[int] = ()  # end-of-sequence tokens of the policy; tokens that end responses are added
     draws = True  # False: responses do not depend on random numbers, as in a script
-    in_place = True  # others change the weights where the engine reads them; False: it loads each version itself
-    unheard: Collection[str] = ()  # tensors that no answer to `prompts` depends on: experts that no prompt is routed to
+    in_place = True  # whether weights change where the engine reads them; False: it loads each version
+    unheard: Collection[str] = ()  # tensors without effect on the answers to `prompts`, e.g. unused experts
 
     def open_engine(self) -> RolloutEngine:
         """Return a new engine, idle and not paused.
@@ -62,14 +62,15 @@ class Bench:
         raise NotImplementedError
 
     def says(self, tokens: Sequence[int]) -> str | None:
-        """Return the text that the engine's tokenizer decodes, special tokens included; None: it has no tokenizer and
-        refuses stop strings. Some response should contain two characters of text.
+        """Return the text that the engine's tokenizer decodes, special tokens included.
+
+        None: the engine has no tokenizer and rejects stop strings. Some response should have at least two characters.
         """
         return None
 
     @property
     def rounding(self) -> float:
-        """The allowed difference of a log-probability that is computed along another path."""
+        """The allowed difference of a log-probability between two paths of computation."""
         return max(self.tolerance, _ROUNDING)
 
     def work(self, samples: int = 3, mark: str = "", limit: int | None = None, **sampling: Any) -> list[Generation]:
@@ -83,7 +84,7 @@ class Bench:
         ]
 
     def drain(self, engine: RolloutEngine, count: int) -> dict[str, Trajectory]:
-        """Return the next `count` answers; none may be answered twice."""
+        """Return the next `count` answers; no generation may be answered twice."""
         found: dict[str, Trajectory] = {}
         while len(found) < count:
             done = engine.completed(WAIT)
@@ -100,14 +101,14 @@ class Bench:
         return self.drain(engine, len(work))
 
     def tell(self, engine: RolloutEngine, version: str) -> None:
-        """Sample with this version from now on; nothing is in work."""
+        """Sample with this version from now on; the engine is idle."""
         engine.pause()
         engine.update("", version)
         engine.resume()
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Require a condition; `otherwise` is the message.
+    """Require a condition; `otherwise` is the error message.
 
     Raises:
         AssertionError: the condition does not hold.
@@ -117,7 +118,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def refuses(call: Callable[[], None]) -> bool:
-    """Whether the call raises `InputError`."""
+    """Return whether the call raises `InputError`."""
     try:
         call()
     except InputError:
@@ -126,7 +127,7 @@ def refuses(call: Callable[[], None]) -> bool:
 
 
 def same(name: str, one: Trajectory, other: Trajectory, tolerance: float) -> None:
-    """Require two answers to be the same response.
+    """Require that two answers are the same response.
 
     Raises:
         AssertionError: tokens, status or log-probabilities differ.
@@ -137,7 +138,7 @@ def same(name: str, one: Trajectory, other: Trajectory, tolerance: float) -> Non
     require(one.status == other.status, f"{name} ended as {one.status} and as {other.status}")
 
 
-_FEW = 4  # tokens of responses that are compared one by one: later tokens seldom follow the same ones
+_FEW = 4  # tokens per response that are compared one by one: later tokens seldom share their context
 
 
 _ONE_IN = 100  # differences of at least this many roundings count as nonzero
@@ -159,7 +160,7 @@ class DrawContract(Bench):
     """The tests of draws."""
 
     def test_seed_key_sample_and_token_each_change_what_is_drawn(self) -> None:
-        """One prompt, at a temperature at which the random number alone decides."""
+        """With one prompt, at a temperature at which only the random number decides."""
         if not self.draws:
             return
         engine = self.open_engine()
@@ -177,7 +178,7 @@ class DrawContract(Bench):
         require(not repeats, f"every token must have its own random number, got {found['it']}")
 
     def test_a_response_ends_at_the_first_end_of_sequence_token(self) -> None:
-        """With `ignore_eos` at its limit alone; until then both have the same tokens."""
+        """With `ignore_eos` a response ends only at its limit; up to the end token both have the same tokens."""
         engine = self.open_engine()
         whole = self.ask(engine, self.work(limit=self.long, ignore_eos=True))
         for name, answer in whole.items():
@@ -197,7 +198,7 @@ class DrawContract(Bench):
             require(held, f"{name} must end at the first of {sorted(ends)}, after {len(wanted)} tokens, got {got}")
 
     def test_log_probabilities_are_of_the_whole_distribution(self) -> None:
-        """Greedy or not, truncated or not, at two temperatures."""
+        """Tested for greedy, sampled and truncated draws, at two temperatures."""
         engine = self.open_engine()
         for temperature in (1.0, _WARM):
             seen = self._seen(engine, temperature=temperature)
@@ -215,7 +216,7 @@ class DrawContract(Bench):
                     seen.setdefault(context, {}).update(tokens)
 
     def test_log_probabilities_are_at_the_temperature(self) -> None:
-        """The difference of two tokens is that of their logits, divided by the temperature."""
+        """The log-probabilities of two tokens differ by the difference of their logits divided by the temperature."""
         if not self.draws:
             return
         engine = self.open_engine()
@@ -233,14 +234,14 @@ class DrawContract(Bench):
         require(told > 0, "no two tokens were drawn at both temperatures; use a policy that is less sure")
 
     def test_truncated_draws_are_among_the_likely_tokens(self) -> None:
-        """Checked with the log-probabilities of the tokens that were drawn after the same context."""
+        """Tested with the log-probabilities of tokens that were drawn after the same context."""
         if not self.draws:
             return
         engine = self.open_engine()
         for way in _TRUNCATIONS:
             for tokens in self._seen(engine, **way).values():
                 shares = sorted(map(exp, tokens.values()))
-                before = sum(shares[1:])  # probability of the tokens that are likelier than the least likely drawn one
+                before = sum(shares[1:])  # probability of the tokens likelier than the least likely drawn token
                 held = (
                     len(shares) <= way.get("top_k", len(shares))
                     and before < way.get("top_p", 1.0) + self.rounding
@@ -260,7 +261,7 @@ class DrawContract(Bench):
 
 
 def _both(one: Seen, other: Seen) -> Iterator[tuple[Mapping[int, float], Mapping[int, float], list[int]]]:
-    """Yield the log-probabilities of both, and the tokens that both drew, for every context that both have."""
+    """For every context in both, yield the log-probabilities of both and the tokens that both drew."""
     for context, mine in one.items():
         tokens = sorted(mine.keys() & other.get(context, {}).keys())
         if tokens:
@@ -271,7 +272,7 @@ class WeightContract(Bench):
     """The tests of weights."""
 
     def shown(self, engine: RolloutEngine) -> list[tuple[str, Tensor]]:
-        """Return the tensors that can be changed in place, each place in memory once."""
+        """Return the tensors that can be changed in place, each memory address once."""
         views = engine.views() if self.in_place else None
         places = {(held.data_ptr(), held.shape, held.stride()): (name, held) for name, held in views or ()}
         return list(places.values())
@@ -294,7 +295,7 @@ class WeightContract(Bench):
             same(asked, before[asked], answer, self.tolerance)
 
     def test_logits_that_are_not_finite_end_the_job(self) -> None:
-        """However tokens are chosen."""
+        """Tested for every way to choose tokens."""
         for sampling in ({}, {"greedy": True}, {"top_k": 2}):
             engine = self.open_engine()
             shown = [held for _, held in self.shown(engine)]
@@ -306,7 +307,7 @@ class WeightContract(Bench):
             require(said is None, f"logits that are not finite must end in JobFailedError, got {said} answers")
 
     def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
-        """Any other update is refused and changes nothing, as is one of a policy that the engine does not serve."""
+        """Other updates are rejected and change nothing, also updates of a policy that the engine does not serve."""
         engine = self.open_engine()
         self.tell(engine, _OLD)
         if self.in_place:
@@ -318,8 +319,9 @@ class WeightContract(Bench):
             require(answer.versions == (_OLD,), f"{name} was sampled by {answer.versions} after a refused update")
 
     def test_what_has_begun_goes_on_as_an_update_says(self) -> None:
-        """They continue under new weights, with their earlier tokens computed again or not. An engine that answers
-        whole batches has no begun responses.
+        """Begun responses continue under new weights, and their earlier tokens may be recomputed.
+
+        An engine that answers whole batches has no begun responses.
         """
         for in_flight in _GOING_ON if self.in_place else (_FINISH, *_GOING_ON):
             engine = self.open_engine()
@@ -342,7 +344,7 @@ class WeightContract(Bench):
                     self._reads_again(engine, begun, in_flight)
 
     def _begin(self, engine: RolloutEngine, work: Sequence[Generation]) -> list[Generation]:
-        """Pause once a short response has been answered; return the work that is left."""
+        """Pause after a short response has been answered; return the remaining work."""
         short = Generation("short", self.prompts[0], 99, work[0].sampling, 1)
         engine.submit([short, *work])
         answered: set[str] = set()
@@ -354,7 +356,7 @@ class WeightContract(Bench):
         return [asked for asked in work if asked.id not in answered]
 
     def _goes_on(self, name: str, whole: Trajectory, found: Trajectory, *, finished: bool) -> None:
-        """Check a response that one version began and another continued; `finished`: `finish` was in effect."""
+        """Check a response that one version began and another continued; `finished`: with `in_flight="finish"`."""
         versions = found.versions
         require(versions in ((_OLD,), (_OLD, _NEW), (_NEW,)), f"{name} was sampled by {versions}")
         require(len(versions) == 1 or not finished, f"{name} must be finished by the version that began it")
@@ -377,14 +379,14 @@ class WeightContract(Bench):
         if in_flight == "recompute":
             most = max(apart, default=0.0)
             require(most <= self.rounding, f"old tokens must be computed again, got a log-probability {most:g} away")
-        else:  # a response that had to wait in between has lost its keys and values
+        else:  # a preempted response has lost its keys and values
             kept = not apart or max(apart) > self.rounding
             require(kept, "keys and values of the old weights must be kept, got those of the new weights")
 
 
 @contextmanager
 def changed(held: Sequence[Tensor], other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Put other values into these tensors, in place, and restore them at the end."""
+    """Change these tensors in place, and restore them at the end of the block."""
     kept = [one.clone() for one in held]
     try:
         _fill(held, [other(one) for one in kept])
@@ -400,7 +402,7 @@ def _fill(held: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _noisy(held: Tensor) -> Tensor:
-    """Return values of similar scale, or larger where they were small; no multiple, which a norm would undo."""
+    """Return values of similar or larger scale; not a multiple, because a norm would undo it."""
     noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(held.numel())).to(held)
     return held + noise * (0.1 + held.abs().mean())
 
@@ -426,10 +428,10 @@ def _said_by(version: str, answer: Trajectory) -> int:
 
 
 class RolloutEngineContract(DrawContract, WeightContract):
-    """Subclass it and implement `open_engine`; pytest collects the tests. The other settings are at the top of `Bench`.
+    """Subclass this class and implement `open_engine`; pytest collects the tests. `Bench` has the other settings.
 
-    The engine's policy may be any that has the tokens of `prompts` and does not end every response immediately. The
-    suite changes the weights that the engine exposes, and restores them.
+    The engine's policy may be any model that has the tokens of `prompts` and does not end every response immediately.
+    The suite changes the weights that the engine exposes, and restores them.
     """
 
     def test_every_generation_is_answered_once_and_as_promised(self) -> None:
@@ -452,7 +454,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
                 require(answer.generated == asked.limit, f"{asked.id} was cut before its limit")
 
     def test_company_and_order_change_nothing(self) -> None:
-        """The same generations, in reverse order and in two parts."""
+        """Tested with the same generations in reverse order and in two parts."""
         engine = self.open_engine()
         work = self.work()
         together = self.ask(engine, work)
@@ -471,7 +473,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
             require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
 
     def test_a_stop_string_ends_a_response_or_is_refused(self) -> None:
-        """It ends with the token that completes it, also among generations without stop strings; no draw changes."""
+        """A response ends with the token that completes the string, also next to others without stop strings."""
         engine = self.open_engine()
         work = self.work()
         if self.says([]) is None:
@@ -488,7 +490,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         require(any(found[one.id].stopped for one in asked), f"no response ended at {stop!r}")
 
     def _occurring(self, answers: Sequence[Trajectory]) -> tuple[str, ...]:
-        """Return two strings out of the responses, one of them short."""
+        """Return two strings that occur in responses; one is short."""
         texts = [self.says(answer.response.tolist()[:-1]) or "" for answer in answers]
         longest = sorted((text.strip("\ufffd") for text in texts), key=len)[-1]
         parts = [longest[len(longest) // 3 :][:2], longest[len(longest) // 2 :][:4]]
@@ -542,7 +544,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
                 require(answer.versions == (version,), f"{name} was sampled by {answer.versions}, not {version}")
 
     def test_what_cannot_be_answered_is_refused_as_a_whole(self) -> None:
-        """A repeated id, a context that is too small, a policy that is not served: none of the work is taken."""
+        """With a repeated id, too small a context or an unserved policy, none of the work is accepted."""
         engine = self.open_engine()
         good = self.work(samples=1)
         first = good[0]
@@ -559,7 +561,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         self.drain(engine, len(good))
 
     def test_an_idle_engine_answers_at_once(self) -> None:
-        """However long the timeout is."""
+        """Tested with a long timeout."""
         engine = self.open_engine()
         found: list[list[Completion]] = []
         asking = threading.Thread(target=lambda: found.append(list(engine.completed(WAIT))), daemon=True)

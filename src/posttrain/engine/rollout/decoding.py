@@ -1,21 +1,21 @@
 """The decoding loop that engines over local weights share, and the detection of stop strings.
 
-The loop draws, ends rows, drops ended rows, and steps the model. A back-end provides a `DecodingSession`, which holds
-the key-value cache of the rows. Rows occupy slots 0 … n - 1; when rows end, rows from the last slots move into the free
-ones, so the model computes growing rows only.
+The loop draws tokens, ends rows, drops ended rows, and steps the model. A back-end provides a `DecodingSession`, which
+contains the key-value cache of the rows. Rows occupy slots 0 … n - 1; when rows end, rows from the last slots move into
+the free slots, so the model computes unfinished rows only.
 
-A response can end at a string. The search for it runs token by token, at a bounded cost. Text is what the tokenizer
-decodes from the response alone, special tokens included. A row keeps the tail in which a string could still end, never
-its whole text:
+A response can end at a string. The search for it runs token by token, at a bounded cost. The text of a response is the
+text that the tokenizer decodes from it, special tokens included. A row stores only the tail of its text in which a
+string could still end:
 
 - Tokens of a byte-level or plain vocabulary are bytes, independent of their neighbours, so the tail is bytes. A string
-  ends in it where it ends in the text: UTF-8 is self-synchronising, and a character that is split between tokens is
-  whole once its last byte has arrived.
+  ends in the tail where it ends in the text: UTF-8 is self-synchronising, and a character that is split between
+  tokens is complete after its last byte.
 - In other decoders the text of a token depends on its neighbours (a word's first space, bytes that make a character),
-  so the last tokens are decoded again for each new token. Tokens leave that window only where the end of the text
-  decoded without them is unchanged.
+  so the last tokens are decoded again for each new token. Tokens leave this window only if the end of the text is
+    decoded unchanged without them.
 
-The matches of a tail depend on the row's own tokens alone.
+  The matches in a tail depend only on the row's own tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.rollout.sampling import choose, row_keys, uniforms
 from posttrain.engine.samples import Floats, Ints, Trajectory
 
-_SLACK = 16  # characters in addition to the longest string: more than a further token changes of the end of a text
-_WINDOWS = 4  # needed lengths of text at which a window is shortened
-_NONE = "\ufffd"  # the decoded text of bytes that are not a character
-_TOKENS = 16  # needed lengths, in tokens, at which it is shortened whatever its text: real text is denser
+_SLACK = 16  # characters in addition to the longest string: more than a new token can change at the end of a text
+_WINDOWS = 4  # a window is shortened at this multiple of the needed text length
+_NONE = "\ufffd"  # decoded from bytes that are not a character
+_TOKENS = 16  # a window is always shortened at this multiple of the needed length, in tokens
 _RANDOM_BLOCK = 64  # tokens whose random numbers are computed together
 
 
@@ -45,7 +45,7 @@ class Tail(Protocol):
     """The end of the text of one row."""
 
     def ends(self, token: int) -> bool:
-        """Append a token; return whether the text now contains one of the strings, which it did not before."""
+        """Append a token; return whether this token completes a stop string in the text."""
 
 
 @final
@@ -53,7 +53,7 @@ class StopStrings:
     """The text of tokens, for rows that end at strings.
 
     Args:
-        tokenizer: that of the policy. The engine is opened with it, so a missing one cannot fail a waiting response.
+        tokenizer: the policy's tokenizer. It is opened with the engine, so its absence is found before any response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -91,7 +91,7 @@ class _Window:
         self._tokenizer, self._stop = tokenizer, list(stop)
         self._needed = max(map(len, stop)) + _SLACK
         self._tokens: list[int] = []
-        self._skipped = 0  # characters at the beginning of the window that may differ from the text's
+        self._skipped = 0  # characters at the window's beginning that may differ from the text
 
     def ends(self, token: int) -> bool:
         """See `Tail.ends`."""
@@ -105,7 +105,7 @@ class _Window:
     def _shorten(self, text: str) -> None:
         """Drop the older half, at a token from which the end of the text is decoded unchanged.
 
-        Only where every character of the end is whole: incomplete bytes decode alike wherever a window begins.
+        This requires that all characters of the end are complete, because incomplete bytes decode alike in any window.
         """
         half, needed = len(self._tokens) // 2, self._needed
         for begin in range(half, half + 4) if _NONE not in text[-needed:] else ():
@@ -135,7 +135,7 @@ class _Pieces(dict[int, bytes]):
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
-    """Return the bytes of a tokenizer's tokens; None: its decoder does more than join the tokens."""
+    """Return the bytes of a tokenizer's tokens; None if its decoder does more than join the tokens."""
     inner: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(inner, "decoder", None)
     if isinstance(decoder, decoders.ByteLevel):
@@ -144,7 +144,7 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
 
 
 def _signs() -> dict[str, int]:
-    """Return sign → byte, as in GPT-2: printable bytes as themselves, the others from U+0100 on, in their order."""
+    """Return character → byte, as in GPT-2: printable bytes are themselves, the others follow from U+0100 in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -154,7 +154,7 @@ _SIGNS = _signs()
 
 
 def _byte_level(word: str) -> bytes:
-    """Return the bytes of a token; an added token with signs outside the byte alphabet is plain text."""
+    """Return the bytes of a token; an added token with characters outside the byte alphabet is plain text."""
     found = [_SIGNS.get(sign) for sign in word]
     return word.encode() if None in found else bytes(byte for byte in found if byte is not None)
 
@@ -162,7 +162,7 @@ def _byte_level(word: str) -> bytes:
 class DecodingSession(Protocol):
     """The model state of a set of rows.
 
-    `drop_share`: rows are dropped once more than this share of them has ended; None where the cache cannot drop rows.
+    `drop_share`: ended rows are dropped when they exceed this share of all rows; None: the cache cannot drop rows.
     """
 
     drop_share: float | None
@@ -174,12 +174,12 @@ class DecodingSession(Protocol):
         """Append a token [slots] to every slot; return the logits [slots, vocabulary] after it."""
 
     def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
-        """Keep `count` slots; the row in slot `moved[i]` moves to slot `free[i]`."""
+        """Move the row in slot `moved[i]` to slot `free[i]`, then drop all but the first `count` slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one session: prompts by number, and which prompt each row continues."""
+    """The rows of one session: the prompts, and for each row the number of its prompt."""
 
     prompts: tuple[tuple[int, ...], ...]
     prompt_of_row: tuple[int, ...]
@@ -193,13 +193,13 @@ def decode_batch(
     device: torch.device,
     texts: StopStrings | None = None,
 ) -> list[Trajectory]:
-    """Decode generations of one sampling to their ends; return trajectories in the same order.
+    """Decode generations with equal sampling to their ends; return trajectories in the same order.
 
     Args:
-        texts: the text of tokens; needed where the sampling has stop strings.
+        texts: decodes tokens to text; required if the sampling has stop strings.
 
     Raises:
-        JobFailedError: logits that are not finite.
+        JobFailedError: a logit is not finite.
     """
     sampling = work[0].sampling
     numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(generation.tokens for generation in work))}
@@ -223,8 +223,8 @@ class _Ends:
     """The conditions that end rows before their limits."""
 
     tokens: Tensor  # [n] int64
-    tails: Sequence[Tail]  # of each row; empty: no string ends them
-    stopped: list[bool]  # by row: whether it ended at a string
+    tails: Sequence[Tail]  # one per row; empty: no stop strings
+    stopped: list[bool]  # by row: whether a string ended it
 
     @classmethod
     def of(
@@ -235,7 +235,7 @@ class _Ends:
         return cls(tokens, tails, [False] * rows)
 
     def reached(self, chosen: Tensor, slots: Tensor, finished: Tensor) -> Tensor:
-        """Return which rows these tokens end, [slots] bool; finished rows are not checked for strings."""
+        """Return which rows these tokens end, [slots] bool; ended rows are not searched for strings."""
         found = (chosen[:, None] == self.tokens).any(1)
         if self.tails:
             looked = zip(slots.tolist(), chosen.tolist(), (found | finished).tolist(), strict=True)
@@ -248,12 +248,12 @@ class _Ends:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """The responses of a session's rows so far."""
+    """The partial responses of a session's rows."""
 
     tokens: Tensor  # [rows, limit] int64
     logprobs: Tensor  # [rows, limit] float32
     lengths: Tensor  # [rows] int64
-    ended: Tensor  # [rows] bool: before its limit, or at it by a token or string that ends it
+    ended: Tensor  # [rows] bool: whether a token or string ended the row, also exactly at its limit
 
     @classmethod
     def empty(cls, rows: int, limit: int, device: torch.device) -> _Outcome:
@@ -268,7 +268,7 @@ class _Outcome:
         """Return tokens, log-probabilities and `ended` of each row.
 
         Raises:
-            JobFailedError: a log-probability that is not finite.
+            JobFailedError: a log-probability is not finite.
         """
         if not bool(self.logprobs.isfinite().all()):
             raise JobFailedError(

@@ -1,15 +1,15 @@
-"""Pages of keys and values that CUDA decodes with, and decode steps recorded as CUDA graphs.
+"""The paged key-value store for decoding on CUDA, and decode steps recorded as CUDA graphs.
 
-A page holds a fixed number of positions. A row's block table lists its pages, which may be anywhere, so a growing row
-takes one more page: nothing is copied, and its memory ends with its last page. A kept prompt is pages
-too. Rows that begin with it share its full pages, and each has a copy of the last page if that is not full; a page
-without holders is free. Block tables and sharing: Kwon et al., "Efficient memory management for large language model
-serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.
+A page has a fixed number of positions. A row's block table lists its pages, which may be anywhere. A growing row takes
+one more page without copying, so its memory exceeds its need by less than a page. A kept prompt also consists of pages.
+Rows that begin with the prompt share its full pages, and each row has a copy of the last page if that is not full; a
+page without holders is free. Block tables and sharing: Kwon et al., "Efficient memory management for large language
+model serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.
 
 A decode step on CUDA is recorded once per size and replayed: one launch instead of about a thousand. Rows and the pages
-that they read are padded to a few sizes. A size is recorded after it has been requested for some steps, because
-recording costs about as much as they do. A recording has its own input tensors, into which each step is copied. It
-reads weights, rotations and pages in place, so it is dropped when these are allocated again.
+that they read are padded to a few sizes. A size is recorded after it has been requested for some steps, because a
+recording costs about as much as these steps. A recording has its own input tensors, into which each step is copied. It
+reads weights, rotations and pages in place, so it is dropped when they are reallocated.
 """
 
 from collections import Counter
@@ -28,16 +28,16 @@ from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_va
 from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
 PAGE = 128  # positions
-_NOBODYS = 0  # a page that is never handed out: padding reads it
-_STEP = 32  # looks are padded to multiples of this, so that element-wise kernels have whole vectors
-_SIZES = 4  # number of sizes between a power of two and the next
+_NOBODYS = 0  # the padding page, never assigned to a row
+_STEP = 32  # looks are padded to multiples of this, which gives element-wise kernels whole vectors
+_SIZES = 4  # number of sizes per power of two
 Run = Callable[[], Tensor]
-_AFTER = 32  # steps of a size before it is recorded
+_AFTER = 32  # steps of a size before the size is recorded
 _ROWS = 8  # rows are padded to multiples of this
 
 
 def padded_size(count: int, step: int = _STEP) -> int:
-    """Return the next of a few sizes, all multiples of `step`, a power of two."""
+    """Return the smallest of a few sizes, all multiples of `step`, a power of two, that is at least `count`."""
     step = max(step, 2 ** ((count - 1).bit_length() - 1) // _SIZES)
     return -(-count // step) * step
 
@@ -47,7 +47,7 @@ class Step:
     """The pages that the rows of one step read, and the positions that they write."""
 
     looks: Looks
-    writes: Tensor  # [rows] int64: places in the flat pages
+    writes: Tensor  # [rows] int64: positions in the flat pages
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -59,11 +59,11 @@ class Step:
 class PageStore:
     """`KVStore` in pages.
 
-    `reach` and the budget determine the allocation: first pages for the expected rows; if these are too few, twice as
-    many, during which one layer of the pages exists twice. More pages than the budget holds are refused.
+    `reach` and the budget determine the allocation: first pages for the expected rows, then, if these are too few,
+    twice as many. During the growth one layer of the pages exists twice. Pages beyond the budget are rejected.
 
     Args:
-        page: positions of a page.
+        page: positions per page.
     """
 
     def __init__(self, shape: KVShape, budget: int, page: int = PAGE) -> None:
@@ -73,11 +73,11 @@ class PageStore:
         self._expected = 0
         self._pools: list[Tensor] = []  # of each layer, [2, pages, page, kv_heads, head_dim]
         self._free: list[int] = []
-        self._holders: list[int] = []  # of each page, the number of rows and prompts that hold it
+        self._holders: list[int] = []  # by page: number of rows and prompts that use it
         self._rows: dict[int, list[int]] = {}  # the block table of each row
         self._kept: dict[Prompt, list[int]] = {}
         self._table: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
-        self.step: Step | None = None  # what `attend` reads; code that repeats a step puts its own tensors here
+        self.step: Step | None = None  # the input of `attend`; code that repeats a step sets its own tensors
 
     @property
     def order(self) -> list[int]:
@@ -123,7 +123,7 @@ class PageStore:
 
     def prompt_bytes(self, length: int) -> int:
         """See `KVStore.prompt_bytes`."""
-        nobodys = 0 if self.used else 1  # the padding page, while `used` does not include it
+        nobodys = 0 if self.used else 1  # the padding page, if `used` does not include it yet
         return self._page_bytes * (self._pages(length) + nobodys)
 
     def row_bytes(self, length: int, prompt: int) -> int:
@@ -214,10 +214,10 @@ class PageStore:
         return pool.view(2, -1, *pool.shape[3:])
 
     def _take(self, count: int) -> list[int]:
-        """Take free pages.
+        """Return free pages, and mark them as used.
 
         Raises:
-            JobFailedError: the budget holds no more.
+            JobFailedError: the budget has no room for more pages.
         """
         if count > len(self._free):
             self._grow(len(self._holders) - len(self._free) + count + (not self._holders))
@@ -241,7 +241,7 @@ class PageStore:
             )
         count = max(needed, min(most, max(2 * have, self._expected)))
         size = (2, count, self._page, shape.kv_heads, shape.head_dim)
-        # Masked positions are multiplied by 0, and a NaN left in memory would survive that.
+        # Masked positions are multiplied by 0, which would not remove a NaN left in memory.
         for layer in range(shape.layers):
             pool = torch.zeros(size, dtype=shape.dtype, device=shape.device)
             if have:
@@ -263,10 +263,10 @@ class _Recorded:
 
 @final
 class GraphedSteps:
-    """`LlamaDecoder.step` over pages.
+    """`LlamaDecoder.step` over pages, recorded and replayed.
 
     Args:
-        record: returns a function that repeats a run on the same tensors.
+        record: returns a function that repeats a computation on the same tensors.
     """
 
     def __init__(self, decoder: LlamaDecoder, store: PageStore, record: Callable[[Run], Run]) -> None:
@@ -310,19 +310,19 @@ class GraphedSteps:
 
 
 def cuda_recorder() -> Callable[[Run], Run]:
-    """Return a recorder of CUDA graphs that share their memory: no two of them run at the same time."""
+    """Return a recorder of CUDA graphs that share memory, because no two of them run at the same time."""
     pool = torch.cuda.graph_pool_handle()
     living: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def record(run: Run) -> Run:
         nonlocal pool
-        held = list(living)  # keeps them alive until the new graph is recorded
-        if not held:  # a pool ends with its last graph, and torch does not reuse its handle
+        held = list(living)  # keeps the old graphs alive until the new one is recorded
+        if not held:  # a memory pool ends with its last graph, and its handle is not reused
             pool = torch.cuda.graph_pool_handle()
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            run()  # libraries allocate memory on their first call, which a recording forbids
+            run()  # libraries allocate on their first call, which is forbidden in a recording
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

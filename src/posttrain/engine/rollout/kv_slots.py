@@ -1,9 +1,9 @@
-"""Keys and values in contiguous slots, one piece of memory per length: what the CPU decodes with.
+"""The key-value store for decoding on the CPU: contiguous slots, one block of memory per length.
 
-Rows of similar length share a class of 32, 128, 256, 512 … positions. So attention of a class is one batched product
-over memory in place (a gather per step would cost more than it saves on a CPU), no row attends over more than the
-longest row of its class, and no rectangle of rows times the longest possible response is ever allocated. A row that
-outgrows its class is copied into the next, which happens once per doubling.
+Rows of similar length share a class of 32, 128, 256, 512 … positions. Attention of a class is one batched product over
+memory in place (a gather per step would cost more than it saves on a CPU). No row attends over more positions than the
+longest row of its class, and memory for all rows at the longest possible response is never allocated. A row that
+outgrows its class is copied into the next class, once per doubling.
 """
 
 import math
@@ -17,13 +17,13 @@ from torch import Tensor
 from posttrain.engine.rollout.page_attention import padded_width, weigh
 from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
-_SHORT = 32  # positions: new rows are close in memory, a step of a small model is up to a tenth faster than with 64
+_SHORT = 32  # positions; with 64, a step of a small model is up to a tenth slower
 _FIRST_CLASS = 128  # positions of the second class
 _FEW = 4  # rows that are moved or filled one by one
 
 
 class _View:
-    """One layer of the rows of a class, shaped for products; rows and heads are one axis."""
+    """One layer of a class's rows, shaped for products, with rows and heads in one axis."""
 
     __slots__ = ("flat", "keys", "rows", "values")
 
@@ -42,7 +42,7 @@ class _Class:
 
     positions: int  # capacity of each row
     pairs: list[Tensor] = field(default_factory=list)  # of each layer, [2, slots, kv_heads, positions, head_dim]
-    rows: list[int] = field(default_factory=list)  # by slot
+    rows: list[int] = field(default_factory=list)  # slot → row
     views: list[_View] = field(default_factory=list)  # see `see`
     viewed: tuple[int, int] = (0, 0)  # rows and width of `views`
     begins: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # see `_line_begins`
@@ -52,7 +52,7 @@ class _Class:
         return self.pairs[0].shape[1] if self.pairs else 0
 
     def see(self, width: int) -> list[_View]:
-        """Return the views that a step over the first `width` positions reads and writes, one per layer."""
+        """Return the views for a step over the first `width` positions, one per layer."""
         count = len(self.rows)
         if not self.views or self.viewed != (count, width):
             self.views = [_View(pairs, count, width) for pairs in self.pairs]
@@ -62,23 +62,23 @@ class _Class:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The rows of one class in one step: where they write and which positions they see."""
+    """The rows of one class in one step, with the positions that they write and read."""
 
-    begin: int  # in the order of the step
+    begin: int  # index of the first row in the step's order
     end: int
     width: int  # positions attended over
     views: list[_View]
     together: int  # the position at which all rows write, unless `places` is set
     places: Tensor | None  # [rows * 2 * kv_heads] of keys and values in the flat view
-    bias: Tensor | None  # [rows, 1, 1, width]; None where all write at one position
+    bias: Tensor | None  # [rows, 1, 1, width]; None: all write at one position
 
 
 @final
 class SlotStore:
     """`KVStore` in contiguous slots.
 
-    The allocation stays within the budget: spare slots are freed before rows are refused. While a class grows, one
-    layer of it exists twice.
+    The allocation stays within the budget: spare slots are freed before rows are rejected. While a class grows, one
+    layer of the class exists twice.
     """
 
     def __init__(self, shape: KVShape, budget: int, longest: int = _SHORT) -> None:
@@ -120,7 +120,7 @@ class SlotStore:
         self._budget = budget
 
     def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
-        """See `KVStore.keep`; they stay packed."""
+        """See `KVStore.keep`; the prompts stay packed."""
         self._kept |= {prompt: (pairs, begin, end) for prompt, (begin, end) in prompts.items()}
 
     def forget(self, prompts: Collection[Prompt]) -> None:
@@ -252,7 +252,7 @@ class SlotStore:
         )
 
     def _attend_part(self, part: _Part, layer: int, query: Tensor, pairs: Tensor) -> Tensor:
-        """Of one class: `query` [rows * kv_heads, queries, head_dim], new `pairs` [rows, 2 * kv_heads, head_dim]."""
+        """Attend in one class: `query` [rows * kv_heads, queries, head_dim], `pairs` [rows, 2 * kv_heads, head_dim]."""
         count, kv_heads = part.end - part.begin, self._shape.kv_heads
         view, width, together = part.views[layer], part.width, part.together
         if part.places is None:
@@ -270,7 +270,7 @@ class SlotStore:
         return next(i for i, kind in enumerate(self._classes) if kind.positions >= length)
 
     def _drop(self, kind: _Class, gone: set[int]) -> None:
-        """Move rows from the last slots into those that become free."""
+        """Move rows from the last slots into the freed slots."""
         kept = len(kind.rows) - len(gone)
         free = [slot for slot, row in enumerate(kind.rows[:kept]) if row in gone]
         moved = [slot for slot, row in enumerate(kind.rows[kept:], kept) if row not in gone]
@@ -289,7 +289,7 @@ class SlotStore:
             kind.pairs, kind.views = [], []
 
     def _allocate(self, kind: _Class, slots: int) -> None:
-        """Allocate at least `slots` slots; twice the current number, where the budget has room."""
+        """Allocate at least `slots` slots; twice the current number if the budget has room."""
         if kind.slots >= slots:
             return
         slot = self._shape.position_bytes * kind.positions
@@ -317,6 +317,6 @@ class SlotStore:
 
 
 def _line_begins(slots: int, heads: int, positions: int, device: torch.device) -> Tensor:
-    """Return where a slot's keys of each head, then its values, begin in the flat view, [slots, 2 * heads]."""
+    """Return the offsets of each head's keys and values in the flat view, by slot, [slots, 2 * heads]."""
     keys = torch.arange(slots * heads, device=device).view(slots, heads) * positions
     return torch.cat([keys, keys + slots * heads * positions], 1)

@@ -1,13 +1,13 @@
-"""The computation of a Llama-style model while it generates, and the weights that it shares with the optimiser.
+"""The computation of a Llama-style model during generation, and the weights that it shares with the optimiser.
 
-Prompts are packed, then each row takes a token at a time, in few large operations: one product for query, key and value
-and one for gate and up; the residual added inside the product; scores in one batched product in which the query heads
-of a key-value head form a matrix, so keys and values are never repeated.
+Prompts are packed; then each row gets one token per step. The operations are few and large: one product for query, key
+and value and one for gate and up; the residual is added inside the product; scores are one batched product in which the
+query heads of a key-value head form a matrix, so keys and values are never repeated.
 
-On the CPU in float32 a row's numbers do not depend on the other rows, bit for bit. Products are padded to enough rows
-for that (`_fewest_rows` tries it on the model's own matrices; one and two rows take another kernel), attention uses the
-products of `page_attention`, positions beyond a row's own are masked and add zeros to the end of a sum, and
-element-wise kernels, which compute the end of a tensor by other instructions, end in rows of padding.
+On the CPU in float32, a row's numbers do not depend on the other rows, bit for bit. For this, products are padded to
+enough rows (`_fewest_rows` finds the number with the model's matrices; one or two rows use a different kernel);
+attention uses the products of `page_attention`; masked positions behind a row's end add zeros to the end of a sum; and
+element-wise kernels, which compute the end of a tensor with different instructions, end in rows of padding.
 
 Weights are zero-copy: the decoder reads the memory that the optimiser writes. The query, key and value matrices of a
 layer, and its gate and up matrices, share one buffer each, and the module's parameters point at slices of it. The
@@ -40,24 +40,24 @@ from posttrain.engine.rollout.page_attention import (
 from posttrain.engine.rollout.port import KVShape, KVStore, Positions
 
 _ARCHITECTURES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # frequencies independent of the sequence length
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # types with constant frequencies
 _ROWS_TRIED = (4, 8, 16, 32)
-_VECTOR = 32  # floats that an element-wise kernel takes at a time
-_ANGLES = 1024  # positions by which rotary tables grow
+_VECTOR = 32  # floats per iteration of an element-wise kernel
+_ANGLES = 1024  # growth of rotary tables, positions
 _CHUNK = 1024  # tokens of one prompt computed at a time
-_PIECE = 512  # tokens that a CPU takes through an MLP at a time: a quarter faster than 5,120 of the benchmark's model
+_PIECE = 512  # tokens per MLP pass on a CPU: a quarter faster than 5,120 (benchmark model)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLinear:
-    """One matrix product for several layers of a module: [inputs] → [sum of outputs]."""
+    """One matrix product for several linear layers of a module: [inputs] → [sum of outputs]."""
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None
     transposed: Tensor  # a view of the weight, [inputs, outputs]
 
     def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the layers that it consists of, by their names: `sizes` rows each."""
+        """Yield the slices of the fused weight, by the names of their layers; `sizes` has their rows."""
         for part, held in (("weight", self.weight), ("bias", self.bias)):
             for name, rows, end in zip(names, sizes, accumulate(sizes), strict=True):
                 if held is not None:
@@ -90,11 +90,11 @@ class FusedWeights:
     addresses: dict[str, int]  # parameter name → address right after fusing
 
     def check(self) -> None:
-        """Check that the module's parameters still are the slices.
+        """Check that the module's parameters are still the slices.
 
         Raises:
-            IntegrityError: a parameter was re-pointed (moved to a device, re-loaded by assignment), so the decoder
-                would read stale weights.
+            IntegrityError: a parameter was re-pointed (moved to a device, reloaded by assignment), so the decoder would
+                read stale weights.
         """
         for name, parameter in self.module.named_parameters():
             if parameter.data_ptr() != self.addresses[name]:
@@ -104,7 +104,7 @@ class FusedWeights:
                 )
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the decoder reads, split into the module's tensors, by their names."""
+        """Yield the tensors that the decoder reads, split into the module's tensors, by name."""
         yield "model.embed_tokens.weight", self.embedding
         for index, (layer, held) in enumerate(zip(self.module.model.layers, self.layers, strict=True)):
             prefix, attention, mlp = f"model.layers.{index}", layer.self_attn, layer.mlp
@@ -127,7 +127,7 @@ class FusedWeights:
 
 
 def why_not_fusable(module: PreTrainedModel) -> str | None:
-    """Return the first reason why the hand-written decoder would differ from this module; None: it would not."""
+    """Return the first reason why the native decoder would differ from this module; None if it would not."""
     config: Any = module.config
     if type(module) not in _ARCHITECTURES:
         return f"architecture {type(module).__name__}"
@@ -147,7 +147,7 @@ def why_not_fusable(module: PreTrainedModel) -> str | None:
 
 
 def _altered_part(module: PreTrainedModel) -> str | None:
-    """Return a linear layer that was replaced (by an adapter), or a hook that the decoder would skip; None: none."""
+    """Return a linear layer that was replaced (by an adapter), or a hook that the decoder would skip, or None."""
     for name, part in module.named_modules():
         if name.endswith(("_proj", "lm_head")) and type(part) is not nn.Linear:
             return f"{name} is {type(part).__name__}"
@@ -157,7 +157,7 @@ def _altered_part(module: PreTrainedModel) -> str | None:
 
 
 def fuse_weights(module: PreTrainedModel) -> FusedWeights:
-    """Move the module's parameters into fused buffers, in place. Fusing again changes nothing.
+    """Move the module's parameters into fused buffers, in place. A second call has no effect.
 
     `why_not_fusable` must return None for the module.
     """
@@ -194,7 +194,7 @@ def _fuse(linears: Sequence[nn.Linear]) -> FusedLinear:
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
-    """Return one tensor over all parameters along their first axis; each parameter becomes a slice of it."""
+    """Return the concatenation of all parameters along their first axis; each parameter becomes a slice of it."""
     first = parameters[0].data
     rows = sum(len(parameter) for parameter in parameters)
     if _lie_together(parameters):
@@ -220,7 +220,7 @@ def _lie_together(parameters: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The results of computed prompts: keys and values, packed, and the last hidden state of each."""
+    """The results of computed prompts: packed keys and values, and the last hidden state of each prompt."""
 
     pairs: list[Tensor]  # of each layer, [tokens, 2, kv_heads, head_dim]
     hidden: Tensor  # [prompts, hidden]
@@ -236,7 +236,7 @@ class LlamaDecoder:
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim = _head_dim(config)
-        self._turning = self._heads + self._kv_heads  # heads that are rotated
+        self._turning = self._heads + self._kv_heads  # number of rotated heads
         self._eps = config.rms_norm_eps
         self._eps_tensor = torch.tensor(self._eps, device=weights.embedding.device)
         self._composes_norms = weights.embedding.device.type == "cpu" and weights.embedding.dtype == torch.float32
@@ -254,14 +254,14 @@ class LlamaDecoder:
         return KVShape(len(self._weights.layers), self._kv_heads, self._head_dim, embedding.dtype, embedding.device)
 
     def refresh(self) -> None:
-        """Recompute everything that depends on weights, after they have changed."""
+        """Recompute all tensors that depend on weights, after the weights have changed."""
         found = [self._head_factors(layer) for layer in self._weights.layers]
         for held, fresh in zip(self._factors, found, strict=False):
-            held.copy_(fresh)  # into the tensors that a recorded step reads
+            held.copy_(fresh)  # in place, because a recorded step reads these tensors
         self._factors = self._factors or found
 
     def prefill(self, prompts: Sequence[Sequence[int]], past: Prefix | None = None) -> Prefix:
-        """Compute prompts; with `past`, the next tokens of its one prompt, which the result includes."""
+        """Compute prompts; with `past`, the next tokens of its single prompt. The result includes `past`."""
         begin = past.spans[0][1] if past is not None else 0
         lengths = [len(prompt) for prompt in prompts]
         positions = np.concatenate([np.arange(begin, begin + n) for n in lengths])
@@ -285,7 +285,7 @@ class LlamaDecoder:
         return Prefix(pairs, x[[end - 1 for end in ends]], spans)
 
     def chunk(self, begin: int) -> int:
-        """Return how many tokens of a prompt to compute after `begin`, so that any stored scores fit."""
+        """Return how many tokens of a prompt to compute after `begin`: attention scores, if stored, must fit memory."""
         return _CHUNK if self._varlen else longest_chunk(begin, _CHUNK, self._heads)
 
     def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
@@ -294,7 +294,7 @@ class LlamaDecoder:
         return self.decode(store, *self.inputs(tokens, positions), len(positions))
 
     def decode(self, store: KVStore, tokens: Tensor, places: Tensor, count: int) -> Tensor:
-        """Run a step on `inputs`, whose first `count` are rows of the store's step; return [count, vocabulary]."""
+        """Run a step on `inputs`, of which the first `count` are the rows of the store; return [count, vocabulary]."""
         x, cosine, sine = self._enter(tokens, places)
         spare = len(x) - count
         for index, layer in enumerate(self._weights.layers):
@@ -305,15 +305,15 @@ class LlamaDecoder:
 
     @property
     def rotations(self) -> int:
-        """Positions that the rotary tables cover; they are allocated again when it changes."""
+        """Number of positions in the rotary tables, which are reallocated when it changes."""
         return len(self._cosine)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[prompts, hidden] → [prompts, vocabulary]."""
+        """Return logits: [prompts, hidden] → [prompts, vocabulary]."""
         return self._logits(self._padded(hidden, self.rows(len(hidden))))[: len(hidden)]
 
     def rows(self, count: int) -> int:
-        """Return the padded number of rows."""
+        """Return the number of rows with padding."""
         return -(-max(count, self._fewest) // self._multiple) * self._multiple
 
     def _padded(self, x: Tensor, rows: int) -> Tensor:
@@ -335,7 +335,7 @@ class LlamaDecoder:
         return embedded, self._cosine.index_select(0, places), self._sine.index_select(0, places)
 
     def _extend_rotations(self) -> None:
-        """Extend the [positions, 1, head_dim] tables by a block; the sine includes the sign of the rotated half."""
+        """Extend the [positions, 1, head_dim] tables by a block; the sine has the sign of the rotated half."""
         rotary, dtype = self._weights.module.model.rotary_emb, self._weights.embedding.dtype
         begin = len(self._cosine)
         places = torch.arange(begin, begin + _ANGLES, device=rotary.inv_freq.device).float()
@@ -346,7 +346,7 @@ class LlamaDecoder:
         self._sine = torch.cat([self._sine, tables[1].to(dtype)[:, None]])
 
     def _head_factors(self, layer: LayerWeights) -> Tensor:
-        """Norm weights of query and key heads, [heads + kv_heads, head_dim or 1]; the query's over sqrt(head_dim)."""
+        """Return norm weights of query (over sqrt(head_dim)) and key heads, [heads + kv_heads, head_dim or 1]."""
         query, key = layer.query_norm, layer.key_norm
         if query is None or key is None:
             query = key = layer.input_norm.new_ones(1)
@@ -355,7 +355,7 @@ class LlamaDecoder:
     def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> Tensor:
         """Project in layer `index`: [N, hidden] → query, key and value heads, [N, heads + 2 kv_heads, head_dim].
 
-        Query and key are rotated; the query is scaled by 1/sqrt(head_dim) already.
+        Query and key are rotated; the query is already scaled by 1/sqrt(head_dim).
         """
         layer, factors = self._weights.layers[index], self._factors[index]
         heads = _linear(self._rms_norm(x, layer.input_norm), layer.qkv).view(len(x), -1, self._head_dim)
@@ -366,7 +366,7 @@ class LlamaDecoder:
         return heads
 
     def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """Compute the rest of a layer after attention; on a CPU in pieces whose intermediate results stay in cache."""
+        """Compute a layer after its attention; on a CPU in pieces whose intermediate results stay in cache."""
         pieces = len(x) // _PIECE if x.device.type == "cpu" else 1
         if pieces < 2:
             return self._finish_piece(x, attended, layer)
@@ -384,7 +384,7 @@ class LlamaDecoder:
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x / sqrt(mean(x²) + eps) * weight over the last axis.
 
-        On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a step.
+        On the CPU, torch's version has eight operations, whose overhead on few rows is a quarter of a step.
         """
         if not self._composes_norms:
             return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
@@ -393,12 +393,12 @@ class LlamaDecoder:
         return x.mul(inverse).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return logits in float32, also from weights in bfloat16."""
+        """Return logits in float32, also for weights in bfloat16."""
         return float32_logits(self._rms_norm(x, self._weights.final_norm), self._weights.head)
 
 
 def why_attention_is_plain(model: LanguageModel) -> str | None:
-    """Return why a model on CUDA generates with plain torch attention; None: it does not."""
+    """Return why a model on CUDA generates with plain torch attention; None if it does not."""
     return why_not_varlen(model.device, next(model.module.parameters()).dtype, _head_dim(model.module.config))
 
 
@@ -407,7 +407,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _fewest_rows(weights: FusedWeights) -> int:
-    """Return from how many rows on each row of a product has the same bits; tried on the model's own matrices."""
+    """Return the least number of rows from which a row of a product always has the same bits, found by trial."""
     layer = weights.layers[0]
     matrices = (layer.qkv.weight, layer.output.weight, layer.gate_up.weight, layer.down.weight, weights.head)
     return next(

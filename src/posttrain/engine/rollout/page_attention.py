@@ -1,20 +1,20 @@
-"""Attention of one query a row over pages of keys and values, and of packed prompts: plain torch, and varlen on CUDA.
+"""Attention over pages of keys and values, one query per row, and over packed prompts: plain torch, varlen on CUDA.
 
 Every page that a row reads is a separate short sequence: its attention is returned with its log-sum-exp, and the parts
-of a row are weighted by those and added. So any page size works, long rows spread over the whole device, keys and
-values are read in place, and `torch.nn.attention.varlen` suffices: its own block tables need another library
-(FlashAttention 3; torch 2.13 refuses them without). Splitting and merging: Dao et al., "Flash-Decoding for long-context
-inference", 2023.
+of a row are summed with weights from these. Any page size works, long rows spread over the whole device, keys and
+values are read in place, and `torch.nn.attention.varlen` suffices. (Its block tables need a further library,
+FlashAttention 3; torch 2.13 rejects them without it.) Splitting and merging: Dao et al., "Flash-Decoding for
+long-context inference", 2023.
 
-A CPU prefills with causal attention over prompts that are computed together, in plain torch. Prompts of similar length
-are grouped in blocks. The tokens that a block reads, and its mask, are the same in every layer and computed once.
+On a CPU, prefill is causal attention over prompts that are computed together, in plain torch. Prompts of similar length
+are grouped in blocks. A block's tokens and mask are the same in every layer and computed once.
 
-The bits of a prompt do not depend on the other prompts: rows of the batched products have the same bits whatever the
-other rows are. Libraries choose the order of a sum by the size of the whole. Measured with torch 2.13 on the CPU in
-float32 (the test is tests/unit/test_rollout_kernels.py): a product of one or two rows is another kernel; so are the
-last columns of scores whose width is not a multiple of 4; and a sum over more than 192 terms is cut into pieces whose
-size depends on their number. So widths are multiples of 16, sums over positions are cut every 128 here, and no piece
-is narrower than 32.
+The bits of a prompt do not depend on the other prompts: a row of the batched products has the same bits for any other
+rows. Libraries choose the order of a sum by the size of the whole. Measured with torch 2.13 on the CPU in float32 (the
+test is tests/unit/test_rollout_kernels.py): a product of one or two rows uses a different kernel, and so do the last
+columns of scores whose width is not a multiple of 4; a sum over more than 192 terms is cut into pieces whose size
+depends on the number of terms. Therefore widths are multiples of 16, sums over positions are cut every 128, and no
+piece is narrower than 32.
 """
 
 from collections.abc import Sequence
@@ -27,31 +27,31 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from posttrain.engine.models.backbone import plan_packing
 
-_GATHERED = 2**24  # values of keys copied at a time by the plain path
+_GATHERED = 2**24  # key elements that the plain path copies at a time
 _WIDEST_HEAD = 256
-_APART = 0.05  # allowed difference in half precision, of values around 1
+_APART = 0.05  # allowed difference in half precision, for values around 1
 _NARROWEST = 32
 _STEP = 16
 _PIECE = 128
 _FEWEST_QUERIES = 16
-_SCORES = 2**26  # attention scores held at a time
+_SCORES = 2**26  # attention scores in memory at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Looks:
-    """Which rows read which pages in one step, row by row."""
+    """The pages that each row reads in one step: a look is a pair of row and page, sorted by row."""
 
     rows: int
-    row: Tensor  # [looks] int64; `rows` where a look is padding
+    row: Tensor  # [looks] int64; padding has the value `rows`
     page: Tensor  # [looks] int64
-    used: Tensor  # [looks] int32: positions of the page that the row sees, at least 1
+    used: Tensor  # [looks] int32: positions of the page that the row reads, at least 1
 
 
 @cache
 def why_not_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why heads on CUDA cannot use torch's variable-length attention; None: they can, or there is no CUDA.
+    """Return why heads on CUDA cannot use torch's variable-length attention; None if they can, or without CUDA.
 
-    It is tried on a few tokens and compared with plain torch: versions of torch accept different inputs.
+    The attention is tried on a few tokens and compared with plain torch: versions of torch accept different inputs.
     """
     if device.type != "cuda":
         return None
@@ -63,18 +63,18 @@ def why_not_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return "torch's variable-length attention takes compute capability 8.0 or newer"
     try:
         apart = _tried(device, dtype, head_dim)
-    except Exception as error:  # any error of this version of torch
+    except Exception as error:  # versions of torch raise different errors
         return f"torch's variable-length attention failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None if apart < _APART else f"torch's variable-length attention is {apart:.2g} off plain attention"
 
 
 def fits_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's variable-length attention takes such heads, and agrees with plain torch on them."""
+    """Return whether torch's variable-length attention accepts these heads, and agrees with plain torch."""
     return device.type == "cuda" and why_not_varlen(device, dtype, head_dim) is None
 
 
 def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """Return the difference of both paths over pages in any order, and of a prompt of which a part is known."""
+    """Return the largest difference of both paths, over pages in any order and for a partly computed prompt."""
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 3, 16, 2, head_dim, generator=generator).to(device, dtype)
     query = (torch.randn(2, 4, head_dim, generator=generator) * head_dim**-0.5).to(device, dtype)
@@ -89,9 +89,9 @@ def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
 
 
 def attend_pages(query: Tensor, keys: Tensor, values: Tensor, looks: Looks, *, varlen: bool) -> Tensor:
-    """[rows, heads, head_dim] over pages [pages, positions, kv_heads, head_dim] → [rows, heads * head_dim].
+    """Attend: [rows, heads, head_dim] over pages [pages, positions, kv_heads, head_dim] → [rows, heads * head_dim].
 
-    The query is scaled already; query heads of a key-value head are adjacent.
+    The query is already scaled; query heads of a key-value head are adjacent.
     """
     kv_heads, head_dim = keys.shape[2:]
     asked = query.reshape(len(query), kv_heads, -1, head_dim).index_select(0, looks.row.clamp(max=looks.rows - 1))
@@ -101,7 +101,7 @@ def attend_pages(query: Tensor, keys: Tensor, values: Tensor, looks: Looks, *, v
 
 
 def _merged(out: Tensor, log_weight: Tensor, looks: Looks) -> Tensor:
-    """Weigh and sum each row's parts, [looks, kv_heads, group, head_dim] → [rows, kv_heads, group, head_dim]."""
+    """Sum each row's weighted parts, [looks, kv_heads, group, head_dim] → [rows, kv_heads, group, head_dim]."""
     size = (looks.rows + 1, *log_weight.shape[1:])
     index = looks.row[:, None, None].expand_as(log_weight)
     top = log_weight.new_full(size, float("-inf")).scatter_reduce_(0, index, log_weight, "amax")
@@ -113,7 +113,7 @@ def _merged(out: Tensor, log_weight: Tensor, looks: Looks) -> Tensor:
 
 
 def plain_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> tuple[Tensor, Tensor]:
-    """[looks, kv_heads, group, head_dim] → the attention of each look, at least in float32, and its log weight."""
+    """Return each look's attention, [looks, kv_heads, group, head_dim] at least in float32, and its log weight."""
     dtype = torch.promote_types(asked.dtype, torch.float32)
     most = max(1, _GATHERED // keys[0].numel())
     parts = [
@@ -137,7 +137,7 @@ def _plain_part(asked: Tensor, keys: Tensor, values: Tensor, used: Tensor) -> tu
 
 
 def _varlen_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> tuple[Tensor, Tensor]:
-    """`plain_pages` in one call; each look is a sequence of `group` queries and `used` keys."""
+    """Compute `plain_pages` in one call; each look is a sequence of `group` queries and `used` keys."""
     count, kv_heads, group, head_dim = asked.shape
     positions = keys.shape[1]
     begins = torch.arange(count + 1, dtype=torch.int32, device=asked.device) * group
@@ -162,13 +162,14 @@ def _varlen_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> 
 
 
 def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], begin: int) -> Tensor:
-    """Compute causal attention of prompts by torch's variable-length attention, on CUDA.
+    """Compute causal attention of prompts with torch's variable-length attention, on CUDA.
 
     Args:
         query: [tokens, heads, head_dim], scaled.
         pairs: [begin + tokens, 2, kv_heads, head_dim]; with `begin` there is one prompt, whose first `begin` tokens are
-            known.
-        lengths: of each prompt among the queries.
+            already computed.
+        lengths: tokens of each prompt among the queries.
+
     Returns:
         [tokens, heads * head_dim].
     """
@@ -193,13 +194,13 @@ def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], 
 
 
 def padded_width(positions: int) -> int:
-    """Return the number of positions to attend over, for so many visible ones; the others are masked."""
+    """Return the number of positions to attend over for `positions` visible ones; the others are masked."""
     step = _STEP if positions <= _PIECE else _NARROWEST
     return max(_NARROWEST, -(-positions // step) * step)
 
 
 def weigh(weights: Tensor, values: Tensor) -> Tensor:
-    """[n, queries, width] of [n, width, head_dim] → [n, queries, head_dim], summed in pieces of a fixed size."""
+    """Multiply [n, queries, width] by [n, width, head_dim] → [n, queries, head_dim], summed in pieces of fixed size."""
     width = weights.shape[2]
     if width <= _PIECE:
         return torch.bmm(weights, values)
@@ -212,32 +213,32 @@ def weigh(weights: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Prompts that attend together."""
+    """Prompts that attend in one call."""
 
-    length: int  # maximum tokens of each
-    asked: Tensor  # [prompts, queries] the tokens that query
-    seen: Tensor  # [prompts * width] the tokens that they see
-    ahead: Tensor  # [queries, width] whether a position is behind a query's own
+    length: int  # maximum tokens per prompt
+    asked: Tensor  # [prompts, queries] indices of the query tokens
+    seen: Tensor  # [prompts * width] indices of the tokens that they attend to
+    ahead: Tensor  # [queries, width] whether a position is after the query's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """How prompts are regrouped for attention."""
+    """The regrouping of prompts for attention."""
 
     blocks: tuple[_Block, ...]
-    inverse: Tensor | None  # [tokens] index of each in the concatenated blocks; None: already in place
+    inverse: Tensor | None  # [tokens] index of each token in the concatenated blocks; None: already in place
 
 
 def longest_chunk(begin: int, most: int, heads: int) -> int:
-    """Return how many tokens of a prompt to compute after `begin`, at most `most`, so that their scores fit."""
+    """Return how many tokens of a prompt to compute after `begin`, at most `most`; their scores must fit memory."""
     return max(_FEWEST_QUERIES, min(most, _SCORES // (heads * (begin + most))))
 
 
 def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.device) -> PromptPlan:
-    """Plan prompts of these lengths, few enough at a time that their scores fit.
+    """Return the plan for prompts of these lengths, in blocks whose scores fit memory.
 
     Args:
-        begin: tokens of the one prompt that are already computed; 0 for several prompts.
+        begin: tokens of the single prompt that are already computed; 0 for several prompts.
     """
     plan = plan_packing(lengths, device)
     blocks: list[_Block] = []
@@ -249,7 +250,7 @@ def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.d
 
 
 def attend_prompts(query: Tensor, pairs: Tensor, plan: PromptPlan) -> Tensor:
-    """[tokens, heads, head_dim] and [seen, 2, kv_heads, head_dim] → [tokens, heads * head_dim], in packed order."""
+    """Attend: [tokens, heads, head_dim], [seen, 2, kv_heads, head_dim] → [tokens, heads * head_dim], packed order."""
     said = [_attend_block(query, pairs, block) for block in plan.blocks]
     attended = said[0] if len(said) == 1 else torch.cat(said)
     return attended if plan.inverse is None else attended.index_select(0, plan.inverse)
@@ -280,6 +281,6 @@ def _attend_block(query: Tensor, pairs: Tensor, block: _Block) -> Tensor:
 
 
 def _repeat_last(index: Tensor, width: int) -> Tensor:
-    """[rows, n] → [rows, width]: masked positions repeat a real token, so that they are finite."""
+    """Return [rows, n] extended to [rows, width]: masked positions repeat a real token, whose values are finite."""
     spare = width - index.shape[1]
     return index if spare <= 0 else torch.cat([index, index[:, -1:].expand(-1, spare)], 1)

@@ -1,8 +1,8 @@
 """The ports of rollout engines and of key-value stores, and the inputs and outputs of a rollout.
 
-The port of engines states which calls every engine answers, and which guarantees it gives. A rollout takes prompts by
-their position in the data stream and returns groups of trajectories. A key-value store holds keys and values of the
-rows that are decoded, within a budget of bytes.
+The port of engines defines the calls that every engine answers, and their guarantees. A rollout receives prompts with
+their positions in the data stream and returns groups of trajectories. A key-value store contains keys and values of the
+decoded rows, within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ Positions = npt.NDArray[np.int64]  # [rows]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are drawn, e.g. `SamplingParams(max_new_tokens=64, temperature=1.0, seed=7)`.
+    """The parameters of sampling, e.g. `SamplingParams(max_new_tokens=64, temperature=1.0, seed=7)`.
 
     Raises:
-        InputError: a field outside its range.
+        InputError: a field is outside its range.
     """
 
     max_new_tokens: int
-    temperature: float = 1.0  # logits are divided by it; log-probabilities are reported at it, greedy or not
-    greedy: bool = False  # take the most likely token; on a tie the one with the lower index
+    temperature: float = 1.0  # divides logits; log-probabilities are at it, greedy or not
+    greedy: bool = False  # draw the likeliest token; of equals, the one with the lower index
     seed: int = 0
     batch_size: int = 256  # rows decoded together; changes speed and memory, never the draws
-    ignore_eos: bool = False  # decode to the limit; for measurements
-    top_k: int = 0  # draw among the k most likely tokens; 0: all. It and the next two apply in turn, never in training
-    top_p: float = 1.0  # of those, among the most likely that together have this share of their probability
-    min_p: float = 0.0  # of those, among the ones at least this times as likely as the most likely one
-    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of these in its text
+    ignore_eos: bool = False  # always decode to the limit; for measurements
+    top_k: int = 0  # draw from the k likeliest tokens; 0: all. The next two apply after it. Never in training
+    top_p: float = 1.0  # of those, from the likeliest tokens with this share of the probability
+    min_p: float = 0.0  # of those, from tokens with at least this share of the likeliest token's probability
+    stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):
@@ -66,7 +66,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn; log-probabilities are of the whole distribution even then."""
+        """Whether some tokens can never be drawn. Log-probabilities are always of the whole distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -75,16 +75,16 @@ class Generation:
     """One requested response: `Generation("388.2", tokens=(1, 5, 9), key=388, sample=2, …)`.
 
     Raises:
-        InputError: no tokens, or a limit outside 1..max_new_tokens.
+        InputError: there are no tokens, or the limit is outside 1..max_new_tokens.
     """
 
-    id: str  # names the answer; unique among those not yet answered
+    id: str  # identifies the answer; unique among unanswered generations
     tokens: tuple[int, ...]  # the context that the response continues
-    key: int  # position in the data stream: identifies the prompt in the random numbers
+    key: int  # position in the data stream, from which random numbers are derived
     sampling: SamplingParams
     limit: int  # maximum tokens of the response
     sample: int = 0  # number among the samples of its prompt
-    policy: str = ""  # whose response: "" is the policy in training; others are adapters, opponents, older versions
+    policy: str = ""  # "": the policy in training; others are adapters, opponents, older versions
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -97,7 +97,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The answer to the generation of that id."""
+    """The answer to the generation with this id."""
 
     id: str
     trajectory: Trajectory
@@ -107,7 +107,7 @@ def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment
     """Return one segment per prompt, shared by all generations that begin with it.
 
     Raises:
-        InputError: a token outside every vocabulary.
+        InputError: a token id is outside every vocabulary.
     """
     found: dict[tuple[int, ...], Segment] = {}
     for asked in work:
@@ -116,7 +116,7 @@ def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment
                 found[asked.tokens] = Segment(np.array(asked.tokens, dtype=np.int32), "prompt")
             except OverflowError as error:
                 raise InputError(
-                    f"the prompt of generation {asked.id} must hold tokens below 2^31, got {max(asked.tokens)}; "
+                    f"the prompt of generation {asked.id} must contain tokens below 2^31, got {max(asked.tokens)}; "
                     "check what encoded it"
                 ) from error
     return found
@@ -127,18 +127,19 @@ class RolloutEngine(Protocol):
 
     Every implementation:
 
-    - draws token t of sample s of a prompt with key k from random numbers that depend on (seed, k, s, t) only, so
-      the other generations, the order and interruptions never change a response (up to rounding of the logits; the
-      native engine on the CPU: bit-identical);
+    - draws token t of sample s of a prompt with key k from random numbers that depend on (seed, k, s, t) only: other
+      generations, the order and interruptions never change a response (up to rounding of the logits; the native engine
+      on the CPU is bit-identical);
     - reports log-probabilities of the whole distribution at the sampling temperature;
-    - ends a response after the first end-of-sequence token, which it keeps, or at its limit (status `truncated`);
-    - ends it earlier at the first token after which the text of the response, as its tokenizer decodes it with special
-      tokens, contains one of `sampling.stop`: the token is kept as sampled, even if its text continues behind the
-      string, the status is `ok` and the sequence `stopped`. Tokens decoded behind it are dropped. An engine without a
-      tokenizer refuses such generations;
+    - ends a response after the first end-of-sequence token, which is part of the response, or at its limit (status
+      `truncated`);
+    - ends a response earlier at the first token after which the response's text, decoded with special tokens, contains
+      a string of `sampling.stop`. The token is kept as sampled, even if its text continues after the string; the status
+      is `ok` and the sequence is `stopped`. Later tokens are dropped. An engine without a tokenizer rejects such
+      generations;
     - answers every generation once, each sampled segment with the version that sampled it.
 
-    `contract.RolloutEngineContract` tests this list and the docstrings below on your own engine.
+    `contract.RolloutEngineContract` tests this list and the docstrings below for any engine.
     """
 
     @property
@@ -147,31 +148,35 @@ class RolloutEngine(Protocol):
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens of prompt and response together."""
+        """The maximum tokens of a prompt with its response."""
 
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return the very tensors it decodes with, unfused, by the names of the Hugging Face module's parameters (a
-        tied one by its first name, once for each place that reads it); None: the engine cannot report them.
+        """Return the tensors that the engine decodes with (not copies), unfused, by Hugging Face parameter names.
+
+        A tied tensor is returned under its first name, once for each place that reads it. None: the engine cannot
+        report its tensors.
         """
 
     def counts(self) -> Mapping[str, int]:
-        """Return its counters since it was opened, if it has any: `prefilled_tokens` of prompts, `steps`
-        of decoding, `decoded_tokens` (rows times steps), `preemptions`, `recomputed_tokens` (read again after a
-        preemption or an update), `discarded_tokens` behind the end of a response.
+        """Return the engine's counters since it was opened; empty if it has none.
+
+        They are: `prefilled_tokens` of prompts, `steps` of decoding, `decoded_tokens` (rows times steps),
+        `preemptions`, `recomputed_tokens` (read again after a preemption or an update), `discarded_tokens` after the
+        end of a response.
         """
 
     def submit(self, work: Sequence[Generation]) -> None:
-        """Take generations, in the order of the stream; return immediately.
+        """Accept generations, in the order of the stream; return immediately.
 
         Raises:
-            InputError: an id that is in work already, a policy that it does not serve, a prompt that does not fit
-                the context with its limit, stop strings of an engine without a tokenizer. None of `work` is taken then.
+            InputError: an id is already in use; the engine does not serve the policy; a prompt and its limit do not fit
+                the context; there are stop strings and the engine has no tokenizer. None of `work` is then accepted.
         """
 
     def completed(self, timeout: float) -> list[Completion]:
-        """Return what has ended since the last call, in the order in which it ended; wait for the first answer.
+        """Return the responses that have ended since the last call, in the order of their ends; wait for the first.
 
-        Returns an empty list after `timeout` seconds, and immediately if nothing is in work or the engine is paused.
+        Returns an empty list after `timeout` seconds, and immediately if the engine is idle or paused.
 
         Raises:
             JobFailedError: the model returned logits that are not finite.
@@ -179,25 +184,25 @@ class RolloutEngine(Protocol):
         """
 
     def abort(self, ids: Collection[str]) -> None:
-        """End these generations now: they complete with the tokens they have, status `aborted`. Ignore other ids."""
+        """End these generations: they complete with their tokens so far, status `aborted`. Ignore unknown ids."""
 
     def pause(self) -> None:
-        """Compute nothing until `resume`; work stays."""
+        """Stop computing until `resume`; keep submitted work."""
 
     def resume(self) -> None:
         """Continue after `pause`."""
 
     def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
-        """Sample with `version` of `policy` from now on. Weights that are read in place have changed already.
+        """Sample with `version` of `policy` from now on. Weights that are read in place have already changed.
 
         Args:
-            in_flight: what happens to begun responses. `finish`: the old version ends them, which an engine that reads
-                weights in place cannot do; `recompute`: they continue under the new weights, and their earlier tokens
+            in_flight: the handling of begun responses. `finish`: the old version ends them, which is impossible if
+                weights are read in place; `recompute`: they continue under the new weights, and their earlier tokens
                 are computed again; `keep_kv`: they continue with keys and values of the old weights.
 
         Raises:
-            InputError: weights are read in place and the engine is not paused, or `finish` with begun responses; a
-                policy that it does not serve.
+            InputError: the engine reads weights in place, and is not paused or has begun responses to `finish`; the
+                engine does not serve the policy.
         """
 
 
@@ -210,8 +215,8 @@ class PromptBatch:
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    keys: tuple[int, ...]  # position in the data stream; repeats only where samples continue independently
-    first: tuple[int, ...] = ()  # number of each prompt's first sample, where samples continue independently; else 0
+    keys: tuple[int, ...]  # positions in the data stream; they repeat only if samples continue independently
+    first: tuple[int, ...] = ()  # number of each prompt's first sample if samples continue independently; else 0
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tokens) or len(self.first) not in (0, len(self.tokens)):
@@ -227,7 +232,7 @@ class PromptBatch:
         return tuple(len(prompt) for prompt in self.tokens)
 
     def select_items(self, items: Sequence[int], /) -> PromptBatch:
-        """Return the named prompts, in the named order; may be empty."""
+        """Return the prompts with these indices, in this order; the result may be empty."""
         first = tuple(self.first[i] for i in items) if self.first else ()
         return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items), first)
 
@@ -239,14 +244,14 @@ class Rollouts:
 
     groups: tuple[Group, ...]
     provenance: Provenance = field(default_factory=Provenance)
-    counts: Mapping[str, int] = field(default_factory=dict)  # see `RolloutEngine.counts`, of these groups
+    counts: Mapping[str, int] = field(default_factory=dict)  # `RolloutEngine.counts` for these groups
 
     @classmethod
     def gather(cls, parts: Sequence[Rollouts], shards: Sequence[Sequence[int]], /) -> Rollouts:
         """Return the groups of all ranks in the order of the prompts.
 
         Raises:
-            InputError: the number of groups of a rank differs from its number of prompts.
+            InputError: a rank's numbers of groups and prompts differ.
         """
         if [len(part.groups) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
@@ -261,7 +266,7 @@ class Rollouts:
         filled = next((part for part in parts if part.groups), parts[0])
         counts = Counter[str]()
         for part in parts:
-            counts.update(part.counts)  # keeps zero counts
+            counts.update(part.counts)  # keeps zero counts, unlike +
         return cls(tuple(placed[prompt] for prompt in sorted(placed)), replace(filled.provenance, rank=0), counts)
 
     @property
@@ -292,15 +297,15 @@ class KVShape:
 
 
 class KVStore(Protocol):
-    """Keys and values of kept prompts and of rows that begin with them.
+    """Keys and values of kept prompts and of rows that begin with these prompts.
 
-    A caller that adds or extends rows first requests their bytes (`row_bytes`, `growth_bytes`) and stays within the
+    Before adding or extending rows, a caller reads their size (`row_bytes`, `growth_bytes`) and stays within the
     budget. Rows are identified by numbers, prompts by their tokens. `order` is the order of the rows in a step.
     """
 
     @property
     def order(self) -> list[int]:
-        """The rows, in the order in which a step takes them."""
+        """The rows, in the order of a step."""
 
     @property
     def used(self) -> int:
@@ -310,28 +315,28 @@ class KVStore(Protocol):
         """Prepare for rows of up to `longest` positions, about `rows` at a time."""
 
     def allow(self, budget: int) -> None:
-        """Set the budget."""
+        """Set the budget, bytes."""
 
     def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
-        """Hold computed prompts: [begin, end) of packed keys and values, by layer [tokens, 2, kv_heads, head_dim]."""
+        """Keep computed prompts: [begin, end) of packed keys and values, by layer [tokens, 2, kv_heads, head_dim]."""
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """Drop these prompts; rows that began with them stay."""
+        """Drop these prompts; the rows that began with them stay."""
 
     def prompt_bytes(self, length: int) -> int:
-        """Return the bytes of a kept prompt of so many tokens."""
+        """Return the bytes of a kept prompt with `length` tokens."""
 
     def row_bytes(self, length: int, prompt: int) -> int:
-        """Return the bytes of a row with room for `length` positions, without its kept prompt of `prompt` tokens."""
+        """Return the bytes of a row with room for `length` positions, excluding its kept prompt of `prompt` tokens."""
 
     def growth_bytes(self, lengths: Mapping[int, int]) -> int:
         """Return the bytes that `extend` takes in addition to `used`."""
 
     def bytes_alone(self, length: int, prompt: int) -> int:
-        """Return the maximum bytes that one row of `length` positions takes until it ends, with its kept prompt."""
+        """Return the maximum bytes of one row of `length` positions until its end, including its kept prompt."""
 
     def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
-        """Add rows: each begins with its kept prompt and has room for so many positions."""
+        """Add rows, each with its kept prompt and room for this number of positions."""
 
     def capacity(self, row: int) -> int:
         """Return how many positions the row has room for."""
@@ -346,10 +351,10 @@ class KVStore(Protocol):
         """Remove everything and free the memory."""
 
     def begin_step(self, positions: Positions) -> None:
-        """Begin a step: every row, in order, writes its next key at this position and attends up to it."""
+        """Begin a step: every row, in order, writes its next key at its position and attends up to this position."""
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
         """Write keys and values and attend: [rows, heads + 2 kv_heads, head_dim] → [rows, heads * head_dim].
 
-        The heads are those of the query, scaled already, of the key and of the value, in this order.
+        The heads are those of the query (already scaled), of the key and of the value, in this order.
         """

@@ -23,7 +23,7 @@ _SHIFTS = (30, 27, 31)
 # 32 bits, so that u * total stays below total in float64 and no token beyond the distribution can be drawn.
 _LARGEST = 1.0 - 2.0**-32
 _BLOCK = 32
-_SMALL = 1024  # tokens of a vocabulary whose sums are taken in one step
+_SMALL = 1024  # largest vocabulary that is summed in one step
 
 
 def _signed(word: int) -> int:
@@ -42,7 +42,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor, words: Tensor) -> Tensor:
-    """Return word number `words` of the stream that `state` starts."""
+    """Return the state after absorbing `words`, each a 64-bit word."""
     return _mix(state + (words + 1) * _signed(_GAMMA))
 
 
@@ -58,7 +58,7 @@ def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
     """Return the numbers for tokens `first` … `first + count - 1` of each row, [rows, count] float64 in [0, 1).
 
     Args:
-        first: of every row, or [rows] of each.
+        first: number of the first token: one for all rows, or [rows].
     """
     tokens = torch.arange(count, device=keys.device) + (first[:, None] if isinstance(first, Tensor) else first)
     return ((_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF).double() * 2.0**-32
@@ -67,8 +67,8 @@ def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
 def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Draw one token per row from softmax(logits / temperature), by inverting its distribution function.
 
-    The function is inverted in two steps, first over blocks of tokens, then inside the block: a single pass over the
-    vocabulary and sums in float64. A small vocabulary takes one step, with fewer operations.
+    The function is inverted in two steps, first over blocks of tokens, then inside the block, with a single pass over
+    the vocabulary and sums in float64. A small vocabulary needs one step, with fewer operations.
 
     Args:
         logits: [rows, vocabulary].
@@ -88,26 +88,26 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
         sums = blocks.sum(-1)
         block, steps, target = _invert(sums, uniform)
         above = steps.gather(1, block) - target
-        rest = (1.0 - above / sums.gather(1, block)).clamp_(0.0, _LARGEST)  # how far into the block
+        rest = (1.0 - above / sums.gather(1, block)).clamp_(0.0, _LARGEST)  # position within the block
         inside = blocks[torch.arange(len(block), device=block.device), block[:, 0]]
         token = (block * _BLOCK + _invert(inside, rest[:, 0])[0]).clamp_(max=size - 1)
     return token[:, 0], probabilities.gather(1, token)[:, 0].log_()
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where the distribution function of `weights` passes `uniform`, [rows, 1]; the function; its value."""
+    """Return the index where the distribution function of `weights` passes `uniform`, [rows, 1], and the function."""
     steps = weights.cumsum(-1, dtype=torch.float64)
     target = (uniform * steps[:, -1])[:, None]
-    # Right of equal values: a token of probability zero is never drawn. The bound matters for NaN only.
+    # The index right of equal values, so a token of probability zero is never drawn. The bound matters for NaN only.
     return torch.searchsorted(steps, target, right=True).clamp_(max=weights.shape[1] - 1), steps, target
 
 
 def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Draw one token per row among the likely ones; its log-probability is of the whole softmax.
+    """Draw one token per row from the likely tokens; its log-probability is of the whole softmax.
 
-    `top_k`, then `top_p`, then `min_p` leave tokens out, each from the renormalised distribution that the previous one
-    left, as in Hugging Face and vLLM; ties with the k-th token stay. `min_p` compares with the most likely token, so
-    renormalising does not change it.
+    `top_k`, then `top_p`, then `min_p` exclude tokens, each from the renormalised distribution that the previous filter
+    left, as in Hugging Face and vLLM; ties with the k-th token stay. `min_p` compares with the likeliest token, so
+    renormalising does not change its effect.
     """
     scaled = logits.float() / sampling.temperature
     probabilities = scaled.softmax(-1)
@@ -157,9 +157,9 @@ class RowDraws:
 
     Args:
         sampling: [rows].
-        keys: [rows] of their random numbers, see `generation_keys`.
-        first: [rows] number of the next token in its response.
-        ahead: how many tokens it can draw.
+        keys: [rows] keys of the random numbers, see `generation_keys`.
+        first: [rows] number of the next token in the response.
+        ahead: number of tokens per row that can be drawn.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class RowDraws:
         self._used = 0
 
     def _found_alike(self) -> list[tuple[SamplingParams, Tensor | None]]:
-        """Return the rows of each sampling; None: all rows."""
+        """Return the rows of each distinct sampling; None: all rows have the same."""
         if all(other is self._sampling[0] for other in self._sampling):
             return [(self._sampling[0], None)]
         alike: dict[SamplingParams, list[int]] = {}
@@ -195,7 +195,7 @@ class RowDraws:
         self._numbers = self._numbers.index_select(0, torch.tensor(rows, device=self._device))
 
     def join(self, others: RowDraws) -> None:
-        """Append the rows of `others`; the draws left are the minimum of both."""
+        """Append the rows of `others`; the number of draws left is the minimum of both."""
         left = min(self.left, others.left)
         parts = [draws._numbers.narrow(1, draws._used, left) for draws in (self, others)]
         self._numbers, self._used = torch.cat(parts), 0
@@ -204,7 +204,7 @@ class RowDraws:
 
     @property
     def left(self) -> int:
-        """How many more tokens it can draw."""
+        """The number of tokens per row that can still be drawn."""
         return self._numbers.shape[1] - self._used
 
     def next(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
-"""The schedule of the rows that are decoded, the intake of an engine, and the table of rows. No tensors.
+"""The schedule of decoded rows, the intake of an engine, and the table of rows. No tensors.
 
-Schedule: a queue in stream order, admission by memory, preemption of the youngest. It decides when a row is decoded,
-never its tokens. Rows are admitted from the head of the queue alone and preempted from its end, so decoded rows always
-precede waiting ones, and the oldest always progresses.
+Schedule: a queue in stream order, admission by memory, preemption of the youngest row. The schedule decides when a row
+is decoded, never its tokens. Rows are admitted only from the head of the queue, and the youngest are preempted first,
+so decoded rows always precede waiting rows in stream order, and the oldest always progresses.
 
-Intake: the state that every engine in this process keeps: ids in work, whether it is paused, the sampling version.
+Intake: the state that every engine in this process has: ids in use, whether it is paused, the sampling version.
 
-Table: the decoded rows, as arrays: the tokens of each, and how many of them the model has read. A step touches every
-row, so the table loops over rows only where they enter, leave, or have a text to check.
+Table: the decoded rows as arrays: the tokens of each row, and the number of them that the model has read. A step
+touches every row, so the table loops over rows only where they enter, leave, or have a text to check.
 """
 
 import math
@@ -24,10 +24,10 @@ from posttrain.engine.rollout.decoding import StopStrings, Tail
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 
-_REFILL_SHARE = 16  # slots are refilled once a 16th of them is free: a pass over one short prompt costs a whole step
+_REFILL_SHARE = 16  # slots are refilled when a 16th is free: a short prompt costs as much as a step
 _NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 Indices = npt.NDArray[np.int64]
-_FIRST = 64  # initial lines and columns; doubled on demand
+_FIRST = 64  # initial number of lines and columns; doubled on demand
 _TOGETHER = 64  # maximum number of steps that are written together
 _ALL = slice(None)
 
@@ -38,7 +38,7 @@ class RolloutCounters:
 
     prefilled_tokens: int = 0  # of prompts
     decoded_tokens: int = 0  # rows times steps
-    discarded_tokens: int = 0  # decoded behind the end of a row
+    discarded_tokens: int = 0  # decoded after the end of a row
     recomputed_tokens: int = 0  # read again after a preemption or an update
     preemptions: int = 0
     steps: int = 0
@@ -46,28 +46,28 @@ class RolloutCounters:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A generation in work. The `RowTable` holds its tokens while it is decoded; they return here when it leaves."""
+    """A submitted generation. While it is decoded, the `RowTable` has its tokens; afterwards they are stored here."""
 
     number: int  # in the order of the stream
     asked: Generation
     prompt: Segment  # shared by all rows that begin with it
-    key: int  # of its random numbers
-    tail: Tail | None = None  # of its text; None: no string ends it
-    ended: bool = False  # by a token or a string, before or at its limit
-    stopped: bool = False  # at a string
+    key: int  # key of its random numbers
+    tail: Tail | None = None  # end of its text; None: no stop strings
+    ended: bool = False  # whether a token or a string ended it, before or at its limit
+    stopped: bool = False  # whether a string ended it
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
     logprobs: Floats = field(default_factory=lambda: _NO_LOGPROBS)
-    marks: list[tuple[str, int]] = field(default_factory=list)  # version, index of its first token
+    marks: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first token)
 
     def mark(self, version: str, begin: int) -> None:
-        """Record that tokens from `begin` on are sampled by this version."""
+        """Record that this version samples the tokens from index `begin`."""
         if self.marks and self.marks[-1][1] == begin:
             self.marks.pop()
         if not self.marks or self.marks[-1][0] != version:
             self.marks.append((version, begin))
 
     def completion(self, version: str, *, aborted: bool = False) -> Completion:
-        """Return its tokens as the answer."""
+        """Return the answer with the row's tokens."""
         marks = [mark for mark in self.marks if mark[1] < len(self.tokens)] or [(version, 0)]
         ends = [*(begin for _, begin in marks[1:]), len(self.tokens)]
         said = [
@@ -83,7 +83,7 @@ class Schedule:
     """The waiting rows and the decoded rows.
 
     Args:
-        texts: the text of tokens; None: no row ends at a string.
+        texts: decodes tokens to text, for stop strings; None: no row has stop strings.
     """
 
     def __init__(self, texts: StopStrings | None = None) -> None:
@@ -96,7 +96,7 @@ class Schedule:
     def submit(
         self, work: Sequence[Generation], keys: Sequence[int], prompts: Mapping[tuple[int, ...], Segment]
     ) -> None:
-        """Append generations to the queue, each with the key of its random numbers; see `prompt_segments`."""
+        """Append generations to the queue, with the keys of their random numbers; see `prompt_segments`."""
         for asked, key in zip(work, keys, strict=True):
             tail = self._texts.tail(asked.sampling.stop) if self._texts and asked.sampling.stop else None
             self.waiting.append(Row(self._next, asked, prompts[asked.tokens], key, tail))
@@ -126,7 +126,7 @@ class Schedule:
         return rows
 
     def preempt(self, rows: Iterable[Row]) -> None:
-        """Move these rows back to the head of the queue, in stream order; the model will read them again."""
+        """Move these rows back to the head of the queue, in stream order; the model reads them again later."""
         for row in sorted(rows, key=lambda row: -row.number):
             del self.running[row.number]
             self.waiting.appendleft(row)
@@ -151,7 +151,7 @@ class Schedule:
 
 @final
 class Intake:
-    """Checks submitted work against the port's rules. Weights are read in place: one policy, updated while paused.
+    """Checks submitted work by the port's rules, for engines that read one policy in place, updated while paused.
 
     Args:
         reads_text: whether the engine has a tokenizer, which stop strings require.
@@ -192,17 +192,17 @@ class Intake:
         self._ids.difference_update(ids)
 
     def update(self, policy: str, version: str, in_flight: InFlight, begun: int) -> None:
-        """See `RolloutEngine.update`; `begun` responses would continue."""
+        """See `RolloutEngine.update`; `begun`: whether there are begun responses."""
         self._served(policy)
         if not self.paused:
             raise InputError(
                 f"rollout engine {self._name} reads weights in place and must be paused to update to {version}, "
-                "got one at work; call pause first"
+                "got a running engine; call pause first"
             )
         if begun and in_flight == "finish":
             raise InputError(
-                f"rollout engine {self._name} reads weights in place, so none may have begun to finish under the old "
-                f"ones, got {begun}; update with recompute or keep_kv, or take them first"
+                f"rollout engine {self._name} reads weights in place, so begun samples cannot finish with the old "
+                f"weights, got {begun} of them; update with recompute or keep_kv, or take them first"
             )
         self.version = version
 
@@ -218,10 +218,11 @@ _NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches
 class RowTable:
     """The decoded rows, in the order that `arrange` sets.
 
-    The tokens of a row are in one line of two matrices, which it keeps until it leaves. Everything that changes with
-    each step is a vector over the rows: the line, the tokens of the prompt, the limit, the tokens generated and read by
-    the model, the positions that the store has for it, whether tokens end it, whether a text may. Steps that need no
-    action are buffered and written together: with few rows a numpy call costs more than the work it does.
+    The tokens of a row are in one line of two matrices, which the row keeps until it leaves. All other values are
+    vectors
+    over the rows: the line, the number of prompt tokens, the limit, the tokens generated, the tokens read by the model,
+    the positions that the store has for the row, whether tokens can end it, whether its text can. Steps that need no
+    action are buffered and written together: with few rows, a numpy call costs more than its work.
 
     Args:
         ends: tokens that end a response.
@@ -230,30 +231,30 @@ class RowTable:
     def __init__(self, ends: Collection[int]) -> None:
         self._ends = sorted(ends)
         self._place: dict[int, int] = {}  # number → index in the order
-        self._waiting: list[tuple[Indices, Floats]] = []  # tokens of all rows not yet written, step by step
+        self._waiting: list[tuple[Indices, Floats]] = []  # unwritten tokens of all rows, by step
         self._set([], np.empty((len(_NUMBERS), 0), np.int64))
-        self._free = list(range(_FIRST - 1, -1, -1))  # lines
+        self._free = list(range(_FIRST - 1, -1, -1))  # free lines
         self._tokens = np.zeros((_FIRST, _FIRST), np.int32)
         self._logprobs = np.zeros((_FIRST, _FIRST), np.float32)
 
     def _set(self, rows: list[Row], numbers: Indices) -> None:
-        self.rows = rows  # in the order of a step
+        self.rows = rows  # in the order of a step's tensors
         self._state = numbers
         each: list[Indices] = list(numbers)
         self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = each
         self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
-        self._longest = int(self._said.max(initial=0))  # most tokens of any row
-        self._steps = 0  # since then; lower bounds on the steps until a row reaches its limit, or has no room:
+        self._longest = int(self._said.max(initial=0))  # maximum tokens of a row
+        self._steps = 0  # steps since then; next: minimum steps until a row reaches its limit, or has no room
         self._free_steps = int((self._limit - self._said).min(initial=2**31))
         self._roomy_steps = int((self._room - self._prompt - self._read).min(initial=2**31))
-        self._even = bool((self._read + 1 == self._said).all())  # no row reads earlier tokens again
+        self._even = bool((self._read + 1 == self._said).all())  # whether no row rereads earlier tokens
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def read(self) -> Indices:
-        """Tokens of its response that the model has read, [rows]."""
+        """The number of response tokens that the model has read, [rows]."""
         return self._read + len(self._waiting)
 
     @property
@@ -268,11 +269,11 @@ class RowTable:
 
     @property
     def most_left(self) -> int:
-        """Steps until the last row reaches its limit."""
+        """The number of steps until the last row reaches its limit."""
         return int((self._limit - self.read).max()) - 1
 
     def known(self, count: int) -> Indices | None:
-        """Return known tokens that the model reads again, [count, rows], -1 where a token is drawn; None: none known.
+        """Return the known tokens that the model rereads, [count, rows], -1 where a token is drawn, or None.
 
         The first line follows the next token that is read.
         """
@@ -283,14 +284,14 @@ class RowTable:
         return np.where(at < self._said, found, -1).astype(np.int64)
 
     def outgrowing(self, count: int) -> dict[int, int]:
-        """Return, by number, the positions that rows need for `count` more tokens, where they lack room for them."""
+        """Return row → positions that it needs for `count` more tokens, for rows that lack room."""
         if self._steps + count <= self._roomy_steps:
             return {}
         needed = self.positions + count
         return {self.rows[at].number: int(needed[at]) for at in np.flatnonzero(needed > self._room).tolist()}
 
     def enter(self, rows: Sequence[Row], version: str) -> None:
-        """Add rows to be decoded by this version of the policy; the model has read none of their response tokens."""
+        """Add rows, decoded by this version of the policy; the model has read none of their response tokens."""
         self._write()
         self._more_lines(len(rows) - len(self._free))
         self._reach(max(len(row.tokens) for row in rows))
@@ -305,12 +306,12 @@ class RowTable:
         self._set([*self.rows, *rows], np.concatenate([self._state, np.array(begun, np.int64).T], 1))
 
     def give_room(self, positions: Mapping[int, int]) -> None:
-        """Set the number of positions that rows, by number, have room for."""
+        """Set the number of positions for which rows have room: row → positions."""
         for number, room in positions.items():
             self._room[self._place[number]] = room
 
     def arrange(self, numbers: Sequence[int]) -> Indices:
-        """Order the rows by these numbers from now on; return their previous indices, [rows]."""
+        """Put the rows into this order; return their previous indices, [rows]."""
         self._write()
         before = np.array([self._place[number] for number in numbers], dtype=np.int64)
         self._place = {number: place for place, number in enumerate(numbers)}
@@ -318,7 +319,7 @@ class RowTable:
         return before
 
     def begin(self, rows: Sequence[Row], tokens: Indices, logprobs: Floats) -> list[Row]:
-        """Append the first token [rows] of each of these rows; return the rows that it ends.
+        """Append the first tokens [rows] of these rows; return the rows that end.
 
         Raises:
             JobFailedError: see `note`.
@@ -328,10 +329,10 @@ class RowTable:
         return [row for row, over in zip(rows, self._say(at, tokens, logprobs).tolist(), strict=True) if over]
 
     def note(self, tokens: Indices, logprobs: Floats, counters: RolloutCounters) -> list[Row]:
-        """Append drawn tokens, [steps, rows] in order; return the ended rows. Tokens behind an end are dropped.
+        """Append drawn tokens, [steps, rows] in order; return the ended rows. Tokens after an end are dropped.
 
         Raises:
-            JobFailedError: a log-probability that is not finite.
+            JobFailedError: a log-probability is not finite.
         """
         self._steps += len(tokens)
         if len(tokens) == 1 and self._nothing_ends(tokens[0], logprobs[0]):
@@ -341,7 +342,7 @@ class RowTable:
         ended = np.zeros(len(self.rows), np.bool_)
         for chosen, probable in zip(tokens, logprobs, strict=True):
             self._read += ~ended
-            fresh = self._read >= self._said  # False where the row has ended
+            fresh = self._read >= self._said  # whether the token is new: no known token was read
             if fresh.all():
                 ended = self._say(_ALL, chosen, probable)
                 continue
@@ -352,7 +353,7 @@ class RowTable:
         return [self.rows[at] for at in np.flatnonzero(ended).tolist()]
 
     def mark(self, version: str) -> None:
-        """Attribute further tokens of all rows to this version."""
+        """Attribute the further tokens of all rows to this version."""
         self._write()
         for row, said in zip(self.rows, self._said.tolist(), strict=True):
             row.mark(version, said)
@@ -367,7 +368,7 @@ class RowTable:
             self._free.append(line)
 
     def _nothing_ends(self, tokens: Indices, logprobs: Floats) -> bool:
-        """Whether this step only needs to be written: it ends no row, and no row reads earlier tokens again."""
+        """Return whether the step only needs to be written: it ends no row, and no row rereads earlier tokens."""
         return (
             self._even
             and not self._watching
@@ -393,7 +394,7 @@ class RowTable:
 
     def _say(self, at: Indices | slice, tokens: Indices, logprobs: Floats) -> npt.NDArray[np.bool_]:
         """Append a token to the rows at these indices; return whether it ends each of them."""
-        if not math.isfinite(logprobs.sum()):  # a sum with a term that is not finite is not finite
+        if not math.isfinite(logprobs.sum()):  # the sum is finite only if every term is
             raise JobFailedError(
                 "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
             )
@@ -419,7 +420,7 @@ class RowTable:
         return over
 
     def _reach(self, columns: int) -> None:
-        """Extend the matrices to at least so many columns."""
+        """Extend the matrices to at least `columns` columns."""
         while columns > self._tokens.shape[1]:
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)], 1)
             self._logprobs = np.concatenate([self._logprobs, np.zeros_like(self._logprobs)], 1)

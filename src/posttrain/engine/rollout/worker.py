@@ -1,10 +1,10 @@
 """The rollout role, the choice of its engine for a model, and a checked call to any engine.
 
-The role samples responses from the policy's own weights where both share a process, else from a copy.
+The role samples responses with the policy's own weights if both share a process, else with a copy.
 
-One call turns prompts into trajectories with any engine, and checks the answers. Without the checks, training would use
-the errors of a third-party engine: a response from different weights, an answer that is too long, log-probabilities
-that are not finite. Each error ends the call with one line that names the sample.
+One call computes trajectories for prompts with any engine, and checks the answers. Without the checks, errors of a
+third-party engine would enter the training: a response from different weights, an answer that is too long,
+log-probabilities that are not finite. Each error ends the call with one line that names the sample.
 """
 
 import time
@@ -53,22 +53,22 @@ from posttrain.engine.weights.stream import (
     exchange,
 )
 
-_CALLS = count()  # distinguishes late answers of an earlier call
+_CALLS = count()  # numbers calls, to recognise late answers to earlier calls
 PATIENCE = 3600.0  # seconds without any answer after which the call fails
-_ROUNDING = 1e-3  # how far above 0 a log-probability may be
-_LOOK = 0.25  # seconds until more prompts can be taken, where nothing ends
+_ROUNDING = 1e-3  # maximum of a log-probability, which rounding may make positive
+_LOOK = 0.25  # seconds between two offers of more prompts if no response ends
 _Rows = dict[int, dict[int, Trajectory]]  # key → sample number → its answer
 _Answered = list[tuple[Generation, Trajectory]]
 
 
 class EngineError(JobFailedError):
-    """A rollout engine breaks a guarantee of its port."""
+    """A rollout engine has broken a guarantee of its port."""
 
-    failure_class: ClassVar[FailureClass] = FailureClass.BAD_INPUT  # the engine's author has to fix it
+    failure_class: ClassVar[FailureClass] = FailureClass.BAD_INPUT  # retrying does not help
 
 
 class SilentError(InfrastructureError):
-    """A rollout engine does not answer."""
+    """A rollout engine has not answered in time."""
 
 
 def generate(
@@ -87,19 +87,20 @@ def generate(
 
     Args:
         prompts: token ids.
-        prompt_keys: [prompts] identify the prompts in the random numbers; 0, 1, 2 … by default. With stable keys, a
+        prompt_keys: [prompts] keys from which random numbers are derived; by default 0, 1, 2 …. With stable keys, a
             prompt gets the same responses in any batch.
         limits: [prompts * samples] maximum tokens of each response, at most `max_new_tokens`.
         first: [prompts] the number of each prompt's first sample; 0 by default.
-        version: of the policy that must have sampled.
+        version: the policy version that must have sampled.
 
     Raises:
-        InputError: no prompt, an empty prompt, a prompt that does not fit the context together with its response,
-            counts that do not match.
-        EngineError: an unrequested or repeated answer, one that is too long or empty.
-        SilentError: no answer at all.
-        JobFailedError: logits or log-probabilities that are not finite.
-        IntegrityError: another version answered; another component re-pointed weights that a zero-copy engine reads.
+        InputError: there is no prompt; a prompt is empty, or does not fit the context with its response; counts do
+            not match.
+        EngineError: an answer is unrequested, repeated, too long or empty.
+        SilentError: there is no answer in time.
+        JobFailedError: a logit or log-probability is not finite.
+        IntegrityError: a different version answered; another component re-pointed weights that a zero-copy engine
+            reads.
     """
     work = plan_generations(
         prompts, samples, sampling, prompt_keys, limits, first, context_length=engine.context_length
@@ -115,11 +116,11 @@ def answers(
     patience: float = PATIENCE,
     look: float = float("inf"),
 ) -> Generator[list[tuple[Generation, Trajectory]], Sequence[Generation] | None, None]:
-    """Yield an engine's answers as they arrive. Closing the generator aborts the work that is left.
+    """Yield an engine's answers as they arrive. Closing the generator aborts the remaining work.
 
     Args:
         work: the first generations; the caller may send more whenever the generator yields.
-        look: seconds after which it yields an empty list, where nothing was answered.
+        look: seconds after which an empty list is yielded if there is no answer.
 
     Raises:
         EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
@@ -161,7 +162,7 @@ def plan_generations(
     *,
     context_length: int,
 ) -> list[Generation]:
-    """Return the generations of such a call, prompt by prompt.
+    """Return the generations of a call of `generate`, prompt by prompt.
 
     Raises:
         InputError: see `generate`.
@@ -185,7 +186,7 @@ def plan_generations(
     for index, prompt in enumerate(prompts):
         longest = max(bounds[index * samples : (index + 1) * samples])
         if len(prompt) == 0:
-            raise InputError(f"prompt {index} must hold at least one token, got none")
+            raise InputError(f"prompt {index} must contain at least one token, got none")
         if len(prompt) + longest > context_length:
             raise InputError(
                 f"prompt {index} and its response must fit the context of {context_length} tokens, "
@@ -209,11 +210,10 @@ def plan_generations(
 def _next(
     engine: RolloutEngine, waiting: dict[str, Generation], patience: float, end: float, look: float
 ) -> list[Completion]:
-    """Return the next answers, or none after `look` seconds; skip answers to earlier calls, which were aborted or
-    answered.
+    """Return the next answers, or none after `look` seconds; skip late answers to earlier calls.
 
     Raises:
-        SilentError: no answer until `end`.
+        SilentError: there is no answer until `end`.
     """
     asked, until = next(iter(waiting)), time.monotonic() + look
     while True:
@@ -230,7 +230,7 @@ def _next(
 
 
 def _of_an_earlier_call(found: str, asked: str) -> bool:
-    """Whether an id is of an earlier call: ids begin with the number of their call (`plan_generations`)."""
+    """Return whether an id is of an earlier call: ids begin with the number of their call (`plan_generations`)."""
     numbers = [name.partition(".")[0] for name in (found, asked)]
     return all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
 
@@ -239,9 +239,9 @@ def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known:
     """Return the generation of an answer and add it to `known`.
 
     Raises:
-        EngineError: an unrequested or repeated answer.
+        EngineError: the answer is unrequested or repeated.
     """
-    if done.id in known or done.id not in waiting:  # ids are per call, so messages name a sample by its prompt
+    if done.id in known or done.id not in waiting:  # messages name a sample by its prompt
         what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id}, which was not requested"
         raise EngineError(f"rollout engine {engine} must answer every sample once, got {what}; fix the engine")
     known[done.id] = waiting[done.id]
@@ -266,7 +266,7 @@ def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, ver
 
 
 def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
-    """Return the fault of an answer, its numbers apart; None: no fault."""
+    """Return the fault of an answer, log-probabilities aside; None if it has none."""
     if answer.prompt is not prompt and not np.array_equal(answer.prompt, prompt):
         return f"must continue its {len(prompt)} tokens, got another beginning"
     if not 1 <= answer.generated <= asked.limit:
@@ -279,7 +279,7 @@ def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
 
 
 def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) -> None:
-    """Require log-probabilities to be finite and not above 0; checked together, because most answers are short.
+    """Require that log-probabilities are finite and not above 0; checked in one operation, as most answers are short.
 
     Raises:
         EngineError, JobFailedError: see `generate`.
@@ -310,18 +310,18 @@ def open_rollout(
     """Return the native zero-copy decoder if it computes what the module computes, otherwise the module's own engine.
 
     Args:
-        kv_cache: bytes that keys and values may take (`runtime.kv_cache`); None: as many as the rows of a call need.
-        texts: the text of the model's tokens; None: generations with stop strings are refused.
+        kv_cache: maximum bytes of keys and values (`runtime.kv_cache`); None: as many as the rows of a call need.
+        texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
     """
     native = why_not_fusable(model.module) is None
     return NativeRollout(model, kv_cache, texts=texts) if native else ModuleRollout(model, kv_cache, texts=texts)
 
 
 def decoding_fallbacks(model: LanguageModel) -> dict[str, str]:
-    """Return the slower paths in use, and the reason of each.
+    """Return the slower paths in use, each with its reason.
 
-    `module_decoder`, where `open_rollout` takes the module itself; `plain_attention`, where the native decoder attends
-    with plain torch on CUDA.
+    `module_decoder`: `open_rollout` uses the module itself; `plain_attention`: the native decoder attends with plain
+    torch on CUDA.
     """
     why = why_not_fusable(model.module)
     if why is not None:
@@ -335,11 +335,11 @@ class RolloutWorker:
     """One rank of the rollout role.
 
     Args:
-        context: its rank context; the rank decodes in place from a `LanguageModel` lent there. A `WeightSource` alone
-            is a neighbour whose shards are gathered.
-        source: what it loads its own copy from, where no model is lent; its tokenizer, for stop strings.
-        engine: replaces the one that fits the model, in the controller's process.
-        kv_cache: bytes that keys and values may take; None: not bounded.
+        context: the rank's context. If a `LanguageModel` is lent there, the rank decodes in place; if only a
+            `WeightSource` is lent, its shards are gathered.
+        source: the folder of the rank's own copy if no model is lent; also of the tokenizer, for stop strings.
+        engine: used instead of the engine that fits the model, in the controller's process.
+        kv_cache: maximum bytes of keys and values; None: no limit.
         patience: seconds without any answer after which the call fails.
     """
 
@@ -371,7 +371,7 @@ class RolloutWorker:
         self._patience = patience
         self._rank, self._version = context.rank, PolicyVersion()
         self._open: Generator[_Answered, Sequence[Generation], None] | None = None  # of `feed`
-        self._rows: _Rows = {}  # of prompts that `feed` has in work
+        self._rows: _Rows = {}  # of the unanswered prompts of `feed`
         self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
 
@@ -387,7 +387,7 @@ class RolloutWorker:
         return self._view
 
     def layout(self) -> Layout:
-        """Return the names, shapes and types of the weights that it decodes with, which a publication must have."""
+        """Return names, shapes and types of the weights that the engine decodes with, which publications must match."""
         return layout_of(self._module)
 
     def fallbacks(self) -> dict[str, str]:
@@ -398,21 +398,21 @@ class RolloutWorker:
         """Sample as `version` from now on. An alias first checks that it still reads the policy's memory.
 
         Raises:
-            IntegrityError: the engine decodes with a tensor that is neither the policy's own nor equal to it.
+            IntegrityError: the engine decodes with a tensor that is not the policy's and not equal to it.
         """
         views = self._engine.views() if self._view == "alias" else None
         if views is not None and self._neighbour is not None:
             odd = differing_aliases(self._neighbour.export(), views)
             if odd:
                 raise IntegrityError(
-                    f"rollout rank {self._rank} must decode with the policy's weights as they are, got {len(odd)} "
+                    f"rollout rank {self._rank} must decode with the policy's weights, got {len(odd)} "
                     f"tensors that are not version {version}'s: {odd[0]}; reopen the rollout engine"
                 )
         self._say(version)
         return str(version)
 
     def offer(self, layout: Layout) -> tuple[Attestation, int]:
-        """Offer its weights to replaced ranks of the rollout; see `WeightSource.attest`."""
+        """Attest this rank's weights for replaced ranks of the rollout; see `WeightSource.attest`."""
         self._given = WeightSource(self._shards)
         return self._given.attest(layout)
 
@@ -432,7 +432,7 @@ class RolloutWorker:
         exchange(self._neighbour, count, self._put)
 
     def attest(self) -> AttestedWeights:
-        """Attest the weights that this engine decodes with now, by its views.
+        """Attest the weights that this engine decodes with, by its views.
 
         Raises:
             InputError: the engine cannot report its weights.
@@ -459,7 +459,7 @@ class RolloutWorker:
         """Return `samples` responses to every prompt.
 
         Raises:
-            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
         """
         _refuse_truncated(sampling)
         provenance = Provenance(role="rollout", rank=self._rank)
@@ -479,11 +479,12 @@ class RolloutWorker:
         return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
 
     def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
-        """Take more prompts in addition to those in work, and yield the groups that end first, or none after a moment.
-        The rest stays in work, paused until the next call.
+        """Add prompts to the unanswered ones, and yield groups as they end, or an empty answer after a moment.
+
+        Unanswered prompts stay, paused until the next call.
 
         Raises:
-            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
         """
         _refuse_truncated(sampling)
         if prompts.first:
@@ -516,7 +517,7 @@ class RolloutWorker:
         return {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
 
     def _say(self, version: PolicyVersion) -> None:
-        """Sample with this version from now on; nothing is in work between two calls."""
+        """Sample with this version from now on; between two calls the engine is idle."""
         self._engine.pause()
         self._engine.update("", str(version))
         self._engine.resume()
@@ -526,7 +527,7 @@ class RolloutWorker:
         return (Shard(name, tuple(p.shape), p.detach()) for name, p in self._module.named_parameters())
 
     def _put(self, bucket: Bucket) -> None:
-        """Copy a bucket into place; a separate call, so that no reference to it is left when the next one arrives."""
+        """Copy a bucket into place; a separate function, so no reference is left when the next bucket arrives."""
         held = dict(self._module.named_parameters())
         for shard in bucket.shards():
             put(held, shard)
@@ -545,5 +546,5 @@ def _refuse_truncated(sampling: SamplingParams) -> None:
     if sampling.truncates:
         raise InputError(
             "training must sample from the whole distribution, got top_k, top_p or min_p: the ratio of the loss would "
-            "be of another one; leave them to evaluation"
+            "be that of another distribution; use them in evaluation only"
         )

@@ -1,6 +1,6 @@
 """Checkpoints, the best model of a stage, and the streamed writing of safetensors files.
 
-A checkpoint holds everything that a resumed job needs to continue bit for bit, behind one commit point:
+A checkpoint contains everything that a resumed job needs to continue bit for bit, behind one commit point:
 
 ::
 
@@ -8,29 +8,29 @@ A checkpoint holds everything that a resumed job needs to continue bit for bit, 
         policy-model-00001-of-00002.safetensors      one rank's rows of the parameters, at the optimiser's precision
         policy-optimizer-00001-of-00002.safetensors  AdamW: <parameter>/exp_avg, /exp_avg_sq, /step
         critic-…                one such pair per rank of every role that learns
-        best/                   the best model before this step, where the stage keeps it
+        best/                   the best model before this step, if the stage keeps it
         state.json              TrainState: step, data cursor, tokens spent, the fingerprint of its stage
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
-COMMIT is written once, after every shard and the folder are durable; readers ignore a folder without it. The
-safetensors metadata of a file records which rows of a parameter it holds, so any number of ranks can read files that
-any other number wrote. No random state exists or is stored: every random number is a function of (seed, step, …).
+COMMIT is written once, after every shard and the folder are durable; readers ignore a folder without COMMIT. The
+safetensors metadata of a file records its rows of each parameter, so any number of ranks can read files that any number
+of ranks wrote. No random state is stored: every random number is a function of (seed, step, …).
 
-The best model of a stage so far is one folder in Hugging Face format, next to the checkpoints and inside each of them:
+The best model of a stage is one folder in Hugging Face format, next to the checkpoints and inside each checkpoint:
 
 ::
 
-    best/step-00000040/           the model after 40 steps; replaced as a whole when a later one is better
+    best/step-00000040/           the model after 40 steps; replaced as a whole when a later model is better
     checkpoints/step-00000050/
         best/…                    the same files (hard links where the disk has them), named in COMMIT
 
-So a job that continues from a checkpoint has the best model of the steps before it, in any folder or workspace. The
-disk holds one such model and, for a moment, the one that replaces it.
+A job that continues from a checkpoint therefore has the best model of the earlier steps, in any folder or workspace.
+The disk has one such model and, for a moment, its replacement.
 
 Tensors are streamed to a safetensors file with constant extra memory; the digest is computed during the write, and the
-file is durable when the call returns. The library's own writer refuses tensors that share storage, which the zero-copy
-rollout makes of every q/k/v projection, and has no hook in mid-file for a recovery test to crash at. The format is a
-length, a JSON header, and raw little-endian bytes; the library reads it.
+file is durable when the call returns. The library's writer rejects tensors that share storage, as all q/k/v projections
+do after the zero-copy rollout has fused them, and has no hook in mid-file at which a recovery test could crash. The
+format is a length, a JSON header, and raw little-endian bytes; the library reads it.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ _DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _WRITE_BYTES = 1 << 22  # bytes per write
-KEEP = 2  # the newest may be half published when the next begins
+KEEP = 2  # the newest may be incompletely published when the next begins
 COMMIT = "COMMIT"
 _STATE = "state.json"
 _CHUNK = 1 << 20
@@ -76,7 +76,7 @@ def write_tensors(
         path: the file to create.
         tensors: by name, on any device; equal values are written as equal bytes.
         metadata: strings for the header.
-        halfway: called once when about half of the bytes have been passed to the kernel.
+        halfway: called once, after about half of the bytes have been passed to the kernel.
 
     Returns:
         `sha256:…` of the file.
@@ -110,7 +110,7 @@ def write_tensors(
 
 
 def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """Read tensors in pieces from several files, as `write_tensors` wrote them with `NAME: "start:stop"` metadata.
+    """Read rows of tensors from several files that `write_tensors` wrote with `NAME: "start:stop"` metadata.
 
     Args:
         rows: name → the rows [start, stop) to read; `NAME/exp_avg` uses NAME. Other tensors are read whole.
@@ -162,26 +162,26 @@ def _header(names: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensor bytes start aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensor bytes
     return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """The part of a checkpoint without tensors."""
+    """The part of a checkpoint that has no tensors."""
 
-    fingerprint: str  # digest of kind, parameters, seed and inputs: a checkpoint of another job is refused
+    fingerprint: str  # digest of kind, parameters, seed and inputs; other stages' checkpoints are rejected
     step: int  # steps completed
-    consumed: int  # documents taken from the data stream (journal)
-    tokens: int  # spent so far in this lineage
+    consumed: int  # documents read from the data stream (journal)
+    tokens: int  # spent so far, over all attempts of the stage
     metrics: Mapping[str, float]  # of the last step
-    incarnation: int = 0  # how often the lineage was resumed before it
-    probes: Mapping[str, Any] | None = None  # their state (`engine.loop.controller`); None: they decide nothing
+    incarnation: int = 0  # number of earlier resumes
+    probes: Mapping[str, Any] | None = None  # state of the probes (`engine.loop.controller`); None: they decide nothing
     updated: bool = True  # whether a step changed weights; True for older releases, which did not record it
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path | None:
-    """Create the folder for the checkpoint of `step`; return None if there is a committed one already.
+    """Create the folder for the checkpoint of `step`; return None if a committed one exists.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -208,14 +208,14 @@ def write_role(
 
     Args:
         parameters: whole tensors, or this rank's rows of them.
-        moments: laid out like their parameters, by "<parameter>/exp_avg" …
-        rows: parameter → the rows [start, stop) it holds; none: everything.
+        moments: "<parameter>/exp_avg" … → tensor, with the layout of the parameter.
+        rows: parameter → this rank's rows [start, stop); empty: all rows.
 
     Returns:
         File name → digest, for `commit_checkpoint`.
 
     Raises:
-        OSError: the disk is full or read-only; nothing counts as written then.
+        OSError: the disk is full or read-only; the checkpoint then does not exist.
     """
     model, optimizer = (f"{role}-{part}-{rank + 1:05d}-of-{ranks:05d}.safetensors" for part in ("model", "optimizer"))
     metadata = {name: f"{start}:{stop}" for name, (start, stop) in rows.items()}
@@ -233,7 +233,7 @@ def commit_checkpoint(path: Path, state: TrainState, shards: Mapping[str, str]) 
         shards: the results of every `write_role`.
 
     Raises:
-        OSError: the disk is full or read-only; nothing counts as written then.
+        OSError: the disk is full or read-only; the checkpoint then does not exist.
     """
     data = canonical_json(asdict(state))
     _write_synced(path / _STATE, data)
@@ -252,13 +252,13 @@ def read_state(path: Path) -> TrainState:
     """Verify a committed checkpoint, every shard against COMMIT, and read its state.
 
     Raises:
-        IntegrityError: no COMMIT, an unknown format, or a shard that is missing, unlisted or altered.
+        IntegrityError: there is no COMMIT; the format is unknown; a shard is missing, unlisted or altered.
     """
     shards = _read_commit(path)
     files = {file.name for kind in ("*.safetensors", "*.json") for file in path.glob(kind)} - {_STATE}
     unlisted = sorted(files - shards.keys())
     if unlisted:
-        raise IntegrityError(f"checkpoint shard {path / unlisted[0]} must be in COMMIT, got a list without; remove it")
+        raise IntegrityError(f"checkpoint shard {path / unlisted[0]} must be listed in COMMIT, and is not; remove it")
     for name, expected in shards.items():
         found = digest_file(path / name) if (path / name).is_file() else "nothing"
         if found != expected:
@@ -284,7 +284,7 @@ def read_role(
     for part in ("model", "optimizer"):
         files = sorted(path.glob(f"{role}-{part}-*-of-*.safetensors"))
         if not files:
-            raise IntegrityError(f"checkpoint {path} must hold the role {role}, got none; start afresh")
+            raise IntegrityError(f"checkpoint {path} must contain the role {role}, got none; start afresh")
         found.append(read_rows(files, rows))
     return found[0], found[1]
 
@@ -305,12 +305,12 @@ def _read_commit(path: Path) -> Mapping[str, str]:
     except IntegrityError as error:
         raise IntegrityError(f"checkpoint {path}: {error}; resume from another") from error
     if _STATE not in shards or len(shards) < 3:
-        raise IntegrityError(f"checkpoint {path} must hold {_STATE} and the shards of a role, got {sorted(shards)}")
+        raise IntegrityError(f"checkpoint {path} must contain {_STATE} and the shards of a role, got {sorted(shards)}")
     return shards
 
 
 def prune_checkpoints(folder: Path, newest: int) -> None:
-    """Delete older checkpoints, COMMIT first, so that a crash here leaves no folder that only looks complete."""
+    """Delete older checkpoints, COMMIT first: a crash then leaves no incomplete folder that has COMMIT."""
     older = sorted(p for p in folder.glob("step-*") if p.name < f"step-{newest:08d}")
     for path in older[: -(KEEP - 1)]:
         (path / COMMIT).unlink(missing_ok=True)
@@ -337,20 +337,20 @@ class BestModel:
     """The best model of one attempt.
 
     Args:
-        folder: contains nothing else.
+        folder: contains only this model.
         write: writes the current model into an existing folder.
     """
 
     def __init__(self, folder: Path, write: Callable[[Path], object]) -> None:
         self._folder, self._write = folder, write
-        self.path: Path | None = None  # its folder; None: there is no model yet
+        self.path: Path | None = None  # the model's folder; None: no model yet
         self._files: dict[str, str] = {}  # path below the folder → digest
 
     def keep(self, step: int) -> None:
         """Write the current model, and drop the previous one.
 
         Raises:
-            OSError: the disk is full or read-only; the previous one still exists.
+            OSError: the disk is full or read-only; the previous model still exists.
         """
         coming, place = self._folder / f".step-{step:08d}", self._folder / f"step-{step:08d}"
         for left in (coming, place):
@@ -369,7 +369,7 @@ class BestModel:
         self._hold(place)
 
     def put_into(self, checkpoint: Path) -> dict[str, str]:
-        """Add it to a checkpoint that is being written; return path in the checkpoint → digest."""
+        """Add the model to a checkpoint that is being written; return path in the checkpoint → digest."""
         if self.path is None:
             return {}
         for name in self._files:
@@ -385,11 +385,11 @@ class BestModel:
         return {f"{_INSIDE}/{name}": digest for name, digest in self._files.items()}
 
     def take_from(self, checkpoint: Path | None, step: int = 0) -> None:
-        """Hold the model of a verified checkpoint, and nothing else; drop files of a lost process.
+        """Take the model of a verified checkpoint as the best; delete all other files, e.g. of a lost process.
 
         Args:
-            checkpoint: None: the stage starts from its beginning.
-            step: after which it was written.
+            checkpoint: the checkpoint; None: the stage starts from its beginning.
+            step: the step after which the model was written.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
         self.path, self._files = None, {}

@@ -1,26 +1,29 @@
 """Weights in buckets from sender to reader, and their attestation.
 
-A bucket holds a sender's weights, in the reader's types, a bounded number of bytes at a time:
+A bucket contains a limited number of bytes of a sender's weights, in the reader's types:
 
 ::
 
     engine's pieces ──▶ bucket 0 ──▶ carried ──▶ copied into place
-                        bucket 1 …       at most one of them exists at a sender, and one at a reader
+                        bucket 1 …       at most one exists at a sender, and one at a reader
 
-A bucket is one stretch of memory, so it travels as one message. A larger tensor spans several buckets, split by rows.
+                        A bucket is one contiguous block of memory, so it travels as one message. A larger tensor spans
+                        several buckets, split by rows.
 
-`PolicyVersion` names a state of the policy; `AttestedWeights` records the attested state of a reader.
+                        `PolicyVersion` identifies a state of the policy; `AttestedWeights` records the attested state
+                        of a reader.
 
-Attestation is a hash of weights that ranks compute from their pieces, and that adds up to the hash of the whole. For
-every tensor, viewed as a matrix (`models.sharding.Shard`), with x[r, c] the bits of an element as an integer::
+                        An attestation is a hash of weights: ranks hash their pieces, and the sum is the hash of the
+                        whole. For every tensor, viewed as a matrix (`models.sharding.Shard`), with x[r, c] the bits of
+                        an element as an integer::
 
     h = Σ_r R_r (T + Σ_c C_c x[r, c])   mod 2^64, in two lanes with separate keys
 
-R_r is an odd pseudo-random number of (name, row), C_c of the column, T of name, shape and type, counted once a row. So
-a piece's hash needs no other piece, and an element that is altered, moved to another place or left out changes the sum:
-one altered bit always (odd factors never make a difference vanish), any other alteration except with a probability of
-about 2^-32 in each lane (multilinear hashing, Carter and Wegman 1979). It guards against defects; it is not a signature
-against an attacker who chooses weights to deceive.
+R_r is an odd pseudo-random number of (name, row), C_c of the column, T of name, shape and type, counted once per row. A
+piece can be hashed without the other pieces. An element that is altered, moved or left out changes the sum: one altered
+bit always does (odd factors never cancel a difference); for other alterations the sum is unchanged with a probability
+of about 2^-32 in each lane (multilinear hashing, Carter and Wegman 1979). The hash detects defects; it is not a
+signature against an attacker who chooses weights to deceive.
 
 Elements are hashed *after* conversion to the type that the reader decodes with, so sender and reader hash the same
 bits. `python -m benchmarks.weights` measures the cost.
@@ -42,25 +45,25 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.models.sharding import Layout, Shard, dtypes_of
 
 _MASK = (1 << 64) - 1
-_CHUNK = {"cpu": 1 << 16}  # elements that are widened to 64 bits at a time; stays in the L2 cache
+_CHUNK = {"cpu": 1 << 16}  # elements widened to 64 bits at a time; they fit the L2 cache
 _CHUNK_ELSEWHERE = 1 << 24
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # bytes of an element → the type it is read as
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # bytes of an element → integer type
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64, Steele et al. 2014
 Lanes = tuple[int, int]
-BUCKET_BYTES = 64 << 20  # a host with 8 ranks holds at most 1 GB of them: one sent and one received by each
-_ALIGNED = 16  # bytes; any type can be read in place
+BUCKET_BYTES = 64 << 20  # a host with 8 ranks has at most 1 GB of buckets: each rank sends one and receives one
+_ALIGNED = 16  # bytes; alignment for any type
 View = Literal["alias", "neighbour", "copy"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """Hashes of weights, tensor by tensor: equal weights have equal attestations, independent of place and layout."""
+    """Hashes of weights by tensor: equal weights have equal attestations on any rank and in any layout."""
 
     parts: Mapping[str, Lanes] = field(default_factory=dict)
 
     def __add__(self, other: Attestation) -> Attestation:
-        """Return the attestation of the pieces of both."""
+        """Return the attestation of the pieces of both operands."""
         parts = dict(self.parts)
         for name, lanes in other.parts.items():
             held = parts.get(name, (0, 0))
@@ -72,17 +75,16 @@ class Attestation:
         return "".join(f"{sum(lanes[i] for lanes in self.parts.values()) & _MASK:016x}" for i in (0, 1))
 
     def differing(self, other: Attestation) -> list[str]:
-        """Return the tensors that differ, or are in only one of the two."""
+        """Return the names of tensors that differ, or are in only one of the two."""
         names = self.parts.keys() | other.parts.keys()
         return sorted(name for name in names if self.parts.get(name) != other.parts.get(name))
 
 
 @torch.no_grad()
 def attest(shards: Iterable[Shard]) -> Attestation:
-    """Attest these pieces, each of which is counted once.
+    """Return the attestation of these pieces, each counted once.
 
-    Pass a tensor that several views of an engine hold, such as a tied head, once for every view with separate memory,
-    as in `attest_views`.
+    For a tensor that several views of an engine have, such as a tied head, see `attest_views`.
     """
     sums: dict[str, Tensor] = {}
     for shard in shards:
@@ -93,7 +95,7 @@ def attest(shards: Iterable[Shard]) -> Attestation:
 
 @torch.no_grad()
 def attest_views(views: Iterable[tuple[str, Tensor]]) -> Attestation:
-    """Attest the whole tensors that an engine decodes with, by canonical name.
+    """Return the attestation of the whole tensors that an engine decodes with, by canonical name.
 
     A name may occur several times (a tied head, a packed copy): views of the same memory are hashed once, and a copy
     that differs from the first changes the tensor's hash.
@@ -105,7 +107,7 @@ def attest_views(views: Iterable[tuple[str, Tensor]]) -> Attestation:
             continue
         found = _hashed(Shard(name, tuple(tensor.shape), tensor))
         if name in first:
-            sums[name] = sums[name] + (found - first[name][1]) * 3  # odd: a difference never vanishes
+            sums[name] = sums[name] + (found - first[name][1]) * 3  # an odd factor, so a difference never vanishes
         else:
             first[name], sums[name] = (tensor, found), found
     return _read(sums)
@@ -113,11 +115,11 @@ def attest_views(views: Iterable[tuple[str, Tensor]]) -> Attestation:
 
 @torch.no_grad()
 def differing_aliases(held: Iterable[Shard], views: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the tensors that a reader of the same memory reads elsewhere, and whose bits differ too.
+    """Return the names of tensors that a reader does not read from the sender's memory and whose bits differ.
 
     Args:
         held: whole tensors of the sender.
-        views: those that the reader decodes with.
+        views: the tensors that the reader decodes with.
     """
     own = {shard.name: shard.tensor for shard in held}
     odd, seen = set[str](), set[str]()
@@ -157,7 +159,7 @@ def _hashed(shard: Shard) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=device)
     if not matrix.numel():
         return total
-    wide = matrix.element_size() // _WORDS[matrix.element_size()].itemsize  # words in an element
+    wide = matrix.element_size() // _WORDS[matrix.element_size()].itemsize  # integers per element
     columns = _column_keys(shard.column * wide, matrix.shape[1] * wide, device)
     tags = [_seed("tensor", shard.name, shard.shape, matrix.dtype, lane) | 1 for lane in (0, 1)]
     seeds = [_seed("rows", shard.name, lane) for lane in (0, 1)]
@@ -194,7 +196,7 @@ def _keys(seed: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _right(value: Tensor, by: int) -> Tensor:
-    """Return the logical shift, which torch does not have for signed numbers."""
+    """Return the logical right shift, which torch lacks for signed numbers."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -209,7 +211,7 @@ def _signed(value: int) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The place of a stretch of a bucket in its tensor."""
+    """The place in its tensor of a part of a bucket."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -218,18 +220,18 @@ class Piece:
     column: int
     rows: int
     columns: int
-    start: int  # byte of the bucket
+    start: int  # first byte in the bucket
 
     @property
     def size(self) -> int:
-        """Bytes of the stretch."""
+        """Bytes of the part."""
         return self.rows * self.columns * self.dtype.itemsize
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Pieces of tensors, adjacent in one memory; a rank without further pieces returns empty buckets."""
+    """Pieces of tensors, adjacent in one block of memory; a rank without further pieces returns empty buckets."""
 
     pieces: tuple[Piece, ...] = ()
     data: Tensor | None = None  # [bytes] uint8
@@ -243,15 +245,15 @@ class Bucket:
 
 
 def buckets(shards: Iterable[Shard], dtypes: Mapping[str, torch.dtype], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Yield pieces, converted, in buckets of at most `limit` bytes (more where a single row is longer).
+    """Yield converted pieces in buckets of at most `limit` bytes (more if a single row is longer).
 
-    The reader releases one before requesting the next; otherwise two exist.
+    The reader must release a bucket before requesting the next, or two exist at a time.
     """
     for plan in _plans(shards, dtypes, limit):
         yield _filled(plan)
 
 
-_Plan = list[tuple[Piece, Tensor]]  # each with the source that it is converted from
+_Plan = list[tuple[Piece, Tensor]]  # each with its source
 
 
 def _plans(shards: Iterable[Shard], dtypes: Mapping[str, torch.dtype], limit: int) -> Iterator[_Plan]:
@@ -281,21 +283,21 @@ def _filled(plan: _Plan) -> Bucket:
     data = torch.empty(last.start + last.size, dtype=torch.uint8, device=plan[0][1].device)
     bucket = Bucket(tuple(piece for piece, _ in plan), data)
     for shard, (_, source) in zip(bucket.shards(), plan, strict=True):
-        shard.tensor.copy_(source)  # converts
+        shard.tensor.copy_(source)  # converts the type
     return bucket
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class AdapterOnly:
-    """Only trained tensors are transferred; the reader already has the frozen base. Both are attested.
+    """Transfers only trained tensors, because the reader already has the frozen base; all tensors are attested.
 
     Args:
         trained: number of trained tensors.
         frozen: number of frozen tensors.
 
     Raises:
-        InputError: there is no adapter: nothing is frozen, or everything.
+        InputError: there is no adapter: no tensor is frozen, or all are.
     """
 
     trained: int
@@ -310,7 +312,7 @@ class AdapterOnly:
 
 
 def carried(module: nn.Module) -> AdapterOnly | None:
-    """Return the part of a model to transfer: its adapter if its base is frozen; None: every tensor."""
+    """Return the part of a model to transfer: the adapter if the base is frozen; None: every tensor."""
     trained = [parameter.requires_grad for parameter in module.parameters()]
     return None if all(trained) else AdapterOnly(sum(trained), len(trained) - sum(trained))
 
@@ -320,8 +322,8 @@ class WeightSource:
     """One rank's weights for readers: attested, and in buckets. A rollout in the same pool borrows it from its context.
 
     Args:
-        export: yields the pieces that this rank holds; see `TrainEngine.export`.
-        carries: which of them to transfer; None: every tensor.
+        export: yields this rank's pieces; see `TrainEngine.export`.
+        carries: the part to transfer; None: every tensor.
         device: the device of the engine's weights.
         limit: bytes of a bucket; None: `BUCKET_BYTES`.
     """
@@ -342,7 +344,7 @@ class WeightSource:
         """Attest this rank's pieces in the reader's types; return the attestation, and the number of buckets.
 
         Raises:
-            IntegrityError: names or shapes are not the reader's.
+            IntegrityError: names or shapes differ from the reader's.
         """
         self._dtypes = dtypes_of(layout, self.export())
         found = attest(self._converted())
@@ -350,14 +352,14 @@ class WeightSource:
         return found, sum(1 for _ in _plans(self._travelling(), self._dtypes, self._limit))
 
     def bucket(self) -> Bucket:
-        """Return the next bucket of the weights attested last; an empty one when there are no more."""
+        """Return the next bucket of the weights attested last; after the last bucket, an empty one."""
         return next(self._open, Bucket())
 
     def _travelling(self) -> Iterator[Shard]:
         return (shard for shard in self.export() if self.carries is None or not shard.frozen)
 
     def _converted(self) -> Iterator[Shard]:
-        """Yield every piece in the reader's type, at most a bucket of them at a time."""
+        """Yield every piece in the reader's type; at most a bucket of pieces exists at a time."""
         for shard in self.export():
             if shard.tensor.dtype == self._dtypes[shard.name]:
                 yield shard
@@ -368,12 +370,12 @@ class WeightSource:
 
 
 def exchange(source: WeightSource, count: int, take: Callable[[Bucket], None]) -> None:
-    """Send every rank's buckets to every rank of the process group, one rank's at a time. Collective.
+    """Send every rank's buckets to every rank of the process group, one rank after another. Collective.
 
     Args:
-        source: this rank's, attested.
-        count: buckets of the rank that has most.
-        take: called with every bucket, of which it must keep nothing.
+        source: this rank's attested weights.
+        count: largest number of buckets of a rank.
+        take: called with every bucket; must keep no reference to its memory.
     """
     for _ in range(count):
         mine = source.bucket()
@@ -392,11 +394,11 @@ def _arrived(mine: Tensor | None, pieces: tuple[Piece, ...], rank: int, device: 
     return Bucket(pieces, data)
 
 
-"""How a rollout reads the policy's weights:
+"""The ways in which a rollout reads the policy's weights:
 
 `alias`      in place, without a copy: only unsharded weights, only in the policy's own process.
 `neighbour`  a copy, in the same processes as the policy's shards: the process group carries the buckets between ranks.
-`copy`       a copy, in separate processes: the object store carries the buckets, and the controller does not.
+`copy`       a copy, in separate processes: the object store carries the buckets, without the controller.
 """
 
 
@@ -405,7 +407,7 @@ def _arrived(mine: Tensor | None, pieces: tuple[Piece, ...], rank: int, device: 
 class PolicyVersion:
     """A state of the policy: `PolicyVersion(incarnation=0, step=12)`.
 
-    A restart from a checkpoint raises the incarnation: a version that was rolled back never equals its successor.
+    A restart from a checkpoint raises the incarnation: versions before and after a restart never compare equal.
     """
 
     incarnation: int = 0
@@ -421,5 +423,5 @@ class AttestedWeights:
     """The weights that one rank of the rollout decodes with, as its engine attested them."""
 
     found: Attestation
-    before: str | None  # the version that it served before; None: unpublished weights
-    changed: bool  # whether they changed since then
+    before: str | None  # the version served before; None: unpublished weights
+    changed: bool  # whether the weights differ from those of `before`

@@ -1,4 +1,4 @@
-"""Events as e-mails, by SMTP. The Message-ID is the event's id: a mailbox that gets it twice can drop the second."""
+"""Events as e-mails, by SMTP. The Message-ID is the event's id, so a mailbox can drop duplicates."""
 
 import re
 import smtplib
@@ -87,7 +87,7 @@ class EmailSink(NetworkSink):
                 session.quit()
 
     def _refusal(self, error: Exception) -> str:
-        """Return the refusal of an SMTP server by its code: its text could repeat the request."""
+        """Return the code of an SMTP server's refusal, without its text, which could repeat the request."""
         if isinstance(error, smtplib.SMTPAuthenticationError):
             return f"the server refuses user and password ({error.smtp_code})"
         if isinstance(error, smtplib.SMTPRecipientsRefused):

@@ -1,4 +1,4 @@
-"""A sink in memory, for tests: the caller keeps the list of received notices."""
+"""A sink in memory, for tests: it appends received notices to a list of the caller."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Events as lines of a file: one JSON object each, appended whole, on the disk before the cursor moves."""
+"""Events as lines of a file: one JSON object each, appended whole, and on the disk before the cursor moves."""
 
 import fcntl
 import json
@@ -15,17 +15,17 @@ from posttrain.store.atomic import sync_folder
 
 _BEGINS = b'{"id":"'  # the beginning of every line
 SUFFIX = ".jsonl"
-_LONGEST = 1 << 24  # bytes of a line: a longer tail is not a half line
+_LONGEST = 1 << 24  # maximum bytes of a line: a longer tail is not an incomplete line
 
 
 class JsonLinesSink:
-    """The `Sink` of one file. It may be moved away (logrotate): the next lines make a new one.
+    """The `Sink` of one file. The file may be moved away (logrotate): the next lines create a new one.
 
     Args:
         settings: `path`, absolute.
 
     Raises:
-        InputError: an invalid path.
+        InputError: the path is invalid.
     """
 
     kind: ClassVar[str] = "jsonl"
@@ -44,7 +44,7 @@ class JsonLinesSink:
         return str(self._path)
 
     def send(self, notices: Sequence[Notice]) -> None:
-        """See `Sink.send`. A half line that a killed process left is removed first: it is sent again."""
+        """See `Sink.send`. An incomplete line of a killed process is removed first; its event is sent again."""
         lines = b"".join(encoded(notice) + b"\n" for notice in notices)
         with self._writing(), ExitStack() as opened:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -75,7 +75,7 @@ class JsonLinesSink:
         """
         size = os.fstat(handle).st_size
         if not _BEGINS.startswith(os.pread(handle, len(_BEGINS), 0)):
-            raise SinkError(f"{self._path}: must be empty or hold events, got other content; name another")
+            raise SinkError(f"{self._path}: must be empty or contain events, got other content; name another")
         if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
             return size
         half = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST)).rpartition(b"\n")[2]

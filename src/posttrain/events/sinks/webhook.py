@@ -1,8 +1,8 @@
 """Events over HTTP, each signed: the headers of Standard Webhooks.
 
-The signature is HMAC-SHA256 over `ID.TIMESTAMP.BODY`, so that none of them can be changed, and a receiver detects an
-old message that is sent again. A receiver answers 2xx when it has the event; any other answer, a redirect too, is a
-failure.
+The signature is HMAC-SHA256 over `ID.TIMESTAMP.BODY`, so none of the three can be changed, and a receiver detects an
+old message that is sent again. A receiver answers 2xx if it has stored the event; any other answer, including a
+redirect, is a failure.
 """
 
 import base64
@@ -36,15 +36,15 @@ from posttrain.events.ports import (
 
 PREFIX = "whsec_"  # prefix of secrets in Standard Webhooks' format, followed by base64
 LEAST = 16  # bytes of a secret
-_READ = 4096  # bytes of an answer: more is ignored
+_READ = 4096  # bytes of an answer that are read; the rest is ignored
 _PORTS = {"http": 80, "https": 443}
 
 
 def signature(secrets: str, ident: str, timestamp: int, body: bytes) -> str:
-    """Return `v1,BASE64` for each secret, separated by spaces: during a rotation receivers have the old or the new one.
+    """Return `v1,BASE64` for each secret, separated by spaces; during a rotation there are an old and a new secret.
 
     Raises:
-        ValueError: a secret that begins with `whsec_` and is not base64, or one that is too short.
+        ValueError: a secret begins with `whsec_` and is not base64, or is too short.
     """
     signed = f"{ident}.{timestamp}.".encode() + body
     return " ".join(
@@ -133,12 +133,12 @@ class WebhookSink(NetworkSink):
             return _parts(self._url)
         found = os.environ.get(self._url_env, "").strip()
         if not found:
-            raise SinkError(f"variable {self._url_env} must hold the URL where events are delivered, and is not set")
+            raise SinkError(f"variable {self._url_env} must contain the URL where events are delivered, got none")
         try:
             return _parts(found)
-        except InputError:  # its message would reveal the URL
+        except InputError:  # the message of the error would reveal the URL
             raise SinkError(
-                f"variable {self._url_env} must hold http://HOST[:PORT]/PATH or https://…, without user and password"
+                f"variable {self._url_env} must contain http://HOST[:PORT]/PATH or https://…, without user and password"
             ) from None
 
 
@@ -146,7 +146,7 @@ def _parts(url: str) -> SplitResult:
     """Return a URL's parts.
 
     Raises:
-        InputError: it cannot be posted to; the message contains neither its query nor its user.
+        InputError: no request can be sent to the URL; the message contains neither the URL's query nor its user.
     """
     try:
         parts = urlsplit(url)
@@ -155,7 +155,10 @@ def _parts(url: str) -> SplitResult:
     except ValueError:
         raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got a malformed one") from None
     if parts.username is not None or parts.password is not None:
-        raise InputError(f"webhook: URL must hold no user and password, got {_shown(parts)} with some; it is signed")
+        raise InputError(
+            f"webhook: URL must contain no user and password, got {_shown(parts)} with them; remove them, as "
+            "requests are signed"
+        )
     if not proper:
         raise InputError(f"webhook: URL must be http://HOST[:PORT]/PATH or https://…, got {_shown(parts)!a}")
     return parts
@@ -172,7 +175,7 @@ def _open(parts: SplitResult, where: str, admit: Admit, patience: Patience) -> h
     made = http.client.HTTPConnection(host, port)
     plain = reach(host, port, where, admit, patience)
     if parts.scheme == "https":
-        made.default_port = _PORTS["https"]  # so that the Host header contains no default port
+        made.default_port = _PORTS["https"]  # omits the default port from the Host header
         made.sock = _secured(plain, host)
     else:
         made.sock = plain

@@ -32,12 +32,12 @@ _TERMINATED, _NODE = -15, "somewhere"
 class Hostility:
     """Failures of a remote scheduler; seconds are of the fake's clock, counts are decremented.
 
-    Each loss counts once: `lose_answers=2` are the next two.
+    Each loss counts once: `lose_answers=2` loses the next two answers.
     """
 
-    idempotent: bool = True  # False: a name that is submitted twice is two jobs
+    idempotent: bool = True  # False: a name that is submitted twice becomes two jobs
     visible_after: float = 0.0  # seconds from a submission until the job is visible
-    settles_after: float = 0.0  # seconds from a submission until an absence is proof
+    settles_after: float = 0.0  # seconds from a submission until the absence of the job is certain
     purges_after: float | None = None  # seconds from its end until a job is forgotten
     lose_answers: int = 0  # submissions that arrive but get no answer
     lose_requests: int = 0  # submissions that never arrive
@@ -52,7 +52,7 @@ class Hostility:
 class _Job:
     spec: JobSpec
     seen: Observation
-    visible: float  # when it becomes visible
+    visible: float  # time at which the job becomes visible
     begun: float
     ended: float | None = None
     before: float = 0.0  # seconds that earlier incarnations ran
@@ -63,8 +63,8 @@ class FakeExecutor:
     """Jobs in memory.
 
     A submitted job is RUNNING until `finish` or `lose`, or until `on_launch` ends it immediately. `on_launch` gets each
-    new job's spec, may write into its attempt folder like a job (results, facts), and returns the exit code, or None to
-    leave it running. `hostility` may be changed at any time.
+    new job's spec, may write into its attempt folder like a job (results, facts), and returns the exit code, or None if
+    the job continues. `hostility` may be changed at any time.
     """
 
     name: ClassVar[str] = "fake"
@@ -117,7 +117,7 @@ class FakeExecutor:
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
         if self._take("silent"):
-            raise InfrastructureError("the scheduler does not answer; look again")
+            raise InfrastructureError("the scheduler does not answer; try again")
         self._arrive()
         return [self._look(job.name) for job in jobs]
 
@@ -162,7 +162,7 @@ class FakeExecutor:
         self._over(name, Observation(JobState.LOST, detail="its supervisor has ended", cause=cause), number)
 
     def requeue(self, name: str, number: int | None = None) -> None:
-        """Restart the jobs of that name, or one of these, as a scheduler's requeue does: the name stays."""
+        """Restart the jobs of that name, or one of these, under the same name, as a scheduler's requeue does."""
         now = self._now()
         for job in self._those(name, number):
             job.before += (now if job.ended is None else job.ended) - job.begun
@@ -212,7 +212,7 @@ class FakeExecutor:
 
 
 def _pods(job: _Job) -> tuple[PodSeen, ...]:
-    """Return the pods of a gang; if one pod ended it, the others were terminated."""
+    """Return the pods of a gang; if one pod ended the gang, the others were terminated."""
     names, seen = job.spec.pods, job.seen
     if len(names) == 1:
         return ()

@@ -19,7 +19,7 @@ _FLAGS = ("attests", "idempotent")
 class InstalledExecutor:
     """A package's executor. The package is not imported before a job is submitted or observed.
 
-    Unexpected exceptions of its code prove nothing about a job: a submission is then Unknown, and every other call
+    After an unexpected exception of its code, a submission returns Unknown, since the job may exist; every other call
     raises `InfrastructureError` and is retried.
 
     Args:
@@ -32,10 +32,10 @@ class InstalledExecutor:
         self._made: tuple[Plugin, Executor] | None = None
 
     def load(self) -> Executor:
-        """Find the package and make its executor.
+        """Return the executor of the package, which is imported now.
 
         Raises:
-            InputError: no package has it, or its entry point makes no executor.
+            InputError: no package has this executor, or the entry point does not return an executor.
         """
         return self._load()[1]
 
@@ -108,7 +108,7 @@ class InstalledExecutor:
         """Yield the executor; turn its unexpected exceptions into `InfrastructureError`."""
         try:
             plugin, made = self._load()
-        except InputError as error:  # possibly uninstalled, while its jobs still run
+        except InputError as error:  # the package may have been uninstalled while its jobs still run
             raise InfrastructureError(str(error)) from error
         try:
             yield made
@@ -137,7 +137,7 @@ class InstalledExecutor:
 def _make(plugin: Plugin, runs: Path) -> Executor:
     make = plugin.load()
     if not callable(make):
-        raise InputError(f"{plugin}: must name a class or a function that makes an executor, got {make!r:.80}")
+        raise InputError(f"{plugin}: must name a class or a function that creates an executor, got {make!r:.80}")
     with plugin.calling("making it"):
         made: Executor = make(runs)
         lacks = [verb for verb in _VERBS if not callable(getattr(made, verb, None))]

@@ -32,7 +32,7 @@ class FakeTrainer:
         return digest_json({"trainer": self.name, "module": self._module})
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
-        """See `Trainer.check`; refuses only parameters that are not JSON."""
+        """See `Trainer.check`; rejects only parameters that are not JSON."""
         try:
             digest_json(dict(params))
         except InputError as error:

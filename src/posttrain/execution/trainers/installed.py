@@ -18,21 +18,22 @@ _VERBS = ("code_digest", "check", "devices", "compile", "collect")
 
 
 class InstalledTrainer:
-    """A package's trainer. Exceptions of its code become one line that names the package. The package's sources and
-    version are always part of its code digest.
+    """A package's trainer. Exceptions of its code become one line that names the package.
+
+    The package's sources and version are always part of its code digest.
 
     Args:
-        plugin: its entry point: a class, or a function, that makes the trainer without arguments.
+        plugin: the entry point: a class or function that returns the trainer and needs no arguments.
 
     Raises:
-        InputError: it makes no valid trainer, or one with another name.
+        InputError: the entry point returns no valid trainer, or one with another name.
     """
 
     def __init__(self, plugin: Plugin) -> None:
         self.plugin, self.name = plugin, plugin.name
         make = plugin.load()
         if not callable(make):
-            raise InputError(f"{plugin}: must name a class or a function that makes a trainer, got {make!r:.80}")
+            raise InputError(f"{plugin}: must name a class or a function that creates a trainer, got {make!r:.80}")
         with plugin.calling("making it"):
             self._trainer: Trainer = make()
         if lacks := [verb for verb in _VERBS if not callable(getattr(self._trainer, verb, None))]:

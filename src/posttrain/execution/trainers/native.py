@@ -70,10 +70,10 @@ class NativeTrainer:
         return digest_json({**_sources(), "platform": _platform()})
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
-        """Validate and normalise parameters; slots replace the names of inputs, so that names change no cache key.
+        """Validate and normalise parameters; slots replace the names of inputs, so names do not affect cache keys.
 
         Raises:
-            InputError: an unknown kind or parameter, a value out of range, or a placed role that the stage lacks.
+            InputError: a kind or parameter is unknown, a value is out of range, or the stage lacks a placed role.
         """
         model = config_class(kind)
         if model is None:
@@ -108,8 +108,9 @@ class NativeTrainer:
         )
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """Return 1 for a single process, else the GPUs of its pools; 0 for a stage on a named cluster or on CPUs, or of
-        an installed kind without `runtime.device`.
+        """Return 1 for a single process, else the number of GPUs of its pools.
+
+        0 for a stage on a named cluster or on CPUs, or of an installed kind without `runtime.device`.
         """
         runtime = params.get("runtime") or {}
         unasked = kind not in OWN and "device" not in runtime  # the needs of an installed kind are unknown
@@ -127,7 +128,7 @@ def _installed_contract(kind: str, params: Mapping[str, Any]) -> StageContract:
     """Return the contract of a stage whose kind an installed package defines.
 
     Raises:
-        InputError: no package defines the kind, or its package raises or returns an invalid contract.
+        InputError: no package defines the kind, or its package raises an error or returns an invalid contract.
     """
     found = installed_kind(kind)
     if found is None:
@@ -139,7 +140,7 @@ def _installed_contract(kind: str, params: Mapping[str, Any]) -> StageContract:
             raise explain(error, kind, BaseModel) from error
     refuse_malformed(contract, str(found.plugin))
     if lacks := [name for name, form in found.kind.outputs.items() if contract.outputs.get(name) != form]:
-        raise InputError(f"{found.plugin}: its contract must leave {', '.join(lacks)} as the kind does")
+        raise InputError(f"{found.plugin}: its contract must declare the output {', '.join(lacks)} in the kind's form")
     return contract
 
 
@@ -162,7 +163,7 @@ def _platform() -> dict[str, Any]:
     The job resolves `device: auto` and `dtype: auto` with torch: bf16 on CUDA, fp32 on CPU. Torch is not imported on
     this side, so a stage's cache key contains not the resolved values but the facts that decide them. A workspace that
     moves to a machine with a GPU, or gets another build of torch, computes again instead of reusing a CPU result for a
-    GPU. The guess is conservative: at worst an equal result is computed twice.
+    GPU. This is conservative: at worst an equal result is computed twice.
     """
     return {
         "machine": platform.machine(),
@@ -178,7 +179,7 @@ def gpu_visible() -> bool:
 
 
 def _accelerator() -> list[str]:
-    """Return empty without a device file (CUDA, WSL, ROCm); else `there`, and the variables that hide every device.
+    """Return an empty list without a device file (CUDA, WSL, ROCm); else `there`, and variables that hide all devices.
 
     A job inherits these variables from the process that launches it.
     """
@@ -199,7 +200,7 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
     for slot, (kind, _) in config.inputs().items():
         first, _, rest = slot.partition(".")
         if kind == "reward":
-            if ":" not in slot:  # names distinguish several weighted rewards, also in metrics
+            if ":" not in slot:  # the names of weighted rewards distinguish them, also in metrics
                 (params["suites"][rest] if slot.startswith(JUDGES) else params)["reward"] = slot
         elif rest:
             params[first][rest]["data"] = slot
@@ -256,13 +257,13 @@ def _sure_steps(config: TrainingConfig) -> int:
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """Return the planner's factors: the maximum of documents read or answered, and of those trained on.
+    """Return the planner's factors: the maximum number of documents read or answered, and of those trained on.
 
-    `least` is the stage's minimum of tokens, at one token for every document; before its last step the budget must
-    have room for that step's price (`recipes`), or the job does not start it.
+    `least` is the stage's minimum of tokens, at one token for every document. The job does not start its last step
+    unless the budget has room for the price of that step (`recipes`).
     """
     if isinstance(config, TrainingConfig) and not config.steps:
-        return {}  # the plan calls again once the steps are known
+        return {}  # the plan calls this function again once the steps are known
     if isinstance(config, RowsConfig):
         size = config.documents
         return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}

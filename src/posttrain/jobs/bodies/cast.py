@@ -1,7 +1,7 @@
 """Writes the weights of a model folder in another floating-point type, in place, shard by shard.
 
 Request: `{"folder", "dtype"}`. Answer: `{"file", "tensors"}` for each file. One shard is in memory at a time. A finite
-number that is not finite after the conversion is refused, since a model with an infinite weight is useless.
+number that is not finite after the conversion is an error, since a model with an infinite weight is useless.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.domain.errors import InputError
 from posttrain.store.atomic import write_json
 
-_LEAST_BYTES = 2  # of a weight that is a plain floating-point number
+_LEAST_BYTES = 2  # bytes of the smallest plain floating-point type
 _INDEX = "model.safetensors.index.json"
 
 

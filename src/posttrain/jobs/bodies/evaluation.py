@@ -1,7 +1,7 @@
 """The evaluation of a model on its suites, and the sampling of its responses to prompts.
 
 An evaluation writes `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and
-the range that the suite declares for it: exactly the input of a gate). The same responses give the same bytes.
+the range that the suite declares for it): the input of a gate. The same responses give the same bytes.
 
 Sampling uses the decoder of training. The request is `{"folder", "name", "rows", "samples", "max_new_tokens",
 "temperature", "seed", "stop", "top_k", "top_p", "min_p", "runtime"}`; a temperature of 0 selects the most likely
@@ -89,10 +89,11 @@ def body(job: Job) -> JobResult:
 def _judges(
     job: Job, config: EvaluateConfig, suites: Mapping[str, Sequence[Item]], stack: ExitStack
 ) -> dict[str, Judge]:
-    """Return the rewards that score suites, each tried on its first items, so that a broken one costs no token.
+    """Return the rewards that score suites, each tried on its first items before any token is generated.
 
     Raises:
-        RewardError, InputError: see `open_rewards` and `RewardJudge.smoke_test`.
+        InputError: a reward cannot be opened (see `open_rewards`).
+        RewardError: a reward fails on the first items (see `RewardJudge.smoke_test`).
     """
     judges: dict[str, Judge] = {}
     for name, suite in config.suites.items():
@@ -115,7 +116,7 @@ def _answer(
     meter: Meter,
     judges: Mapping[str, Judge],
 ) -> list[SuiteResult] | None:
-    """Return the results of all suites; None when a stop was requested."""
+    """Return the results of all suites; None: a stop was requested."""
     total = sum(len(items) * (1 + config.suites[name].samples) for name, items in suites.items())
     done = 0
 
@@ -182,7 +183,7 @@ _ITEM_TYPES = {
     "truncated": "bool",
     "logprob": "float64",
     "reward": "float64",  # null without a reward in the suite
-    "components": "string",  # of the reward: a JSON map
+    "components": "string",  # the components of the reward, as a JSON map
 }
 
 
@@ -207,7 +208,7 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
 
 
 def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
-    import pyarrow.parquet  # late: it starts a thread, and the fork server must be single-threaded
+    import pyarrow.parquet  # late: the import starts a thread, and the fork server must be single-threaded
 
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
     pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")

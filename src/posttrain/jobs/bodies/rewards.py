@@ -22,13 +22,15 @@ def open_rewards(
     """Return the reward of a slot; report what could not be confined.
 
     Args:
-        reward: as in the stage's parameters: a name, or name → weight.
-        stack: closes it.
-        timeout: seconds for one batch of completions, of each function.
-        ranks: processes of each function.
+        reward: the value in the stage's parameters: a name, or name → weight.
+        stack: closes the reward.
+        timeout: seconds for one batch of completions, for each function.
+        ranks: the number of processes of each function.
 
     Raises:
-        InputError, RewardError, InfrastructureError: see `sandbox.process.open_reward`.
+        InputError: the reward cannot be called or confined.
+        RewardError: the reward's code fails when it is loaded.
+        InfrastructureError: a process of the reward does not start.
     """
     slots = reward_slots(slot, reward).items()
     opened = {name: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in slots}

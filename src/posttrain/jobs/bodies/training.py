@@ -3,8 +3,8 @@
 Training resumes from the checkpoint that the order names. The controller runs in this process; the roles run where the
 stage's `placement` puts them. This module is the composition root that names the back-ends of worker groups.
 
-Sizes that a stage leaves to the job are chosen once, before any model is opened, and reported. Only `planner.sizes`
-chooses them, from this machine's resources, so a plan made here has the same sizes.
+Sizes for which the stage has `auto` are chosen once, before any model is opened, and reported. Only `planner.sizes`
+chooses sizes, from this machine's resources, so a plan on this machine has the same sizes.
 
 An initial model is a randomly initialised model in Hugging Face format.
 """
@@ -95,15 +95,15 @@ def settled_device(runtime: InferenceRuntimeConfig) -> str:
 
 @contextmanager
 def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TOKENS) -> Iterator[PoolOf]:
-    """Yield the pools of a stage's placement: this process where one rank is enough, else Ray actors.
+    """Yield the pools of a stage's placement: this process if one rank is enough, else Ray actors.
 
     Args:
-        config: the stage.
-        recorder: of the groups' calls.
-        costs: of a document; batches are balanced over ranks by it.
+        config: the configuration of the stage.
+        recorder: records the groups' calls.
+        costs: the cost model of a document, by which batches are balanced over ranks.
 
     Raises:
-        InputError: the cluster cannot hold the placement.
+        InputError: the cluster lacks resources for the placement.
         InfrastructureError: no cluster could be reached or started.
     """
     device = settled_device(config.runtime)
@@ -146,7 +146,7 @@ def _open_cluster_pools(
             threads=config.runtime.threads,
             sequence_parallel=shared,
             start_seconds=deadlines.start,
-            collective_seconds=deadlines.call / 2,  # so that the collective's error comes before the call's
+            collective_seconds=deadlines.call / 2,  # the collective's error then comes before the call's
             collective=not _ALONE.issuperset(pool.roles),
         )
         made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
@@ -211,7 +211,7 @@ def _shape(job: Job, role: str) -> Shape | None:
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """Return a model's configuration; None where it is missing or invalid, which opening the model reports."""
+    """Return a model's configuration; None: it is missing or invalid, which is reported when the model is opened."""
     try:
         written = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -268,18 +268,18 @@ def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, 
 
 
 def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
-    """Move the best model by the probe to the outputs, where the stage keeps it."""
+    """Move the best model by the probe to the outputs, if the stage stores one."""
     kept = controller.best.path if controller.best else None
     if kept is None:
         return {}
     target = job.folder / "outputs" / "best"
-    shutil.rmtree(target, ignore_errors=True)  # of an attempt that died before its result
+    shutil.rmtree(target, ignore_errors=True)  # the folder of an attempt that died before its result
     kept.rename(target)
     return {"best": Output("outputs/best", "tree")}
 
 
 def _costs(job: Job) -> CostModel:
-    """Return the cost model of documents; by tokens only where the configuration lacks the sizes."""
+    """Return the cost model of documents; by tokens only if the configuration lacks the sizes."""
     written = _config(job.input("model"))
     shape = None if written is None else Shape.of_config(written)
     if shape is None:
@@ -415,7 +415,7 @@ def _environment(
 
 
 def _dataflow(job: Job) -> Entry:
-    """Return the user's algorithm; its source is written under its own name, so that workers can import it too."""
+    """Return the user's algorithm; its source is written under its own name, so workers can import it too."""
     meta = job.order.inputs["recipe"].meta
     file = job.folder / "recipe" / str(meta["source"])
     file.parent.mkdir(exist_ok=True)
@@ -441,7 +441,7 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
     """Check that a reward model has the policy's vocabulary, since it reads the policy's tokens.
 
     Raises:
-        InputError: it generates text, or has another vocabulary.
+        InputError: the reward model generates text, or has a different vocabulary.
     """
     if load_tokenizer(policy).get_vocab() != load_tokenizer(judge).get_vocab():
         raise InputError(
@@ -458,7 +458,7 @@ def _check_teacher(policy: Path, teacher: Path, name: str) -> None:
     """Check that a teacher has the policy's vocabulary, since it scores the policy's tokens.
 
     Raises:
-        InputError: it scores, or has another vocabulary.
+        InputError: the teacher scores responses, or has a different vocabulary.
     """
     if load_tokenizer(policy).get_vocab() != load_tokenizer(teacher).get_vocab():
         raise InputError(
@@ -478,10 +478,10 @@ def _prompts(
 
 
 def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Recorder) -> Controller:
-    """Return the loop, resumed where the order names a checkpoint.
+    """Return the loop, resumed from the checkpoint that the order names, if any.
 
-    A checkpoint of this same attempt does not exist: an attempt begins once (`jobs.entry`), also where an executor
-    restarts its job; the next attempt then resumes.
+    This attempt has no checkpoint of its own yet: an attempt begins only once (`jobs.entry`). If an executor restarts
+    the job, the next attempt resumes.
     """
     controller = Controller(
         recipe=trained.recipe,

@@ -1,4 +1,4 @@
-"""The pages of the console. Each calls `Control` as the logged-in principal, so it shows only what they may see."""
+"""The pages of the console. Each calls `Control` as the logged-in principal, so it shows only permitted data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.api.values import ChannelView, RunSummary
 
-COMPARED = 6  # runs side by side: more do not fit a window
+COMPARED = 6  # runs side by side: more do not fit in a window
 PAGE = 50  # runs, or moves of a channel, per page
 _QUEUE = 200  # unfinished runs of a kind that are shown
 _TABLE, _METRICS = 200, 6  # runs and metric columns of the table
@@ -59,8 +59,8 @@ def run_table(visit: Visit) -> Response:
     """Show the newest runs as a table with a column for each metric, sorted and filtered by the query.
 
     `sort` is a column, descending with `-`. `where` has conditions (`heldout/accuracy>=0.9`, `tokens<1e6`) and words
-    that name, id, owner, state or a tag must contain. A run without the value is after the others, and meets no
-    condition.
+    that must occur in name, id, owner, state or a tag. A run without the value comes after the others, and meets no
+    condition on it.
     """
     words = visit.request.query_params
     where, sort, tag = (
@@ -110,7 +110,7 @@ def _test(word: str) -> Callable[[RunSummary], bool]:
 
 
 def _waiting(queue: Sequence[RunSummary], waits: bool) -> list[RunSummary]:
-    """Return the runs in the queue without a running stage, or the others."""
+    """Return the runs in the queue that have no running stage (`waits`), or the others."""
     return [one for one in queue if waits != one.at_work and not is_final("run", one.state)]
 
 
@@ -122,8 +122,8 @@ def run(visit: Visit) -> Response:
 
 def report(visit: Visit) -> Response:
     """Show scores, gates, curves, samples, costs, lineage."""
-    run_id = visit.control.run(visit.named("run")).id  # an unknown run keeps no worker busy
-    part = "part" in visit.request.query_params  # for the page of the run, which shows the stages itself
+    run_id = visit.control.run(visit.named("run")).id  # an unknown run occupies no worker
+    part = "part" in visit.request.query_params  # a part of the run's page, which shows the stages itself
     drawn = visit.drawn("report", run_id=run_id, stages=not part)
     return visit.page("part" if part else "report", run_id=run_id, drawn=drawn)
 
@@ -134,7 +134,7 @@ def card(visit: Visit) -> Response:
 
 
 def log(visit: Visit) -> Response:
-    """Show the end of its jobs' output."""
+    """Show the end of the output of a run's jobs."""
     run_id = visit.control.run(visit.named("run")).id
     return visit.page("log", live=f"run/{run_id}", run_id=run_id, drawn=visit.drawn("log", run_id=run_id))
 
@@ -231,7 +231,7 @@ def note(visit: Visit) -> Response:
 
 
 def stop(visit: Visit) -> Response:
-    """Ask a run to stop."""
+    """Request the stop of a run."""
     return visit.goes_to(f"/runs/{visit.control.stop(visit.named('run')).id}")
 
 
@@ -254,7 +254,7 @@ def _channel(visit: Visit) -> ChannelView:
 
 def _confirmation(visit: Visit, found: ChannelView, to: str, trouble: str = "") -> Response:
     if found.live is None:
-        raise NotFoundError("nothing was released to this channel yet, so there is nothing to go back to")
+        raise NotFoundError("nothing was released to this channel yet, so there is no earlier release to restore")
     history = [move.entry for move in reversed(visit.control.history(found.record.name))]
     wanted = next((entry for entry in history if to and entry.sequence == _number(to)), None)
     if to and wanted is None:

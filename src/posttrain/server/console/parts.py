@@ -1,4 +1,4 @@
-"""Parts of pages that a worker renders: they load numpy, read files of jobs, or judge."""
+"""Parts of pages that a worker renders, since they load numpy, read files of jobs, or judge."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from posttrain.domain.kinds import OWN
 from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
 
-_LINES = 400  # shown of a log
+_LINES = 400  # lines of a log that are shown
 _DATA = ("dataset", "model", "reward", "history", "import", "blob")  # kinds of nodes that made a model
 _EVIDENCE = ("gate", "policy", "evaluation")
 _MEASURING = frozenset(name for name, kind in OWN.items() if kind.measures)
@@ -40,10 +40,10 @@ def _card(control: Control, run_id: str) -> str:
 
 
 def _audit(control: Control, of: str) -> str:
-    """Render three answers about a model: the data that made it, its releases with their approvals, the evidence.
+    """Render three facts about a model: the data that made it, its releases with their approvals, and the evidence.
 
-    The lineage has the approvals of releases and the numbers of gates; the uses of the model's bytes add its releases
-    to other channels, and measurements of other runs.
+    The lineage contains the approvals of releases and the numbers of gates; the uses of the model's bytes add its
+    releases to other channels, and measurements in other runs.
     """
     root = control.lineage(of)
     nodes = _by_kind(root.walk())
@@ -63,7 +63,7 @@ def _audit(control: Control, of: str) -> str:
         "data": [one for kind in _DATA for one in made[kind]],
         "manifests": nodes["manifest"],
     }
-    # a node may be below several others
+    # a node may be below several other nodes
     each = {
         name: list({(one.kind, one.name, one.digest, one.details): one for one in listed}.values())
         for name, listed in shown.items()

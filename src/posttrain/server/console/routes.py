@@ -9,7 +9,7 @@ A request passes checks of its session and form, and then gets its page:
 
 Pages follow changes by a stream: it notifies a browser that its page has changed, and the browser requests the page
 again. A notification has no content, so the stream contains nothing that a page would have to escape. Many viewers of
-the same page cost what one does.
+the same page cost the same as one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EVERY = 1.0  # seconds between two checks for changes
 _AGAIN = 5.0  # seconds between two checks of the follower's permission
 _SILENT = 15.0  # seconds after which a comment keeps the connection open
 _STREAM_SECONDS = 900.0  # seconds of one stream; the browser opens another one
-_KEPT = 256  # marks
+_KEPT = 256  # cached marks
 _RUN = "run/"
 PROJECT = "/projects/{project}"
 _Page = Callable[[Visit], Response]
@@ -56,7 +56,7 @@ _READ: dict[str, _Page] = {
     "/channels": pages.channels,
     "/approvals": pages.approvals,
 }
-_HEAVY: dict[str, _Page] = {  # pages that a worker helps with
+_HEAVY: dict[str, _Page] = {  # pages to which a worker contributes
     "/runs/{run}/report": pages.report,
     "/runs/{run}/card": pages.card,
     "/runs/{run}/log": pages.log,
@@ -114,7 +114,7 @@ class Live:
             return found
         told = await in_thread(READ, self.mark, visit, of)
         if self.followers >= MOST:
-            raise BusyError("too many follow pages of this server; reload instead")
+            raise BusyError("too many open pages follow this server; reload the page instead")
         counted = visit.server.limits.taken(visit.asker.identity.principal, FOLLOW)
         stream = Followed(self._told(request, enter, visit, of, told), counted)
         stream.headers.update(HEADERS)
@@ -141,7 +141,7 @@ class Live:
                 elif now - said >= _SILENT:
                     said = now
                     yield b": still here\n\n"
-        except PosttrainError:  # over: the browser requests the page, which shows why
+        except PosttrainError:  # the stream ends: the browser requests the page, which shows why
             yield b"event: changed\ndata: {}\n\n"
         finally:
             self.followers -= 1
@@ -162,7 +162,7 @@ def _run(control: Control, run_id: str) -> Any:
     return status.run.generation, over, said, stages, status.signals, status.approvals, status.notes
 
 
-# each queries only what every member may see, so a known mark needs no further check
+# each queries only data that every member may see, so a cached mark needs no further check
 _LOOKS: dict[str, Callable[[Control, str], Any]] = {
     "runs": lambda control, _: [_brief(one) for one in (*control.queue(pages.PAGE), *control.ls(pages.PAGE))],
     "run": _run,
@@ -196,7 +196,8 @@ def _enter(server: Server, request: Request) -> Visit:
     """Return the visit of a request, in the project of the path. It reads the ledger: call it in a thread.
 
     Raises:
-        AuthenticationError: no valid session for the project. NotFoundError: the path is not valid.
+        AuthenticationError: there is no valid session for the project.
+        NotFoundError: the path is not valid.
     """
     project = request.path_params["project"]
     secret = visits.secret_of(request, project, secure=server.secure)
@@ -292,7 +293,7 @@ async def _log_in(server: Server, request: Request) -> Response:
         secret = visits.secret_of(request, visits.LOGIN, secure=server.secure)
         fields = await visits.read_form(request, secret, secure=server.secure)
         where = f"address {request.client.host if request.client else ''}"
-        async with server.limits.taken(where, LOGIN):  # guessing is limited to a few threads, and locks no one else out
+        async with server.limits.taken(where, LOGIN):  # guesses have few threads and do not block other users
             found = await in_thread(READ, visits.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")

@@ -1,8 +1,8 @@
 """Visits of browsers to the console: one request, its cookie and form, and the frame, headers and errors of pages.
 
 The cookie of each project contains the secret of a session (`access.authenticators.session`). The token of every form
-is derived from that secret, so that only a page of this server can have made the form. The browser also sends the
-origin of the form, which must be this server.
+is derived from that secret, so only a page of this server can have made the form. The browser also sends the origin of
+the form, which must be this server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "same-origin",  # with no-referrer browsers send `Origin: null` with our own forms
+    "referrer-policy": "same-origin",  # with no-referrer, browsers would send `Origin: null` with our own forms
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
@@ -56,9 +56,9 @@ _TITLES = {
     422: "Invalid request",
     429: "Too many requests",
 }
-FIELD = "form_token"  # of every form
+FIELD = "form_token"  # the field of the token in every form
 MOST_BYTES = 64 << 10  # of a form
-LOGIN = "_login"  # replaces a project: the cookie of the login form
+LOGIN = "_login"  # stands for a project in the cookie of the login form
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _PLACE = re.compile(r"/projects/[A-Za-z0-9/_.~%?=&:+-]*")
 _FORM = "application/x-www-form-urlencoded"
@@ -81,7 +81,7 @@ class Visit:
     secret: str
     control: Control
     role: str | None
-    form: Mapping[str, str]  # of a POST; checked
+    form: Mapping[str, str]  # the checked form of a POST
 
     @property
     def project(self) -> str:
@@ -112,7 +112,7 @@ class Visit:
         """Return a page.
 
         Args:
-            live: the stream that the page follows; it is rendered again when that changes.
+            live: the stream that the page follows; the page is rendered again when the stream reports a change.
         """
         known = projects(self.request, secure=self.server.secure)
         return html(
@@ -146,28 +146,29 @@ def redirect(place: str) -> Response:
 
 
 def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
-    """Return the page of an error. An unexpected error shows its request's id and nothing else."""
+    """Return the page of an error; for an unexpected error it shows only the request's id."""
     status = 401 if isinstance(error, AuthenticationError) else None
     document = error.document if isinstance(error, Refused) else logged_problem(error, request.state.id, status=status)
     status = int(document["status"])
-    words = {"title": _TITLES.get(status, "That did not work"), "detail": str(document["detail"])}
+    words = {"title": _TITLES.get(status, "The request failed"), "detail": str(document["detail"])}
     if visit is None:
         return html("error", status, **words)
     try:
         return visit.page("error", status=status, **words)
-    except PosttrainError:  # the ledger is away: this frame needs no data
+    except PosttrainError:  # the ledger is unreachable: this frame needs no data
         return html("error", status, **words)
 
 
 def cookie(project: str, *, secure: bool) -> str:
-    """Return the name of a project's cookie. Browsers accept one that begins with __Host- over TLS only, from this host
-    alone, for all paths.
+    """Return the name of a project's cookie.
+
+    Browsers accept a cookie whose name begins with __Host- only over TLS, from this host, and for all paths.
     """
     return f"{'__Host-' if secure else ''}posttrain-{project}"
 
 
 def projects(request: Request, *, secure: bool) -> list[str]:
-    """Return the projects for which this browser has a session, valid or over."""
+    """Return the projects for which this browser has a session, valid or expired."""
     prefix = cookie("", secure=secure)
     names = (name.removeprefix(prefix) for name in request.cookies if name.startswith(prefix))
     return sorted(name for name in names if name != LOGIN and _PROJECT.fullmatch(name))
@@ -179,7 +180,7 @@ def secret_of(request: Request, project: str, *, secure: bool) -> str:
 
 
 def asker(server: Server, secret: str, project: str) -> Asker:
-    """Identify the principal of a session. It reads the ledger.
+    """Return the principal of a session. It reads the ledger.
 
     Raises:
         AuthenticationError: the session is not valid for this project.
@@ -189,7 +190,7 @@ def asker(server: Server, secret: str, project: str) -> Asker:
     except AccessError as error:
         raise AuthenticationError(str(error)) from error
     if identity.scopes is None or project not in identity.scopes:
-        raise AuthenticationError("the session is of another project; log in to this one")
+        raise AuthenticationError("the session is for another project; log in to this one")
     return Asker(identity, project)
 
 
@@ -221,7 +222,9 @@ async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str,
     """Return the fields of a form of this server and of a session.
 
     Raises:
-        InputError: not a form, or too large. SlowError: it did not arrive in time. AccessError: as `refuse_foreign`.
+        InputError: the body is not a form, or is too large.
+        SlowError: the form did not arrive in time.
+        AccessError: the form is not from a page of this server and this session.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _FORM:
@@ -238,10 +241,10 @@ async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str,
 
 
 def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, secure: bool) -> None:
-    """Refuse a form of another site's page.
+    """Reject a form of another site's page.
 
     Args:
-        secure: pages are served over TLS alone, so a page of this host without it is not this server's.
+        secure: whether pages are served only over TLS, so a page of this host without TLS is not this server's.
 
     Raises:
         AccessError: the form is not from a page of this server and this session.
@@ -249,9 +252,11 @@ def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, 
     origin, site = _origin(request.headers.get("origin", "")), request.headers.get("sec-fetch-site", "")
     here = ("https" if secure else "http", request.headers.get("host", ""))
     if origin != here or site not in ("", "same-origin"):
-        raise AccessError("the form must come from a page of this server; open the page again, and send it from there")
+        raise AccessError(
+            "the form must come from a page of this server; open the page again and send the form from there"
+        )
     if not secret or not hmac.compare_digest(fields.get(FIELD, "").encode(), form_token(secret).encode()):
-        raise AccessError("the form must be of the session that you are logged in to; open the page again")
+        raise AccessError("the form must be from the current session; open the page again")
 
 
 def _origin(said: str) -> tuple[str, str]:
@@ -264,5 +269,5 @@ def _origin(said: str) -> tuple[str, str]:
 
 
 def place(word: str) -> str:
-    """Return the page to show after the login; empty: the requested one is not a page of the console."""
+    """Return the page to show after the login; empty: the requested page is not in the console."""
     return word if _PLACE.fullmatch(word) and "//" not in word else ""

@@ -1,4 +1,4 @@
-"""A store in this process's memory: the fake for tests. Stores of the same name are the same store."""
+"""A store in this process's memory, for tests. Stores with equal names are the same store."""
 
 from obstore.store import MemoryStore
 
@@ -16,5 +16,5 @@ class Memory(Backend):
         self._name = name
 
     def open(self) -> MemoryStore:
-        """The store of this name."""
+        """Return the store of this name."""
         return _stores.setdefault(self._name, MemoryStore())

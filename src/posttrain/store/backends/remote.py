@@ -1,8 +1,9 @@
-"""Any object store that obstore opens by URL: `s3://bucket/prefix`, `gs://…`, `az://…`; credentials by the environment.
+"""Any object store that obstore opens by URL: `s3://bucket/prefix`, `gs://…`, `az://…`.
 
-Every request has a timeout, so that an unreachable or slow store is an error within a minute. So no large object is one
-request: objects are read in ranges, and written in parts (multipart), of which few are in memory. A failed upload is
-aborted; the upload of a killed process is left to `posttrain gc` (`store.direct`).
+Credentials come from the environment. Every request has a timeout, so an unreachable or slow store is an error within
+a minute. Large objects therefore take several requests: they are read in ranges and written in parts (multipart), few
+of which are in memory. A failed upload is aborted; the upload of a killed process is aborted by `posttrain gc`
+(`store.direct`).
 """
 
 import os
@@ -21,8 +22,8 @@ from posttrain.store.external import refuse_no_endpoint
 
 YOUNG = 3600.0  # seconds; younger objects are deleted only on request
 PART = 8 << 20  # bytes of one request
-ANSWER_SECONDS = 30.0  # that one request may take
-_COPIED = 16 << 20  # bytes a second that a store copies at least
+ANSWER_SECONDS = 30.0  # maximum duration of a request
+_COPIED = 16 << 20  # minimum bytes per second of a copy within a store
 _MOST_PARTS = 9000  # S3 accepts 10,000
 _AT_ONCE = 2  # concurrent parts
 _EMPTY = "416"  # the status for a range of an empty object
@@ -36,10 +37,10 @@ class Remote(Backend):
         self.url = url
 
     def open(self, seconds: float = ANSWER_SECONDS) -> Any:
-        """The store.
+        """Return the store.
 
         Args:
-            seconds: that a request may take.
+            seconds: maximum duration of a request.
 
         Raises:
             InputError: obstore does not support the URL, or the environment has an invalid endpoint.
@@ -47,14 +48,14 @@ class Remote(Backend):
         refuse_no_endpoint(self.url)
         try:
             return from_url(self.url, client_options=_client(seconds), retry_config=_RETRIES)
-        except Exception as error:  # obstore raises its own and built-in errors alike here
+        except Exception as error:  # obstore raises its own and built-in errors here
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(
                 f"artifact store URL {self.url!r} cannot be opened: {line}; name a folder or s3://…"
             ) from error
 
     def touch(self, _key: str, modified: float) -> bool:
-        """See `Backend.touch`: only another write renews an object, which is not needed while it is young."""
+        """See `Backend.touch`: only a write renews an object, which is not needed while the object is young."""
         return time.time() - modified < YOUNG
 
     def pieces(self, store: Any, key: str) -> Iterator[bytes]:
@@ -77,7 +78,7 @@ class Remote(Backend):
         obstore.put(store, key, pieces, chunk_size=max(PART, -(-size // _MOST_PARTS)), max_concurrency=_AT_ONCE)
 
     def copy(self, source: str, target: str, size: int) -> None:
-        """Copy an object of `size` bytes within the store: one request, whose answer takes as long as the copy."""
+        """Copy an object of `size` bytes within the store, in one request whose answer arrives after the copy."""
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
 
 

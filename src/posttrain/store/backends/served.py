@@ -1,7 +1,7 @@
-"""The inputs of one attempt, read from its server over HTTP: a job of a server has no key to the store.
+"""The inputs of one attempt, read from its server over HTTP: a server's job has no key to the store.
 
-A job waits minutes for an unreachable server, and its log records that; each try reads the server's address and the
-job's token again from the attempt's folder. Standard library only.
+A job waits minutes for an unreachable server, and its log records the wait. Each try reads the server's address and the
+job's token again from the attempt's folder. The module uses only the standard library.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class ServedBlobs:
-    """A read-only `BlobStore` of the blobs that the attempt's inputs reach.
+    """A read-only `BlobStore` of the blobs of an attempt's inputs.
 
     Args:
-        folder: the attempt's.
+        folder: the attempt's folder.
         patience: seconds that the server may be unreachable.
     """
 
@@ -44,15 +44,15 @@ class ServedBlobs:
         return nullcontext()
 
     def put(self, data: bytes) -> str:
-        """Refuse to store bytes.
+        """Raise: this store is read-only.
 
         Raises:
-            InputError: always: a job leaves its outputs in its folder.
+            InputError: always; a job leaves its outputs in its folder.
         """
         raise InputError("a job of a server stores nothing itself: it leaves its outputs in its attempt folder")
 
     def put_file(self, path: Path) -> str:
-        """Refuse to store a file: see `put`."""
+        """Raise: see `put`."""
         return self.put(b"")
 
     def get(self, digest: str) -> bytes:
@@ -102,7 +102,7 @@ class ServedBlobs:
                     state.update(piece)
                     file.write(piece)
             if answer.length:
-                raise ConnectionError("its answer broke off")
+                raise ConnectionError("its answer ended early")
             if DIGEST_PREFIX + state.hexdigest() != digest:
                 self._direct = False  # a proxy may be at fault: retry through the server
                 raise IntegrityError(
@@ -119,7 +119,7 @@ class ServedBlobs:
         """Call `ask` until the server answers, and return the answer.
 
         Raises:
-            NotFoundError: the attempt's inputs do not reach the blob.
+            NotFoundError: the blob is not part of the attempt's inputs.
             UnavailableError, InfrastructureError: see `Reach.again`.
         """
         if not is_digest(digest):
@@ -132,7 +132,7 @@ class ServedBlobs:
 
 @contextmanager
 def _answer(access: JobAccess, method: str, digest: str, *, direct: bool = False) -> Iterator[http.client.HTTPResponse]:
-    """Yield the answer to one request, following a redirect to the store, which gets no token."""
+    """Yield the answer to one request; follow a redirect to the store, without sending the token."""
     with ExitStack() as held:
         connection = held.enter_context(closing(reached(access)))
         path = f"/v1/attempt/blobs/{digest}{'?direct=yes' if direct and not access.socket else ''}"

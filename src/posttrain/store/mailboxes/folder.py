@@ -12,7 +12,7 @@ _NUMBERED = re.compile(r"([0-9]{1,15})(\.[a-z]+)?")
 
 
 class FolderObjects:
-    """`MailboxObjects` below `folder`, which the first write makes."""
+    """`MailboxObjects` below `folder`, which the first write creates."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class FolderObjects:
             return None
 
     def remove(self, key: str) -> None:
-        """See `MailboxObjects.remove`; a file that a power cut restores is in its pack too."""
+        """See `MailboxObjects.remove`; not synced, because a file that a power cut restores is also in its pack."""
         (self._folder / key).unlink(missing_ok=True)
 
     def numbers(self, folder: str) -> list[int]:
@@ -65,7 +65,7 @@ class FolderObjects:
 
 
 def _refused(path: Path, error: BaseException | None) -> IntegrityError | None:
-    """The error for a path that the job itself made unusable; None: the job is not the cause."""
+    """Return the error for a path that the job made unusable; None if the job is not the cause."""
     if not its_doing(error):
         return None
     return IntegrityError(f"{path} cannot be used: {getattr(error, 'strerror', error)}; its job put something there")

@@ -23,7 +23,7 @@ from posttrain.store.atomic import most_of
 from posttrain.store.external import refuse_no_endpoint
 
 _DIGITS = 16  # of a number
-_SECONDS = timedelta(seconds=30)  # that a request may take, including obstore's retries
+_SECONDS = timedelta(seconds=30)  # maximum duration of a request, including obstore's retries
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": _SECONDS}
 
 
@@ -34,10 +34,10 @@ def object_store(url: str) -> ObjectStoreObjects:
 
 
 def checked_url(url: str) -> str:
-    """Return a URL for channels as it is recorded, after a test of its store.
+    """Return the normal form of a URL for mailboxes, after a test of its store.
 
     Raises:
-        InputError: it is not an S3 URL, contains credentials, or its store lacks conditional PUTs.
+        InputError: the URL is not of S3, or contains credentials; the store lacks conditional PUTs.
         UnavailableError: the store does not answer.
     """
     parts = urlsplit(url)
@@ -45,13 +45,16 @@ def checked_url(url: str) -> str:
         raise InputError(f"mailboxes must be at s3://BUCKET/PREFIX, got {url.partition('@')[2] or url!r}")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise InputError(
-            "mailboxes: the URL must hold no credentials; export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "mailboxes: the URL must contain no credentials; export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     place, key = ObjectStoreObjects(url), f"try-{secrets.token_hex(8)}"
     first, second = place.create(key, b"1"), place.create(key, b"2")
     place.remove(key)
     if not first or second:
-        raise InputError(f"mailboxes {url}: the store must refuse a PUT with If-None-Match: * over an object; name one")
+        raise InputError(
+            f"mailboxes {url}: the store must reject a PUT with If-None-Match: * of an existing object; "
+            "use a store that does"
+        )
     return place.place
 
 
@@ -67,7 +70,7 @@ class ObjectStoreObjects:
         refuse_no_endpoint(self._url)
         try:
             self._store: Any = from_url(self._url, retry_config=_RETRIES)
-        except Exception as error:  # obstore raises its own and built-in errors alike here
+        except Exception as error:  # obstore raises its own and built-in errors here
             raise InputError(
                 f"mailbox URL {url!r} cannot be opened: {_line(error)}; name s3://BUCKET/PREFIX"
             ) from error

@@ -1,6 +1,6 @@
-"""An attempt's objects through its server: a job of a server has no key to the store of the objects.
+"""An attempt's objects through its server: a server's job has no key to the store of the objects.
 
-Requests wait for an unreachable server, except that for the summary, which is written again with the next segment.
+Requests wait for an unreachable server, except the summary's, which is written again with the next segment.
 """
 
 import http.client
@@ -13,7 +13,7 @@ from posttrain.store.retries import PATIENCE, REFUSED, JobAccess, KeptConnection
 
 _PATH = "/v1/attempt/channel"
 _OK, _MISSING, _THERE = (200, 201, 204), 404, 409
-TOO_MUCH = 413  # the attempt has written its maximum
+TOO_MUCH = 413  # HTTP status: the attempt has written its maximum
 
 
 class ServedObjects:
@@ -28,8 +28,8 @@ class ServedObjects:
 
     @property
     def place(self) -> str:
-        """The channel, by its attempt's folder."""
-        return f"the channel of {self._reach.folder}"
+        """The mailbox, named by its attempt's folder."""
+        return f"the mailbox of {self._reach.folder}"
 
     def create(self, key: str, data: bytes) -> bool:
         """See `MailboxObjects.create`."""
@@ -84,7 +84,7 @@ class ServedObjects:
             if status in REFUSED:
                 raise refusal()
             if status == TOO_MUCH:
-                raise InputError(f"{key}: the attempt has written more to its channel than it may; let it write less")
+                raise InputError(f"{key}: the attempt has written more to its mailbox than is allowed; write less")
             if status not in (*_OK, _MISSING, _THERE):
                 raise UnavailableError(f"status {status}")
             return status, body

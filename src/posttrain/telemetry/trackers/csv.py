@@ -1,6 +1,6 @@
 """Points as lines of a CSV file, one file for each run: `run,stage,step,wall_time,metric,value`.
 
-Lines are only appended. A last line without its end was cut short by a kill or a full disk, and is removed.
+Lines are only appended. A last line without a line end was truncated by a kill or a full disk, and is removed.
 """
 
 import csv
@@ -29,7 +29,7 @@ class CsvTracker(AppendedTracker):
         return found
 
     def _lines(self, found: Cursor) -> Iterator[int]:
-        """Yield the position behind each whole line."""
+        """Yield the position after each whole line."""
         end = 0
         with open(self._path, "rb") as lines:
             for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""A tracker in memory, for tests: the caller keeps the targets by run."""
+"""A tracker in memory, for tests; the caller stores the targets by run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

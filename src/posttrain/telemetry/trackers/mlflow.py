@@ -1,9 +1,9 @@
 """Points as metrics `stage/metric` of an MLflow run, released models as versions whose aliases are the channels.
 
-The MLflow run is the one with the tag `posttrain.run`; its metrics determine which points it has. Names use the
-characters that MLflow allows: `@` becomes `_at_`, any other one `_`. Where that does not determine the real name
-(another character became `_`, it was cut, or it has `_at_` itself), eight digits of the real name's SHA-256 follow. In
-a file store a line that was cut short is removed.
+The MLflow run has the tag `posttrain.run`; its metrics are the existing points. Names use the characters that MLflow
+allows: `@` becomes `_at_`, any other character `_`. If the result does not determine the real name (a character became
+`_`, the name was cut, or it contains `_at_`), eight digits of the real name's SHA-256 follow. In a file store, a
+truncated line is removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RUN_TAG, DIGEST_TAG, WORKSPACE_TAG = "posttrain.run", "posttrain.digest", "postt
 _SQLITE = "sqlite:///"
 _ALIEN = re.compile(r"[^\w.\- /]", re.ASCII)
 _NAME, _VALUE = 250, 6000  # MLflow's limits for characters of a name, of a parameter
-_LONGEST = _NAME - 70  # of a metric: the stage's name precedes it
+_LONGEST = _NAME - 70  # of a metric, which follows the stage's name
 _MARKED = re.compile(r"-[0-9a-f]{8}\Z")  # the end of a changed name
 _METRICS, _PARAMS = 500, 100  # in a request
 _STATUS = {"succeeded": "FINISHED", "rejected": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -50,7 +50,7 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # our own output may be JSON
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # Posttrain's output may be JSON
     "MLFLOW_ALLOW_FILE_STORE": "true",  # the user chose a folder
 }
 
@@ -60,7 +60,7 @@ class MlflowTracker(Tracker):
 
     Args:
         uri: of the tracking server, or `sqlite:///…`, or a folder.
-        experiment: made if it does not exist.
+        experiment: created if it does not exist.
         model: the registered model whose versions are releases.
     """
 
@@ -146,7 +146,7 @@ class MlflowTracker(Tracker):
             artifacts = str(Path(str(self._folder)) / "mlartifacts" / self._experiment) if sqlite else None
             try:
                 return str(self._client.create_experiment(self._experiment, artifacts))
-            except MlflowException:  # another run's tracker made it first
+            except MlflowException:  # another run's tracker has just created it
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
@@ -157,7 +157,7 @@ class MlflowTracker(Tracker):
         return found[0] if found else None
 
     def _mend(self, artifacts: str) -> None:
-        """Remove lines that were cut short, which a file store could not read."""
+        """Remove truncated lines, which a file store could not read."""
         if self._folder is None or self._uri.startswith(_SQLITE):
             return
         for path in (Path(unquote(urlsplit(artifacts).path)).parent / "metrics").rglob("*"):

@@ -1,7 +1,7 @@
 """Points as a Parquet file, one for each run: columns run, stage, step, wall_time, metric, value.
 
-The file is replaced as a whole and never incomplete. The file of a running run is rewritten when a quarter more points
-have arrived, so that all writes amount to a few times its size; the rest is written at the run's end.
+The file is replaced as a whole and never incomplete. During a run the file is rewritten when a quarter more points have
+arrived, so all writes amount to a few times its size; the rest is written at the run's end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ParquetTracker(FileTracker):
                 yield from file.iter_batches(_BATCH, columns=columns)
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise WorkspaceError(
-                f"{self._path}: cannot be read: {error}; move it away, and it is made again"
+                f"{self._path}: cannot be read: {error}; move it away; it is then recreated"
             ) from error
 
     def log(self, rows: Sequence[Row]) -> None:

@@ -1,7 +1,7 @@
 """Points as scalars of TensorBoard's event files: a folder for each run, tags `stage/metric`.
 
-One file for each run, to which records are appended; a record that was cut short is removed. Scalars are float32, like
-TensorBoard's own. Format: TFRecord (length, its masked CRC-32C, data, its masked CRC-32C) of `Event` messages.
+There is one file for each run, to which records are appended; a truncated record is removed. Scalars are float32, as in
+TensorBoard. Format: TFRecord (length, its masked CRC-32C, data, its masked CRC-32C) of `Event` messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorBoardTracker(AppendedTracker):
         return found
 
     def _taken(self, found: Cursor) -> Iterator[int]:
-        """Yield the position behind each whole record, and read its points and texts."""
+        """Yield the position after each whole record, and read its points and texts."""
         for place, event in _events(self._path):
             for value in event.summary.value:
                 if value.tag in (_ABOUT, _OUTCOME):
@@ -101,10 +101,10 @@ class TensorBoardTracker(AppendedTracker):
 
 
 def _events(path: Path) -> Iterator[tuple[int, Event]]:
-    """Yield the whole records of a file with the position behind each; stop before one that is cut short or damaged.
+    """Yield the whole records of a file, each with the position after it; stop before a truncated or damaged record.
 
-    A removed record is written again. Only the last record's data are checked: each earlier record was whole when the
-    next one was appended.
+    A removed record is written again. Only the last record's data are checked, because each earlier record was complete
+    when the next one was appended.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c

@@ -1,13 +1,13 @@
 """Points as history of a W&B run with the same id: keys `stage/metric` over `stage/step`.
 
-Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. wandb cannot append to it, so a run
-that continues after a kill is copied into a new folder first, from the old folder's records::
+Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. wandb cannot append to the folder, so
+the records of a run that continues after a kill are first copied into a new folder::
 
     offline-run-1-ID                            the only one: the target
-    offline-run-1-ID (marked) offline-run-2-ID  copying; after a kill the marked one is the target, the other is deleted
+    offline-run-1-ID (marked) offline-run-2-ID  copying; after a kill the marked folder is the target
     .old-offline-run-1-ID     offline-run-2-ID  copied: the rename is the commit
 
-Online, the service keeps the run, and its history contains the points present.
+Online, the service stores the run, and its history contains the existing points.
 """
 
 import json
@@ -31,7 +31,7 @@ _DOT = ":"  # replaces a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
 _ARRIVING = 300.0  # seconds until written records must be in the file
-_SERVICE = "WANDB_SERVICE"  # another program's wandb service: it resolves paths itself, and may have ended
+_SERVICE = "WANDB_SERVICE"  # a different program's wandb service resolves paths itself, and may have ended
 _WORKSPACE = "posttrain_workspace"  # in the configuration
 
 
@@ -39,7 +39,7 @@ class WandbTracker(Tracker):
     """The `Tracker` of a project.
 
     Args:
-        folder: where wandb makes its folder `wandb`.
+        folder: in which wandb creates its folder `wandb`.
         project: of the account.
         entity: the account or team; None: the key's own.
         mode: `offline` or `online`.
@@ -84,7 +84,7 @@ class WandbTracker(Tracker):
         return Cursor(self._cursor)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`: wandb writes in the background; `end` checks that it did."""
+        """See `Tracker.log`: wandb writes in the background, which `end` checks."""
         self._open()
         for row in rows:
             self._say(row)
@@ -126,7 +126,7 @@ class WandbTracker(Tracker):
             if time.monotonic() >= until:
                 break
             time.sleep(0.1)
-        raise WorkspaceError(f"{target}: not all that was handed to wandb arrived; is the disk full?")
+        raise WorkspaceError(f"{target}: wandb did not write all data; check the free space of its disk")
 
     def close(self) -> None:
         """See `Tracker.close`."""
@@ -183,7 +183,7 @@ class WandbTracker(Tracker):
     # --- points present ----------------------------------------------------------------------------------------------
 
     def _target(self, *, tidy: bool = False) -> Path | None:
-        """Return the run's folder. `tidy`: delete what a killed writer left next to it."""
+        """Return the run's folder. `tidy`: delete the folders that a killed writer left next to it."""
         if self._about is None:
             return None
         found = sorted((self._base / "wandb").glob(f"offline-run-*-{self._about.id}"))
@@ -234,7 +234,7 @@ class WandbTracker(Tracker):
 
 
 def _row(said: Mapping[str, Any]) -> Row | None:
-    """Return the row that a line of history was made from; None: the line is not a row."""
+    """Return the row from which a line of history was written; None if the line is not a row."""
     step = next((key for key in said if key.endswith(f"/{STEP}") and key.count("/") == 1 and said[key] is not None), "")
     stage = step.removesuffix(f"/{STEP}")
     values = {key.removeprefix(f"{stage}/"): value for key, value in said.items() if key.startswith(f"{stage}/")}

@@ -1,1 +1,1 @@
-"""Where workers run: in the controller's own process, or in Ray actors."""
+"""Back-ends that run workers: in the controller's own process, or in Ray actors."""

@@ -19,7 +19,7 @@ R = TypeVar("R")
 @final
 @dataclass(frozen=True, slots=True)
 class InlineStored(Generic[R]):
-    """A value that is its own reference."""
+    """A stored value in this process: the reference contains the value."""
 
     here: ClassVar[bool] = True
     held: R
@@ -32,7 +32,7 @@ class InlineStored(Generic[R]):
 @final
 @dataclass(frozen=True, slots=True)
 class InlineCall(Generic[R]):
-    """A call that was answered, or failed, when it was made."""
+    """A call that has already returned or failed."""
 
     role: str
     rank: int
@@ -52,7 +52,7 @@ class InlineCall(Generic[R]):
 @final
 @dataclass(slots=True)
 class InlineFlow(Generic[R]):
-    """A generator that advances when an answer is taken."""
+    """A generator that advances when the caller takes an answer."""
 
     role: str
     rank: int
@@ -68,7 +68,7 @@ class InlineFlow(Generic[R]):
         return Answer(self._count, self._started or time.time(), self._seconds)
 
     def next(self) -> list[R]:
-        """Return the next answer; an empty list where it has ended."""
+        """Return the next answer in a list; an empty list after the last answer."""
         self._started, begin = self._started or time.time(), time.perf_counter()
         try:
             return [next(self.answers)]
@@ -88,8 +88,8 @@ class InlineBackend:
     """`Backend` inside this process.
 
     Args:
-        ranks: number of ranks; more than one without collectives.
-        device: of every context.
+        ranks: number of ranks; with more than one there are no collectives.
+        device: the device of every rank context.
         pool: its name.
     """
 
@@ -118,7 +118,7 @@ class InlineBackend:
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[R]]:
-        """See `Backend.submit`; the calls have run when this returns, one after the other."""
+        """See `Backend.submit`; runs the calls one after the other before it returns."""
         return [self._run(role, rank, method, args, kwargs) for rank in ranks]
 
     def submit_stored(
@@ -139,13 +139,13 @@ class InlineBackend:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Flow[R]]:
-        """See `Backend.submit_stream`; nothing has begun when this returns."""
+        """See `Backend.submit_stream`; starts nothing."""
         self._refuse_closed(role, ranks[0])
         name = method.__name__
         return [InlineFlow(role, r, name, iter(method(self._workers[role, r], *args, **kwargs))) for r in ranks]
 
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
-        """See `Backend.take`; computes the next answer, one rank after the other, however long that takes."""
+        """See `Backend.take`; computes the next answer of each rank in turn, without a time limit."""
         for flow in flows:
             assert isinstance(flow, InlineFlow)
             while not flow.ended:
@@ -154,7 +154,7 @@ class InlineBackend:
         return []
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
-        """See `Backend.wait`; all calls have run, so the group checks deadlines afterwards."""
+        """See `Backend.wait`. All calls have already run, so the group checks deadlines afterwards."""
         answers: list[Answer[R]] = []
         for call in calls:
             assert isinstance(call, InlineCall)
@@ -165,7 +165,7 @@ class InlineBackend:
         return answers
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Do nothing: a worker is lost only with the controller."""
+        """Do nothing: a worker can only be lost together with the controller."""
 
     def give_up(self, reason: str) -> None:
         """Do nothing: no call can be stuck here."""

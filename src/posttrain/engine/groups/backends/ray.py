@@ -1,10 +1,10 @@
 """Workers in Ray actors, one process per rank on one machine or many, and a pool's resources in a Ray cluster.
 
-An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray schedules, transports and detects
-deaths. It restarts nothing: where ranks work together a lost rank means a lost pool, and the job resumes from a
-checkpoint; where they work alone `replace` starts the lost one again.
+An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray schedules processes, transports
+values and detects deaths. Ray restarts nothing. Where ranks work together, a lost rank means a lost pool, and the job
+resumes from a checkpoint; where ranks work alone, `replace` starts a lost rank again.
 
-A pool reserves one bundle of resources per rank in the cluster: all bundles or none.
+A pool reserves one bundle of resources per rank in the cluster: either all bundles or none.
 """
 
 import os
@@ -42,7 +42,7 @@ _TRACE = 0.001  # the amount by which Ray marks a node with this accelerator; al
 _PREFIX = "posttrain-"
 R = TypeVar("R")
 _SMALL = 64 * 1024  # bytes; Ray copies smaller arguments into each call anyway
-_CLOSING = 10.0  # seconds for processes to leave by themselves, and again to end
+_CLOSING = 10.0  # seconds for processes to exit by themselves, and the same again after they are killed
 
 
 @final
@@ -50,9 +50,9 @@ _CLOSING = 10.0  # seconds for processes to leave by themselves, and again to en
 class RankResources:
     """Resources of one rank: `RankResources(cpus=4, gpus=1, kind="h100")`."""
 
-    cpus: float = 1.0  # 0: none are reserved
+    cpus: float = 1.0  # 0: no CPUs are reserved
     gpus: float = 0.0
-    kind: str | None = None  # of accelerator, as Ray names it, in any letter case
+    kind: str | None = None  # kind of accelerator as Ray names it, in any letter case
 
     def bundle(self, offered: Mapping[str, float]) -> dict[str, float]:
         """Return the resources as Ray counts them; `offered` has the cluster's spelling of the accelerator."""
@@ -70,7 +70,7 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
 
     Raises:
         InputError: the cluster could not hold the pool even if it were empty; nothing was created.
-        InfrastructureError: it is too full, and stayed so for `seconds`.
+        InfrastructureError: the cluster had no room for `seconds`.
     """
     offered = ray.cluster_resources()
     bundle = resources.bundle(offered)
@@ -87,15 +87,15 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
         free = ray.available_resources()
         remove_placement_group(group)
         raise InfrastructureError(
-            f"pool {pool} must get {ranks} ranks of {_words(bundle)} within {seconds:g} seconds, free are "
-            f"{_words({key: free.get(key, 0.0) for key in bundle})}; in the way: {_holders(group)}; "
-            "wait until it ends, or request less"
+            f"pool {pool} must get {ranks} ranks of {_words(bundle)} within {seconds:g} seconds, got only "
+            f"{_words({key: free.get(key, 0.0) for key in bundle})} free, the rest used by {_holders(group)}; "
+            "wait until that work ends, or request less"
         )
     return group
 
 
 def _holders(own: Any) -> str:
-    """Return the placement groups that hold resources now; other work in the cluster has no names."""
+    """Return the names of placement groups that hold resources now; other work in the cluster has no names."""
     groups = placement_group_table().values()
     names = [g["name"] or g["placement_group_id"] for g in groups if g["state"] == "CREATED"]
     return ", ".join(sorted(name.removeprefix(_PREFIX) for name in names)) or "other work in the cluster"
@@ -110,18 +110,18 @@ class RayBackend:
     """`Backend` of Ray actors, in the cluster that this process is connected to.
 
     Args:
-        pool: its name.
+        pool: the pool's name.
         ranks: number of processes.
-        resources: of each.
-        threads: of torch and OpenMP in each.
-        sequence_parallel: consecutive ranks that work on one shard.
-        start_seconds: for the cluster to have room, and again for the processes to be up.
+        resources: of each process.
+        threads: of torch and OpenMP in each process.
+        sequence_parallel: number of consecutive ranks that work on one shard.
+        start_seconds: maximum wait for room in the cluster, and the same again for the processes to start.
         collective_seconds: maximum duration of one collective.
-        collective: whether the ranks form a process group. A rank of a pool without one can be replaced.
+        collective: whether the ranks form a process group. Only without one can a rank be replaced.
 
     Raises:
-        InputError: the cluster could never hold it.
-        InfrastructureError: it had no room, or the processes did not come up.
+        InputError: the pool would not fit the cluster even if it were empty.
+        InfrastructureError: the cluster had no room; the processes did not start in time.
     """
 
     name = "ray"
@@ -172,7 +172,7 @@ class RayBackend:
     def start(
         self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
     ) -> None:
-        """See `Backend.start`; ranks construct at the same time."""
+        """See `Backend.start`; the ranks construct their workers concurrently."""
         check_importable(worker, f"the worker class of role {role}")
         self._usable(role)
         ranks = range(self.ranks)
@@ -249,7 +249,7 @@ class RayBackend:
             time.sleep(0.02)
 
     def replace(self, rank: int, timeout: float) -> None:
-        """See `Backend.replace`; the new process takes the resources of the lost one."""
+        """See `Backend.replace`; the new process uses the resources of the lost one."""
         ray.kill(self._hosts[rank])
         self._hosts[rank] = self._host(rank)
         try:
@@ -304,7 +304,7 @@ class RayBackend:
             return pack(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InputError(
-                f"arguments of {role}.{method} must travel between processes, got {error}; pass plain values"
+                f"arguments of {role}.{method} must be sent between processes, got {error}; pass plain values"
             ) from error
 
     def _sent(self, parcel: Parcel, ranks: Sequence[int]) -> Any:

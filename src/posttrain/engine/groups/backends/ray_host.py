@@ -1,11 +1,11 @@
 """The host in each process of a Ray pool, and the calls to hosts.
 
-A host holds the workers of every role in its process. A call records its outcome on each host, and how long to wait for
-the other hosts when one has failed.
+A host contains the workers of every role in its process. A call collects the outcome of each host, and limits the wait
+for the other hosts after a failure.
 
-The controller waits in `settle` and nowhere else. The wait ends with every answer; with the deadline; or with a failure
-and then the grace period, within which slower ranks report too. A rank without an outcome after that may be stuck in a
-collective that will never complete, so the pool is given up.
+The controller waits in `settle` and nowhere else. The wait ends when every rank has answered, at the deadline, or at
+the end of the grace period that follows a failure; within this period slower ranks report too. A rank without an
+outcome after that may be stuck in a collective that never completes, so the pool is given up.
 """
 
 import os
@@ -46,9 +46,9 @@ GRACE = 10.0  # seconds
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception on its way to the controller."""
+    """An exception that a host sends to the controller."""
 
-    pickled: bytes | None  # None: it cannot be rebuilt elsewhere
+    pickled: bytes | None  # None: the exception cannot be unpickled elsewhere
     summary: str  # `ValueError: no such token`
     traceback: str
 
@@ -56,7 +56,7 @@ class Failure:
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call; without an answer when it failed, or when the answer stays in the object store."""
+    """The result of a call. It has no answer if the call failed, or if the answer stays in the object store."""
 
     started: float  # seconds since the epoch
     seconds: float
@@ -66,7 +66,7 @@ class Outcome:
 
 @final
 class Host:
-    """One rank. Ray makes it an actor with one thread, so calls run one at a time, in the order they were made.
+    """One rank. Ray runs it as an actor with one thread, so calls run one at a time, in the order of submission.
 
     Args:
         context: passed to its workers.
@@ -85,7 +85,7 @@ class Host:
             torch.cuda.set_device(context.device)
 
     def __repr__(self) -> str:
-        """The prefix of its lines in the controller's log."""
+        """The prefix of this host's lines in the controller's log."""
         return f"{self._context.pool}[{self._context.rank}]"
 
     def identify(self, alone: bool) -> Process:
@@ -95,7 +95,7 @@ class Host:
     def open_store(self, seconds: float) -> tuple[str, int]:
         """Rank 0: listen on this node's address for the other ranks.
 
-        The socket is created here because a store's own socket would listen on every address of the node.
+        The socket is created here because a socket that the store creates would listen on every address of the node.
         """
         listening = socket.create_server((self._address, 0), backlog=max(128, self._context.size))
         port: int = listening.getsockname()[1]
@@ -103,7 +103,7 @@ class Host:
         return self._address, port
 
     def join(self, address: tuple[str, int], seconds: float) -> None:
-        """Form the default process group of the pool's ranks; a collective may take so many seconds."""
+        """Join the default process group of the pool's ranks; a collective may take at most `seconds`."""
         interfaces = psutil.net_if_addrs().items()
         mine = [name for name, found in interfaces if any(a.address == self._address for a in found)]
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if mine else ():
@@ -123,7 +123,7 @@ class Host:
         started, begin = time.time(), time.perf_counter()
         try:
             worker, args, kwargs = unpack(parcel, fetch)
-            self._workers.pop(role, None)  # frees its memory before the next one loads
+            self._workers.pop(role, None)  # frees the old worker's memory before the new one loads
             self._workers[role] = worker(self._context, *args, **kwargs)
         except Exception as error:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
@@ -141,12 +141,12 @@ class Host:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
 
     def keep(self, role: str, parcel: Parcel) -> tuple[Outcome, Parcel | None]:
-        """Like `call`; returns two values for the object store, of which the controller fetches the first only."""
+        """Like `call`; returns two values to the object store, of which the controller fetches only the first."""
         outcome = self.call(role, parcel)
         return Outcome(outcome.started, outcome.seconds, None, outcome.failure), outcome.answer
 
     def stream(self, role: str, parcel: Parcel) -> Iterator[Outcome]:
-        """Like `call`, for a method that yields: an outcome for each answer."""
+        """Like `call`, for a generator method; yields an outcome for each answer."""
         answers: Iterator[Any] | None = None
         while True:
             started, begin = time.time(), time.perf_counter()
@@ -192,7 +192,7 @@ def fetch(handle: Any) -> Parcel:
 
 
 def _failure(error: Exception) -> Failure:
-    """Return the exception, pickled where it can be rebuilt elsewhere, and as text in any case."""
+    """Return the exception as text and, if the controller can unpickle it, pickled."""
     try:
         pickled: bytes | None = pickle.dumps(error)
         if type(pickle.loads(pickled or b"")) is not type(error):  # noqa: S301  # our own bytes, read back
@@ -210,7 +210,7 @@ class RayCall(Generic[R]):
     Args:
         size: bytes of the arguments.
         outcome: reference to the `Outcome`.
-        stored: reference to the value, when that stays in the object store.
+        stored: reference to the value, if the value stays in the object store.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class RayCall(Generic[R]):
         return self._answer is not None or self.failure is not None
 
     def settle(self) -> None:
-        """Fetch the outcome, which is available."""
+        """Fetch the outcome, which must be available."""
         try:
             outcome: Outcome = ray.get(self.reference)
         except RayError as error:
@@ -272,7 +272,7 @@ class RayFlow(Generic[R]):
     """A generator running on one rank.
 
     Args:
-        outcomes: Ray's generator of references to its outcomes.
+        outcomes: Ray's generator of references to the outcomes.
         size: bytes of the arguments.
     """
 
@@ -287,10 +287,10 @@ class RayFlow(Generic[R]):
         return self._taken
 
     def next(self) -> list[R]:
-        """Return the next answer; an empty list where it has ended or failed.
+        """Return the next answer in a list; an empty list if the generator has ended or failed.
 
         Raises:
-            WorkerLostError: its process has ended.
+            WorkerLostError: the rank's process has ended.
             Exception: raised by the worker.
         """
         if self.failure is not None:
@@ -315,8 +315,9 @@ class RayFlow(Generic[R]):
 
 
 def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], None]) -> list[R]:
-    """Return the answers that have arrived; wait at most `timeout` seconds for the first one. A failure is raised after
-    all earlier answers of its rank have been taken.
+    """Return the answers that have arrived; wait at most `timeout` seconds for the first one.
+
+    A failure is raised after all earlier answers of its rank have been taken.
 
     Args:
         give_up: called with the reason when the pool cannot be used any longer.
@@ -345,14 +346,14 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
     """Wait until every call has an answer.
 
     Args:
-        calls: of one dispatch.
+        calls: the calls of one dispatch.
         timeout: seconds.
         give_up: called with the reason when the pool cannot be used any longer.
 
     Raises:
-        DeadlineError: calls without an outcome when the time is over.
+        DeadlineError: a call has no outcome when the time is over.
         WorkerLostError: a process has ended.
-        Exception: raised by a worker; the first failure, except that a lost process explains the others' failures.
+        Exception: raised by a worker: the first failure, unless a lost process explains the failures.
     """
     waiting = {call.reference: call for call in calls if not call.settled}
     failure = next((call.failure for call in calls if call.failure is not None), None)
@@ -366,7 +367,7 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
         if call.failure is None:
             continue
         if isinstance(call.failure, WorkerLostError) and call.failure.process:
-            raise call.failure  # does not wait for the others, which continue
+            raise call.failure  # the other ranks continue, and are not waited for
         if failure is None:
             deadline = time.monotonic() + GRACE
         if failure is None or (isinstance(call.failure, WorkerLostError) and not isinstance(failure, WorkerLostError)):
@@ -381,8 +382,8 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
     if silent:
         give_up(f"{_named(silent)} did not answer in time")
         raise DeadlineError(
-            f"{_named(silent)} must answer {silent[0].method} before its deadline, waited {timeout:.3g} seconds; look "
-            "at what the rank does, or give the call more time (runtime.call_timeout)"
+            f"{_named(silent)} must answer {silent[0].method} before its deadline, waited {timeout:.3g} seconds; check "
+            "what the rank does, or raise runtime.call_timeout"
         )
 
 
@@ -392,7 +393,7 @@ def _named(calls: Sequence[RayCall[Any]]) -> str:
 
 
 def _rebuilt(failure: Failure) -> Exception:
-    """Return the worker's exception, with its own type where possible, caused by its traceback."""
+    """Return the worker's exception, with its original type if possible; its cause is the remote traceback."""
     error: Exception | None = None
     if failure.pickled is not None:
         try:

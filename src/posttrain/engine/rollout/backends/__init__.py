@@ -1,1 +1,1 @@
-"""One file per rollout back-end. The files are independent of each other."""
+"""Rollout back-ends, one file each, independent of each other."""

@@ -1,4 +1,4 @@
-"""Decoding with any causal language model of transformers, by its own forward and its own key-value cache."""
+"""Decoding with any causal language model of transformers, using the model's forward and key-value cache."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ from posttrain.engine.rollout.decoding import Rows, StopStrings, decode_batch
 from posttrain.engine.rollout.port import Generation
 from posttrain.engine.samples import Trajectory
 
-_DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so several are dropped at a time
+_DROP_SHARE = 0.15  # dropping rows copies the cache, so several rows are dropped at a time
 
 
 class ModuleRollout(BatchedEngine):
-    """`RolloutEngine` over the module of a `LanguageModel`.
+    """`RolloutEngine` with the module of a `LanguageModel`.
 
     Args:
-        kv_cache: bytes that keys and values may take; None: as many as a batch needs.
-        texts: the text of tokens, for responses that end at strings; None: such generations are refused.
+        kv_cache: maximum bytes of keys and values; None: as many as a batch needs.
+        texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
     """
 
     def __init__(self, model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None) -> None:
@@ -56,14 +56,13 @@ class ModuleRollout(BatchedEngine):
 class _ModuleSession:
     """Rows padded on the left, with the cache that the module returns.
 
-    A cache whose layers can select rows holds each prompt once until it is expanded to its rows, and drops ended rows.
-    Any other cache starts with all rows and keeps them. A module that returns no cache reads its whole rows at every
-    step.
+    A cache whose layers can select rows contains each prompt once until the prompt is expanded to its rows, and drops
+    ended rows. Other caches start with all rows and keep them. A module without a cache reads whole rows at every step.
     """
 
     def __init__(self, model: LanguageModel, rows: Rows) -> None:
         half = next(model.module.parameters()).dtype in HALF
-        self._head = model.head if half else None  # its logits in float32, as in training; a wider module has its own
+        self._head = model.head if half else None  # logits in float32, as in training; wider modules compute their own
         self._module = model.module.base_model if self._head else model.module
         self._rows = rows
         self._device = model.device
@@ -95,7 +94,7 @@ class _ModuleSession:
         return self._forward(self._tokens if self._cache is None else tokens[:, None])
 
     def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
-        """Move rows from the last slots into free ones and drop the rest."""
+        """Move rows from the last slots into free slots and drop the remaining slots."""
         index = torch.arange(count, device=self._device)
         index[free] = moved
         self._select(index)
@@ -118,6 +117,6 @@ class _ModuleSession:
 
 
 def _can_select(cache: Any) -> bool:
-    """Whether every layer of the cache can select rows."""
+    """Return whether every layer of the cache can select rows."""
     layers = getattr(cache, "layers", None)
     return bool(layers) and all(hasattr(one, "batch_select_indices") for one in (cache, *(layers or ())))

@@ -1,7 +1,7 @@
 """The native rollout engine for Llama, Qwen2 and Qwen3 weights, and its store of computed prompts.
 
-The engine reads weights without a copy, batches continuously, and takes memory on demand. The loop of `completed`,
-until a row has ended::
+The engine reads weights without a copy, batches continuously, and allocates memory on demand. The loop of `completed`
+runs until a row has ended::
 
     ┌─▶ admit from the head of the queue while the budget has room: compute each prompt once for all its rows,
     │   long ones in chunks; draw the first token
@@ -9,11 +9,11 @@ until a row has ended::
     │   decode a token for every row, or n before a check where checks are expensive; drop tokens behind an end
     └── rows that ended free their slots
 
-A preempted row waits at the head of the queue. When it is admitted again its prompt is computed again, and the model
-reads the row's earlier tokens one by one in the same steps as the others: so it continues as if it had not been
-preempted.
+A preempted row waits at the head of the queue. After it is readmitted, its prompt is computed again, and the model
+reads the row's earlier tokens one by one in the same steps as the other rows. The row then continues as if it had not
+been preempted.
 
-Computed prompts are kept for rows that begin with them; long prompts are computed in chunks.
+Computed prompts are kept for rows that begin with them. Long prompts are computed in chunks.
 """
 
 import time
@@ -37,24 +37,24 @@ from posttrain.engine.rollout.sampling import RowDraws, generation_keys
 from posttrain.engine.rollout.schedule import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
 from posttrain.engine.samples import Floats
 
-_PREFILL_TOKENS = 8192  # of prompts computed between two decoding steps
-_RESERVE_SHARE = 16  # a 16th of the budget is reserved for rows that grow
+_PREFILL_TOKENS = 8192  # prompt tokens computed between two decoding steps
+_RESERVE_SHARE = 16  # a 16th of the budget is reserved for growing rows
 _UNSEEN = 16  # maximum steps between two checks
 _AHEAD = 64  # tokens whose random numbers are computed together
 
 
 @final
 class KeptPrompts:
-    """Computed prompts: the store holds their keys and values, this object their last hidden states.
+    """Computed prompts: the store contains their keys and values, this object their last hidden states.
 
     Args:
-        counters: where computed tokens are counted.
+        counters: counts computed tokens.
     """
 
     def __init__(self, decoder: LlamaDecoder, store: KVStore, counters: RolloutCounters) -> None:
         self._decoder, self._store, self._counters = decoder, store, counters
-        self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each
-        self._begun: tuple[Prompt, Prefix] | None = None  # the computed beginning of a long one
+        self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each prompt
+        self._begun: tuple[Prompt, Prefix] | None = None  # the computed beginning of a long prompt
 
     def __contains__(self, prompt: Prompt) -> bool:
         return prompt in self._hidden
@@ -64,12 +64,12 @@ class KeptPrompts:
 
     @property
     def any(self) -> bool:
-        """Whether anything is held, including the beginning of a prompt."""
+        """Whether any prompt or beginning of a prompt is kept."""
         return bool(self._hidden or self._begun)
 
     @property
     def begun_bytes(self) -> int:
-        """Bytes of the beginning of a long prompt, which the store does not hold yet."""
+        """Bytes of the beginning of a long prompt, which is not in the store yet."""
         return 0 if self._begun is None else self._decoder.shape.position_bytes * len(self._begun[1].pairs[0])
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -77,13 +77,13 @@ class KeptPrompts:
         return self._decoder.logits(torch.cat([self._hidden[prompt] for prompt in prompts]))
 
     def compute(self, prompts: Sequence[Prompt]) -> None:
-        """Compute all of these prompts together."""
+        """Compute these prompts together."""
         if prompts:
             self._counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
             self._keep(prompts, self._decoder.prefill(prompts))
 
     def advance(self, prompt: Prompt) -> bool:
-        """Compute the next chunk of a long prompt; return whether it was the last."""
+        """Compute the next chunk of a long prompt; return whether it was the last chunk."""
         past = self._begun[1] if self._begun is not None and self._begun[0] == prompt else None
         begin = past.spans[0][1] if past is not None else 0
         piece = prompt[begin : begin + self._decoder.chunk(begin)]
@@ -97,13 +97,13 @@ class KeptPrompts:
         return True
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """Drop these prompts; rows that begin with them stay."""
+        """Drop these prompts; the rows that begin with them stay."""
         self._store.forget(prompts)
         for prompt in prompts:
             del self._hidden[prompt]
 
     def forget_all(self) -> None:
-        """Drop all prompts, including the beginning of a long one."""
+        """Drop all prompts, including the beginning of a long prompt."""
         self.forget(list(self._hidden))
         self._begun = None
 
@@ -113,21 +113,22 @@ class KeptPrompts:
 
 
 class NativeRollout:
-    """`RolloutEngine` over the weights of a `LanguageModel`, read in place.
+    """`RolloutEngine` with the weights of a `LanguageModel`, read in place.
 
-    Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay. On the CPU in
-    float32 a response, with its log-probabilities, is bit-identical in any batch and after preemptions.
+    Opening the engine re-points the module's parameters at fused buffers; their values, names and shapes do not change.
+    On the CPU in float32, a response and its log-probabilities are bit-identical in any batch and after preemptions.
 
     Args:
-        kv_cache: bytes that keys and values may take; by default half of the memory that is free when work arrives. One
-            row is always decoded, even if its slots, which have fixed sizes, take somewhat more.
+        kv_cache: maximum bytes of keys and values; None: half of the memory that is free when work arrives. One row is
+            always decoded, even if its slots, which have fixed sizes, take slightly more.
         read_every: steps between two checks for ended rows, at most 16; by default 1 on the CPU, else 16.
-        store: makes the key-value store of a shape and a budget; by default pages on CUDA, contiguous slots elsewhere.
+        store: creates the key-value store from a shape and a budget; by default pages on CUDA, contiguous slots
+            elsewhere.
         record: repeats a step over pages on the same tensors; by default CUDA graphs on CUDA, else none.
-        texts: the text of tokens, for responses that end at strings; None: such generations are refused.
+        texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
 
     Raises:
-        InputError: a model for which `why_not_fusable` has a reason; `read_every` outside 1..16.
+        InputError: `why_not_fusable` returns a reason for the model; `read_every` is outside 1..16.
     """
 
     name = "native"
@@ -164,7 +165,7 @@ class NativeRollout:
         self.counters = RolloutCounters()
         self._begin_store()
         self._done: list[Completion] = []
-        self._fresh = False  # the weights were checked and have not changed since
+        self._fresh = False  # whether the weights are unchanged since the last check
         self._draws: RowDraws | None = None
 
     def counts(self) -> Mapping[str, int]:
@@ -179,7 +180,7 @@ class NativeRollout:
         """See `RolloutEngine.submit`.
 
         Raises:
-            InputError: also, a generation whose keys and values alone exceed `kv_cache`.
+            InputError: also if the keys and values of one generation exceed `kv_cache`.
         """
         if self._given_bytes is not None:
             self._refuse_longer(work, self._given_bytes)
@@ -261,10 +262,10 @@ class NativeRollout:
         self._table.mark(version)
 
     def _look_at_weights(self) -> None:
-        """Check the weights, which may have changed while nothing was in work or the engine was paused.
+        """Check the weights, which may have changed while the engine was idle or paused.
 
         Raises:
-            IntegrityError: another component re-pointed them.
+            IntegrityError: another component re-pointed the weights.
         """
         if not self._fresh:
             self._weights.check()
@@ -297,7 +298,7 @@ class NativeRollout:
         self._arranged = False
 
     def _begin(self, rows: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
-        """Add rows to the table, and draw the first token of each `fresh` one; return the rows that end with it."""
+        """Add rows to the table and draw the first token of each `fresh` row; return the rows that this token ends."""
         alone, others = not len(self._table), self._draws
         self._table.enter(rows, self._intake.version)
         self._draws = None
@@ -317,7 +318,7 @@ class NativeRollout:
         return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
 
     def _admissible(self) -> int:
-        """Return how many rows at the queue's head begin now: their prompts are computed, and the budget has room."""
+        """Return how many rows at the queue's head can begin: their prompts are computed, and the budget has room."""
         schedule, store, kept = self._schedule, self._store, self._prompts
         most = schedule.refill()
         if not most:
@@ -334,7 +335,7 @@ class NativeRollout:
                 kept.forget([other for other in kept if other != prompt])
             if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
                 break
-            if new and len(prompt) > self._decoder.chunk(0):  # computed in chunks
+            if new and len(prompt) > self._decoder.chunk(0):  # a long prompt, computed in chunks
                 if count or not kept.advance(prompt):
                     break
             elif new:
@@ -374,12 +375,12 @@ class NativeRollout:
         self._note(said)
 
     def _draw(self, rows: Sequence[Row], first: Sequence[int], ahead: int) -> RowDraws:
-        """Return the draws of these rows, from the token `first` on."""
+        """Return the draws of these rows, beginning with the token `first`."""
         sampling, keys = [row.asked.sampling for row in rows], [row.key for row in rows]
         return RowDraws(sampling, keys, first, self._model.device, ahead)
 
     def _note(self, said: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Record drawn tokens; ended rows free their slots, and the others keep their draws."""
+        """Record drawn tokens; ended rows free their slots, and other rows keep their draws."""
         tokens, logprobs = (
             torch.stack(parts) if len(parts) > 1 else parts[0][None] for parts in zip(*said, strict=True)
         )
@@ -392,7 +393,7 @@ class NativeRollout:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Order the table and the draws as the store's rows."""
+        """Put the table and the draws into the order of the store's rows."""
         if self._arranged:
             return
         kept = self._table.arrange(self._store.order).tolist()
@@ -410,14 +411,14 @@ class NativeRollout:
             del self._schedule.running[row.number]
 
     def _make_room(self) -> None:
-        """Make room for the next tokens of every row; where the budget has none, preempt the youngest."""
+        """Make room for the next tokens of every row; if the budget has no room, preempt the youngest rows."""
         store, running = self._store, self._schedule.running
         self._arrange()
         needs = self._table.outgrowing(self._read_every)
         if not needs:
             return
         while store.used + self._prompts.begun_bytes + store.growth_bytes(needs) > self._budget:
-            if self._prompts.any:  # cheaper to compute again than rows
+            if self._prompts.any:  # prompts are cheaper to recompute than rows
                 self._prompts.forget_all()
                 continue
             if len(running) == 1:
@@ -441,7 +442,7 @@ class NativeRollout:
         self._draws, self._arranged = None, False
 
     def _forget_all(self) -> None:
-        """Free the memory; remaining rows are lost, and their ids released."""
+        """Free the memory; remaining rows are lost, and their ids are released."""
         self._intake.give(row.asked.id for row in self._schedule.take(lambda row: True))
         self._store.clear()
         self._begin_store()

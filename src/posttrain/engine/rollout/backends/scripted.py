@@ -11,12 +11,12 @@ Script = Callable[[tuple[int, ...], int], Sequence[int]]
 
 
 class ScriptedRollout(BatchedEngine):
-    """`RolloutEngine` whose responses are `script(prompt, sample)`; it ends them as a sampling engine would.
+    """`RolloutEngine` whose responses are `script(prompt, sample)`, ended as by a sampling engine.
 
     Args:
         logprob: reported for every token.
-        context_length: tokens of prompt and response together that it accepts.
-        texts: the text of tokens, for responses that end at strings; None: such generations are refused.
+        context_length: maximum tokens of a prompt with its response.
+        texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The first lines of a local job: `python -s -S -P bootstrap.py MODULE ATTEMPT_DIR`.
 
 With `-S` no file of site-packages has run yet, not even a `.pth` file. The environment is compared with the one that
-the order names. Only then the process becomes the job: the same interpreter again, without `-S`, which Ray would pass
-on to its workers. If the environment differs, the job fails with one line in `result.json`, and imports none of its
-packages.
+the order names. Only then does the process become the job, by starting the interpreter again without `-S`, which Ray
+would pass on to its workers. If the environment differs, the job fails with one line in `result.json`, and imports none
+of the environment's packages.
 """
 
 import json
@@ -24,7 +24,7 @@ def main(module: str, folder: str) -> None:
 
 
 def compiled_flags() -> list[str]:
-    """Return the Python options that keep compiled files in this process's folder."""
+    """Return the Python options that store compiled files in this process's folder."""
     return ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
 
 
@@ -51,11 +51,12 @@ def trouble(folder: Path) -> str:
     if not isinstance(expected, Environment):
         return expected
     found = read_environment(expected.roots, expected.packages, expected.files)
-    if found == expected:  # compares the files: a digest of 20,000 takes longer
+    if found == expected:  # compares the lists of files, since a digest of 20,000 files takes longer
         return ""
     return (
         f"the environment must be the one that the run began with, got {found.differs(expected)}; "
-        "restore it, or accept the current one with posttrain retry"
+        "restore it, or accept the current environment with posttrain retry; if Posttrain's own code changed, "
+        "submit the run again, which locks the current code"
     )
 
 

@@ -1,22 +1,22 @@
 """Run jobs in podman containers, and fetch images.
 
-A request that names an image becomes `podman run` of it, under the same supervisor:
+A spec that names an image becomes `podman run` of that image, under the same supervisor:
 
 ::
 
     supervisor ──fork──▶ podman run ──▶ conmon ──▶ python -s -P -m MODULE ATTEMPT_DIR   (in the image)
-        │ podman ends with the container, and passes signals on; killed, it leaves the container alone
-        └ before exit.json: podman rm --force, until podman reports none of that name
+        │ podman ends with the container and passes signals on; if podman is killed, the container continues
+        └ before exit.json: podman rm --force, until podman reports no container of that name
 
 The image is read-only, without capabilities and without a network. The attempt's folder is mounted writable at its own
-path; the supervisor's files in it are covered. A served workspace adds the folder of its server's socket, any other the
-store, read-only. The environment contains the variables of the request and its secrets, which appear in no command
-line. No process in the container can create a symbolic link, a device or a named pipe, because drivers read the folder
-and follow its entries.
+path; the supervisor's files in it are covered. In a served workspace, the folder of the server's socket is mounted too,
+in any other the store, read-only. The environment contains the variables of the spec and its secrets, which appear in
+no command line. No process in the container can create a symbolic link, a device or a named pipe, because drivers read
+the folder and follow its entries.
 
 Fetching an image is retried within a time limit while its registry is unavailable.
 
-Imports only the standard library, and modules of Posttrain that do the same: the supervisor imports this.
+The module imports only the standard library and modules of Posttrain that do the same, since the supervisor imports it.
 """
 
 import errno
@@ -44,7 +44,7 @@ from posttrain.store.atomic import open_plain, write_json
 from posttrain.store.retries import INSIDE, PRIVATE_CACHE, SOCKETS
 
 FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # read by the driver: how long one attempt waits for its image
-FETCH_SECONDS = 1800.0  # enough for tens of GB and an outage of the registry
+FETCH_SECONDS = 1800.0  # allows for tens of GB and an outage of the registry
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before the next try to fetch an image
 SPEC = "container"  # the key of spec.json
 _COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # the files that supervisors read
@@ -85,7 +85,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def podman(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a short podman command. Raises as `subprocess.run`."""
+    """Return the result of a short podman command. Raises OSError, or SubprocessError after a time-out."""
     return subprocess.run(
         ["podman", *words], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, check=False,
         env=variables(os.environ), cwd="/",
@@ -153,7 +153,7 @@ def _pulled(image: str, seconds: float) -> tuple[int | None, str]:
 
 def _late(image: str, seconds: float, words: str) -> str:
     return (
-        f"image {image} could not be fetched within {seconds:g} s, podman reports: {words}; see that its registry "
+        f"image {image} could not be fetched within {seconds:g} s, podman reports: {words}; check that its registry "
         f"answers, or raise {FETCH_VARIABLE}, then posttrain retry"
     )
 
@@ -178,7 +178,7 @@ def one_line(words: str) -> str:
 def last_words(folder: Path) -> str:
     """Return the last log line of podman or `become` about a container that did not start; empty: no such line.
 
-    A job may write to the same log, so the line is only for people and decides nothing.
+    A job may write to the same log, so the line is only for people.
     """
     with suppress(PosttrainError, OSError), open_plain(folder / "log.txt") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
@@ -193,7 +193,7 @@ _LATE_SECONDS = 60  # after which podman itself ends an overdue container
 _AGAIN_SECONDS = 0.5  # between two tries to remove a container
 
 
-_PLACE_DIGITS = 12  # of the workspace's label, which distinguishes runs of equal names
+_PLACE_DIGITS = 12  # digits of the workspace's label, which distinguishes runs of equal names
 
 
 _SHARED_MEMORY = "2g"
@@ -336,9 +336,10 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
 
 
 def _refused(image: str, seconds: float) -> str:
-    """Fetch an image if it is not here; return why no job can run in it; empty: jobs can.
+    """Fetch an image if it is missing here; return why no job can run in it; empty: jobs can.
 
-    Only an image fetched under the same name counts: podman finds a digest under any name, but projects allow names.
+    Only an image that was fetched under the same name counts: podman finds a digest under any name, but projects allow
+    images by name.
     """
     held = podman("image", "inspect", "--format={{json .RepoDigests}}", image)
     here = not held.returncode and image in (json.loads(held.stdout) or ())
@@ -356,7 +357,7 @@ def _refused(image: str, seconds: float) -> str:
 
 
 def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
-    """`podman run …` for a job whose supervisor has its devices."""
+    """Return the command `podman run …` for a job whose supervisor has locked the devices."""
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
     if not spec.get("taken"):  # an installed device hook would otherwise expose all devices
         variables["NVIDIA_VISIBLE_DEVICES"] = "void"
@@ -370,7 +371,7 @@ def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     mounts += [("/dev/null", folder / name, "true") for name in _COVERED if (folder / name).exists()]
     mounts.append((folder / "job.json", folder / "job.json", "true"))
     words += [f"--mount=type=bind,source={source},destination={target},ro={only}" for source, target, only in mounts]
-    if spec.get("max_seconds") is not None:  # in case no supervisor is left to end it
+    if spec.get("max_seconds") is not None:  # ends the container even if no supervisor is left
         words.append(f"--timeout={int(spec['max_seconds'] + spec.get('grace_seconds', 0.0)) + _LATE_SECONDS}")
     words += [f"--env={name}={value}" for name, value in variables.items()]
     words += [f"--env={name}" for name in spec["secrets"]]  # podman reads their values from its own environment
@@ -407,7 +408,7 @@ def gone(box: Mapping[str, Any]) -> bool:
 def code_of(box: Mapping[str, Any], code: int) -> int:
     """Return a job's exit code from that of podman: negative for a signal.
 
-    If podman is terminated before its container starts, it exits with 0, as if the job had.
+    If podman is terminated before its container starts, podman exits with 0, as if the job had succeeded.
     """
     if code > _SIGNALLED:
         return _SIGNALLED - code
@@ -432,7 +433,7 @@ def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> Non
 
 
 def forget(folder: Path) -> None:
-    """Remove a job's private cache, however deep it is nested."""
+    """Remove a job's private cache, at any depth of nesting."""
     subprocess.run(
         ["rm", "-rf", "--", str(folder / PRIVATE_CACHE)],
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,

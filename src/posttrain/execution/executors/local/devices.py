@@ -6,13 +6,13 @@
         {"attempt": "sort-1f3a-sft-1", "user": "ada", "folder": …, "pid": …, "job_pid": …, "token": …}
 
 The kernel releases a lock when its supervisor ends in any way; a file without a lock proves nothing. A job dies with
-its supervisor, but not in the same instant, and processes that it started elsewhere (a Ray cluster) end even later. So
-the process that gets a lock first looks for processes of the previous holder: its process group, and processes with
-its token in their environment. While one exists, the device is not free.
+its supervisor, but slightly later, and processes that it started elsewhere (a Ray cluster) end even later. So a process
+that gets a lock first searches for processes of the previous holder: its process group, and processes with its token
+in their environment. While any of them exists, the device is not free.
 
 The files are in a sticky folder, where every user can create files and no user can remove those of others. They contain
-no secrets, and their content is not trusted: every user can write it. Only the standard library: the supervisor imports
-this.
+no secrets, and their content is not trusted, since every user can write it. The module uses only the standard library,
+since the supervisor imports it.
 """
 
 import fcntl
@@ -40,9 +40,9 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def lock_folder() -> str:
-    """Return the folder of this machine's device locks: the same for all users, who all can create files in it.
+    """Return the folder of this machine's device locks, in which all users can create files.
 
-    Containers that share devices must also share this folder: POSTTRAIN_DEVICE_LOCKS names it then.
+    Containers that share devices must also share this folder, which POSTTRAIN_DEVICE_LOCKS then names.
     """
     if named := os.environ.get(FOLDER_VARIABLE):
         return named
@@ -57,12 +57,12 @@ def lock_folder() -> str:
 class Devices:
     """The devices that jobs started from here may have: `Devices(("GPU-5ebe…", "GPU-77c1…"))`.
 
-    Their names are equal in every process of the machine, and valid in the list of `variable`.
+    The names of the devices are the same in every process of the machine, and valid in the list of `variable`.
     """
 
     names: Sequence[str] = ()
     variable: str = "CUDA_VISIBLE_DEVICES"  # restricts a job to its own devices; empty: no variable can
-    folder: str = field(default_factory=lock_folder)  # of the lock files
+    folder: str = field(default_factory=lock_folder)  # the folder of the lock files
 
 
 class Taken:
@@ -76,12 +76,12 @@ class Taken:
         """Record the holder; called before the job may use a device."""
         data = json.dumps(dict(record), ensure_ascii=True).encode()[:_LONGEST]
         for lock in self._locks.values():
-            with suppress(OSError):  # another user's read-only file is locked even so
+            with suppress(OSError):  # another user's read-only file is locked nevertheless
                 os.pwrite(lock, data + b"\n", 0)
                 os.ftruncate(lock, len(data) + 1)
 
     def touch(self) -> None:
-        """Update the files' times, so that cleaners of temporary folders keep them."""
+        """Update the files' times, so cleaners of temporary folders do not delete them."""
         for lock in self._locks.values():
             with suppress(OSError):
                 os.utime(lock)
@@ -162,7 +162,7 @@ def _holder(path: Path) -> str:
 
 
 def _forget(lock: int) -> None:
-    """Clear the record of a holder without processes, so that later checks are cheap."""
+    """Clear the record of a holder without processes, so later checks are cheap."""
     with suppress(OSError):  # another process has locked it, or the file is read-only
         if os.fstat(lock).st_size:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +198,7 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(lock)
             return None
-        os.close(lock)  # removed since it was opened, so other processes would lock a new file
+        os.close(lock)  # the file was removed since it was opened, so other processes would lock a new one
 
 
 def _file(path: Path) -> int:
@@ -214,7 +214,7 @@ def _make(path: Path) -> int | None:
         lock = os.open(path, _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return None
-    os.fchmod(lock, 0o666)  # despite the umask: every user must be able to open it
+    os.fchmod(lock, 0o666)  # overrides the umask: every user must be able to open the file
     return lock
 
 

@@ -68,10 +68,10 @@ class LocalExecutor:
     ) -> None:
         """Args:
         preload: a module that imports the packages of jobs (see `ForkServer`); None: every job imports by itself.
-        devices: of this machine, read once, when a job first needs one; without devices jobs share the machine's.
+        devices: returns the machine's devices; called once, when a job first needs one. Empty: jobs share all devices.
         runs: the folder that contains the attempt folders, for `list`.
         keep: selects the variables of this process's environment that jobs and their helpers get.
-        images: run jobs that name an image in containers of podman.
+        images: whether jobs that name an image run in containers of podman.
         """
         self.name, self.images = "podman" if images else "local", images
         self._keep = keep
@@ -119,7 +119,7 @@ class LocalExecutor:
         return [_observe(_folder(job)) for job in jobs]
 
     def trouble(self) -> str:
-        """Return why it cannot run jobs in an image; empty: it can, or is not configured to."""
+        """Return why jobs cannot run in an image; empty: they can, or the executor is not configured for images."""
         return containers.trouble() if self.images else ""
 
     def signal(self, job: JobRef, word: Signal) -> None:
@@ -186,14 +186,15 @@ class LocalExecutor:
 
 
 def refuse_elsewhere(spec: JobSpec, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
-    """Refuse requests that one machine without a scheduler cannot meet.
+    """Reject specs that one machine without a scheduler cannot meet.
 
     Args:
-        own: the environment that its jobs get; None: this process's.
-        images: whether its jobs can run in images.
+        own: the environment that jobs get; None: this process's.
+        images: whether jobs can run in images.
 
     Raises:
-        InputError: more than one pod, more than the machine has, another environment, a secret that is not set.
+        InputError: the spec requires several pods, more than the machine has or a different environment, or names a
+            secret that is not set.
     """
     group = spec.gang[0]
     here = "the local executor runs one pod on this machine, in this environment"
@@ -213,7 +214,7 @@ def refuse_elsewhere(spec: JobSpec, own: Mapping[str, str] | None = None, *, ima
     if lacking := [name for name in spec.secrets if name not in job_environment({}, own)]:
         raise InputError(
             f"job {spec.name} needs {', '.join(lacking)} in the environment of the process that drives its run, "
-            "where it is not set (or is one that jobs do not get: a tracker's, Python's); export it"
+            "where it is not set (or is a variable that jobs never get, such as a tracker's or Python's); export it"
         )
 
 
@@ -226,11 +227,11 @@ def _observe(folder: Path) -> Observation:
         state = JobState.RUNNING if "job_pid" in claim else JobState.STARTING
         return seen(state, seconds=_seconds(folder, None))
     box = (read_json(folder / "spec.json") or {}).get(containers.SPEC)
-    record = _ended(folder, box)  # read after the lock is free: it is complete or never will be
+    record = _ended(folder, box)  # read after the lock is free: the record is complete or never will be
     seconds = _seconds(folder, record)
     if record is not None:
         code, cause = int(record["exit_code"]), Cause.OVERTIME if record.get("overtime") else None
-        said = str(record.get("said", ""))  # of a container that podman did not start
+        said = str(record.get("said", ""))  # the message about a container that podman did not start
         if "oom" in record:
             cause, most = Cause.OUT_OF_MEMORY, int(record["oom"]) / 2**30
             said = f"the kernel killed it, exit code {code}; its largest process held {most:.2f} GiB"
@@ -266,7 +267,7 @@ def _seconds(folder: Path, ended: Any) -> float | None:
     if ended is not None and "seconds" in ended:
         return float(ended["seconds"])
     beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
-    return max(0.0, beaten) + processes.HEARTBEAT_SECONDS  # it may have died just before its next heartbeat
+    return max(0.0, beaten) + processes.HEARTBEAT_SECONDS  # the supervisor may have died just before its next heartbeat
 
 
 def _folder(job: JobRef) -> Path:
@@ -274,15 +275,15 @@ def _folder(job: JobRef) -> Path:
 
 
 def _start_supervisor(folder: Path, spec: JobSpec, own: dict[str, str]) -> int:
-    """Start a supervisor, wait until it or another one has claimed the attempt, and return its exit code.
+    """Start a supervisor, wait until a supervisor has claimed the attempt, and return the exit code of the start.
 
     Raises:
-        InfrastructureError: no supervisor has claimed it, and none will.
+        InfrastructureError: no supervisor has claimed the attempt, and none will.
     """
     command = [sys.executable, "-s", "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
     try:
         with open(folder / "log.txt", "ab", opener=private) as log:
-            # a separate session from the start, so that Ctrl-C at the terminal does not reach the job
+            # a separate session from the start, so Ctrl-C at the terminal does not reach the job
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env=own,
@@ -295,7 +296,7 @@ def _start_supervisor(folder: Path, spec: JobSpec, own: dict[str, str]) -> int:
         return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
-    if code < 0:  # it was killed, but the supervisor that it forked may claim the attempt
+    if code < 0:  # the process was killed, but the supervisor that it forked may claim the attempt
         _withdraw(folder, f"the supervisor of {spec.name} was killed while it started (signal {-code})")
         return ALREADY_CLAIMED
     if code not in _ANSWERS:
@@ -306,7 +307,7 @@ def _start_supervisor(folder: Path, spec: JobSpec, own: dict[str, str]) -> int:
 
 
 def _withdraw(folder: Path, why: str) -> None:
-    """Write a claim without a process, so that a late supervisor starts nothing; return if one has claimed it before.
+    """Write a claim without a process, so a late supervisor starts no job; return if a supervisor claimed it before.
 
     Raises:
         InfrastructureError: no supervisor has claimed the attempt, and from now on none can.
@@ -323,7 +324,7 @@ def _too_late(job: JobRef) -> str:
 
 
 def _supervised(folder: Path) -> bool:
-    """Return whether a supervisor holds the attempt; call it only after the claim: then no process needs the lock."""
+    """Return whether a supervisor holds the attempt; call it after the claim, when no other process needs the lock."""
     try:
         lock = os.open(folder / "supervisor.lock", os.O_RDONLY)
     except FileNotFoundError:
@@ -345,8 +346,9 @@ def _job(folder: Path, claim: Any) -> tuple[int, str] | None:
 
 
 def _of_another(folder: Path, pid: int) -> bool:
-    """Return whether a process runs in another folder that still exists: then this folder is a copy of it. Supervisor
-    and job never change their folder; a moved folder is the same folder.
+    """Return whether a process runs in another folder that still exists, of which this folder is then a copy.
+
+    Supervisor and job never change their working folder; a moved folder is the same folder.
     """
     try:
         place = os.stat(f"/proc/{pid}/cwd")

@@ -9,8 +9,8 @@
 with its driver, by the end of the socket; the processes that it has started survive.
 
 A job must import the files that its run pinned (ADR 0014). So a fork server serves one environment digest and one set
-of environment variables and compares the files before it imports any of them, as a cold job does; each job compares
-again before it runs. All other jobs (another digest, threads that the engine was not loaded for, a GPU, a fork server
+of environment variables, and compares the files before it imports any of them, as a cold job does; each job compares
+again before it runs. All other jobs (with a different digest, a different number of threads, a GPU, or a fork server
 that is dead or slow) start cold, by `bootstrap`, which takes seconds longer and is otherwise the same.
 """
 
@@ -41,12 +41,12 @@ _MODULE = "posttrain.execution.executors.local.forkserver"
 _GPU = ("/dev/nvidiactl", "/dev/kfd")  # a driver that was opened before a fork does not work after it
 _END_SECONDS = 5.0
 _CANNOT = 1
-_REFUSED = "refused: "  # of this environment only
+_REFUSED = "refused: "  # the beginning of an answer that concerns this environment only
 _LONGEST = 4096  # bytes of an answer
 
 
 class ForkServer:
-    """The driver's end.
+    """The driver's end of the connection to a fork server.
 
     Args:
         preload: a module that imports the packages of jobs; its `ready(attempt_dir)` returns whether a job may use it.
@@ -85,7 +85,7 @@ class ForkServer:
             self._socket.settimeout(seconds)
             self._socket.sendall(json.dumps(str(folder)).encode() + b"\n")
             answer = self._socket.recv(_LONGEST).decode(errors="replace")
-        except OSError as error:  # dead, too slow, or no memory for another process
+        except OSError as error:  # the server is dead or too slow, or has no memory for another process
             self._give_up(folder, error.strerror or str(error))
             return None
         if answer.startswith(_REFUSED):
@@ -153,7 +153,7 @@ def _pinned(folder: Path) -> str:
 
 def attest(folder: str, preload: str, descriptor: str, tries: str = "3") -> NoReturn:
     """Compare the environment with the one that the first attempt's order names, then become the server."""
-    marks = bootstrap.marks(Path(folder))  # before the files are read, so that later changes are detected
+    marks = bootstrap.marks(Path(folder))  # before the files are read, so later changes are detected
     if different := bootstrap.trouble(Path(folder)):
         _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and reports it
     words = ["-m", _MODULE, "serve", folder, preload, descriptor, tries, marks]
@@ -171,15 +171,15 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
     """Import, then fork for each line that names an attempt's folder, until the other end is closed.
 
     Args:
-        tries: left, in case files were written during a try: a new folder of compiled files is harmless.
-        marks: of the files, before they were compared. A file that was replaced during its import and restored has
-            other marks.
+        tries: the number of remaining tries, in case files are written during a try (harmless: compiled files).
+        marks: the marks of the files before they were compared. A file that was replaced during its import and restored
+            has different marks.
     """
     digest = _pinned(Path(folder))
-    gc.disable()  # imported objects stay: collections would free none, and take a tenth of the time
+    gc.disable()  # imported objects stay: collections would free none of them and take a tenth of the time
     ready = importlib.import_module(preload).ready
     threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:  # a fork has only the thread that forked, and the locks of all
+    if len(threads) > 1:  # a fork has only the thread that forked, but the locks of all threads
         _refuse(descriptor, f"the fork server must have one thread, got {len(threads)}")
     if bootstrap.marks(Path(folder)) != marks:
         if int(tries) > 1:  # `execv` discards this memory
@@ -196,7 +196,7 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
             supervisor.execute(attempt, spec)
         supervisor.settle(attempt)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # includes the supervisor's locks, which the job must not hold
-        os.environ.update(spec["environment"])  # the devices that its supervisor took
+        os.environ.update(spec["environment"])  # names the devices that the supervisor locked
         _run(attempt, spec["module"])
 
     with socket.socket(fileno=int(descriptor)) as theirs:
@@ -208,7 +208,7 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
             _, status = os.waitpid(child, 0)
             try:
                 theirs.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            except OSError:  # its driver was killed, and the started job continues
+            except OSError:  # the driver was killed; the started job continues
                 return
 
 

@@ -5,7 +5,7 @@
 ::
 
     launcher ──▶ intermediate ──fork──▶ supervisor ──fork──▶ job
-                    │ exits when the         │ holds supervisor.lock as long as it lives
+                    │ exits when the         │ holds supervisor.lock while it lives
                     ▼ claim is written       │ 1. supervisor.json: the claim. A supervisor that finds one starts nothing
                  0 claimed                   │ 2. forks; the child waits on a pipe
                 75 claimed by another        │ 3. supervisor.json with the job's pid and start; then the child runs it
@@ -14,11 +14,11 @@
                                              │    mtime; kills the rest of the job's process group; exit.json
 
 The launcher waits for the intermediate, which waits for the claim (a byte, or the end of the pipe if the supervisor
-dies). A launcher whose time is over writes a claim itself, and a later supervisor starts nothing. The forked child
-waits for a byte from the supervisor in the same way; the supervisor waits for the job only. The job dies with its
-supervisor (parent-death signal), so a lost supervisor means a lost job.
+dies). A launcher whose time is over writes a claim itself, so a later supervisor starts no job. The forked child waits
+for a byte from the supervisor in the same way; the supervisor waits only for the job. The job dies with its supervisor
+(parent-death signal), so a lost supervisor means a lost job.
 
-Imports only the standard library and modules of Posttrain that do the same, to start fast.
+The module imports only the standard library and modules of Posttrain that do the same, to start fast.
 """
 
 import ctypes
@@ -47,12 +47,12 @@ NO_DEVICE = 76
 _FAILED = 70
 _CANNOT_EXECUTE = 127
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-_RESERVE = ".reserve"  # space for the record of the end
+_RESERVE = ".reserve"  # a file that reserves disk space for the record of the end
 _CGROUPS = Path("/sys/fs/cgroup")
 _COUNTS = ("memory.events", "memory.oom_control")
 _DYING_SECONDS = 10.0  # from the kernel's kill until the process has released its memory and ended
 _PR_SET_PDEATHSIG = 1
-_BOX = "container"  # the key of spec.json, as `containers` has it
+_BOX = "container"  # the key in spec.json, equal to that in `containers`
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 Start = Callable[[Path, dict[str, Any]], NoReturn]
 
@@ -61,7 +61,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     """Detach a supervisor for the attempt; return an exit code: claimed, claimed by another, or no device.
 
     Args:
-        start: how the forked process becomes the job; by default `execute`.
+        start: the function by which the forked process becomes the job; None: `execute`.
     """
     folder, asked, launchers = Path(attempt_dir), Path(spec_file).absolute(), {os.getpid(), os.getppid()}
     reading, writing = os.pipe()
@@ -93,8 +93,9 @@ class _NoDeviceError(Exception):
 
 
 def _claim(folder: Path, asked: Path) -> tuple[int, dict[str, Any], devices.Taken] | None:
-    """Write the claim; return the lock's descriptor, the spec and the job's devices; None if this attempt has or had a
-    supervisor. The spec is read under the lock, so no process replaces it afterwards.
+    """Write the claim; return the lock's descriptor, the spec and the job's devices.
+
+    None: this attempt has or had a supervisor. The spec is read under the lock, so no process replaces it afterwards.
 
     Raises:
         _NoDeviceError: not enough devices are free; nothing is claimed.
@@ -156,7 +157,7 @@ def _supervise(
     code = _wait(job, folder / "result.json", beat, limit)
     box = spec.get(_BOX)
     if box:
-        from posttrain.execution.executors.local import containers  # here: other jobs do not need it
+        from posttrain.execution.executors.local import containers  # late: other jobs do not need it
 
         code = containers.code_of(box, code)
         said = containers.last_words(folder) if code == containers.REFUSED else ""
@@ -169,7 +170,7 @@ def _supervise(
     with suppress(OSError):  # frees space for the record of the end on a full disk
         (folder / _RESERVE).unlink()
     crashpoint("supervisor.before_exit_record")
-    if (folder / "exit.json").is_dir():  # a job may have created it
+    if (folder / "exit.json").is_dir():  # a job may have created the folder
         (folder / "exit.json").rename(folder / f".exit.json.{time.monotonic_ns()}")
     write_json(folder / "exit.json", ended)
 
@@ -210,7 +211,7 @@ class OomKills:
         self._shared = self._shared or self._others()
 
     def asked(self) -> None:
-        """Record that the job was asked to end: a kill then proves no lack of memory."""
+        """Record that the job was asked to end, so a later kill is no evidence of a lack of memory."""
         self._asked = True
 
     def told(self, code: int) -> dict[str, Any]:
@@ -249,7 +250,7 @@ class OomKills:
 
 
 def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> None:
-    """Record how long the job has run, in case this process is killed. Changes of the wall clock do not count."""
+    """Record the job's running time, in case this process is killed. Changes of the wall clock do not count."""
     at = started + time.monotonic() - begun
     taken.touch()
     with suppress(OSError):  # a disk error must not end the job
@@ -258,7 +259,7 @@ def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> N
 
 def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, int]:
     """Fork the job's process; return its pid and the descriptor whose first byte starts the job."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # before the fork, so that the child loads nothing
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # before the fork, so the child loads nothing
     supervisor = os.getpid()
     waiting, release = os.pipe()
     job = os.fork()
@@ -280,8 +281,8 @@ def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, in
 def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
     """Replace this process with the job, in a new Python interpreter."""
     settle(folder)
-    # -P, -s: import nothing from the attempt folder or the home; -S: no file of site-packages runs before environments
-    # are compared. Compiled files have a separate folder: Python would trust a forged one next to its source
+    # -P, -s: no imports from the attempt folder or the home; -S: no file of site-packages runs before environments are
+    # compared. Compiled files have a separate folder: Python would trust a forged compiled file next to its source
     command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
     command += [str(Path(__file__).with_name("bootstrap.py")), spec["module"], str(folder)]
     os.execve(sys.executable, command, job_environment(spec["environment"]))
@@ -332,7 +333,7 @@ class _Limit:
         self._seconds, self._grace, self._begun, self._log = seconds, grace, begun, log
 
     def enforce(self, job: int) -> None:
-        """End the job if its time is over; called repeatedly. The job's pid is its process group."""
+        """End the job if its time is over; called repeatedly. The pid of the job is the id of its process group."""
         ran = time.monotonic() - self._begun
         if ran > self._seconds and not self.over:
             self.over = True
@@ -346,7 +347,7 @@ class _Limit:
 def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> int:
     """Wait for the job, kill its process group, and return the exit code, negative for a signal.
 
-    A job that has left its result has `LEAVING_SECONDS` to end, since no other job of its run starts before.
+    A job that has left its result has `LEAVING_SECONDS` to end, since no other job of its run starts before its end.
     """
     ended, since = os.pidfd_open(job), math.inf
     while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
@@ -356,7 +357,7 @@ def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> in
         if time.monotonic() - since > LEAVING_SECONDS:
             os.killpg(job, signal.SIGKILL)
     os.close(ended)
-    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so that the group id is not reused
+    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so the group id is not reused
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     with suppress(ProcessLookupError):
         os.killpg(job, signal.SIGKILL)
