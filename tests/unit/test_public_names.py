@@ -28,7 +28,7 @@ COMMANDS = {
     ],
     "demo": ["--seed", "--task", "--workspace"],
     "examples": ["--output", "--to", "-o", "[NAME]"],
-    "plan": ["--output", "--seed", "--set", "-o", "RUN.yaml"],
+    "plan": ["--output", "--seed", "--set", "--verbose", "-o", "-v", "RUN.yaml"],
     "lock": ["--out", "--output", "--seed", "--set", "-o", "RUN.yaml"],
     "run": [
         *("--again", "--detach", "--note", "--output", "-o", "--seed", "--set", "--tag", "--timeout", "RUN.yaml"),
