@@ -141,7 +141,7 @@ def test_a_rotated_token_is_good_for_nothing_at_once(ledger: Ledger) -> None:
     with pytest.raises(AccessError, match="was revoked"):
         known.authenticate(first)
     assert known.authenticate(second).principal == "service:ci"
-    with pytest.raises(InputError, match="was revoked before"):
+    with pytest.raises(InputError, match="is revoked and cannot be replaced"):
         rotate(ledger, "user:bob", one.id, DAY)
     with pytest.raises(NotFoundError, match="there is no token"):
         rotate(ledger, "user:bob", "t0", DAY)

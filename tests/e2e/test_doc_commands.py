@@ -148,7 +148,7 @@ def test_every_figure_names_its_command_and_version(page: str) -> None:
     assert measured or page == "docs/gates.md"
     for section in measured:
         title = section.partition("\n")[0]
-        version = r"20\d\d-\d\d-\d\d" if page == "README.md" else r"commit `[0-9a-f]{7}`"
+        version = r"20\d\d-\d\d-\d\d" if page == "README.md" else r"commit\s`[0-9a-f]{7}`"
         assert re.search(version, section), f"{page}, {title}: no version"
         assert re.search(r"make (bench|levels|demo)|-m benchmarks", section), f"{page}, {title}: no command"
 

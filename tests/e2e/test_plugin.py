@@ -26,6 +26,11 @@ from installed import package_of, run_of, wheel
 
 pytestmark = pytest.mark.slow
 PAGE = "docs/howto/plugin.md"
+ASKS = """
+import sys; from pathlib import Path; from posttrain_words.plain import Plain
+from posttrain.domain.jobs import Signal; from posttrain.domain.jobspec import Job
+Plain(Path(sys.argv[1]).parent).signal(Job("j", sys.argv[1]), Signal.STOP)
+"""
 
 
 @pytest.fixture
@@ -102,6 +107,9 @@ def test_a_wheel_adds_one_of_each(empty: Workbench, python: Path, tmp_path: Path
     assert count["rows"] == len(rows)
     assert count["words"] >= 2 * len(rows)
     empty.check(run_id)
+    (empty.folder / "asked").mkdir()
+    subprocess.run([str(python), "-P", "-c", ASKS, str(empty.folder / "asked")], check=True, timeout=PATIENCE)
+    assert AttemptFolder(empty.folder / "asked").stop_requested()
 
     pip(python, "uninstall", "--yes", "--quiet", "posttrain-words")
     assert run("get", run_id).returncode == 0

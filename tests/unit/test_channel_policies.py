@@ -138,7 +138,7 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
         *(
             (
                 {"suites": {"heldout": {"data": "dataset:heldout@1", "evaluators": wrong}}},
-                "suites.heldout.evaluators: must be any, or digests (sha256:…) as `posttrain plan` shows them, got",
+                "suites.heldout.evaluators: must be any, or digests (sha256:…) as `posttrain plan -v` shows them, got",
             )
             for wrong in ([], "all", ["any"], [f"sha256:{'A' * 64}"], 3, None)
         ),

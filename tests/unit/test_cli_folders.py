@@ -118,7 +118,7 @@ def test_audit_41_sample_reads_a_folder_where_it_lies(world: World, monkeypatch:
     before = len(stored(world))
     told = world("sample", "out", "hello")
     assert told.exit_code == 0
-    assert "not opened and not stored, no part of the model: checkpoint-10/, optimizer.pt" in told.stderr
+    assert "not opened and not stored, not part of the model: checkpoint-10/, optimizer.pt" in told.stderr
     assert asked[0]["folder"] == str(folder)
     assert len(stored(world)) == before, "nothing is left behind"
 
@@ -145,4 +145,4 @@ def test_audit_41_a_client_sends_no_side_files_and_names_them(tmp_path: Path) ->
     sender = Unsent(None, "default", said.append)  # type: ignore[arg-type]
     Bundle(sender).word("model", str(left_by_trl(tmp_path / "out")))
     assert sent == ["config.json", "model.safetensors"]
-    assert "not opened and not stored, no part of the model: checkpoint-10/, optimizer.pt" in said[0]
+    assert "not opened and not stored, not part of the model: checkpoint-10/, optimizer.pt" in said[0]

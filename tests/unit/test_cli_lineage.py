@@ -98,7 +98,7 @@ def test_files_that_only_a_run_file_names_are_found_by_their_digest(world: World
             "log records, got 'sha256:00'; restore",
         ),
         ("UPDATE releases SET model_digest = 'xyz'", "verify", "log records, got 'xyz'; restore"),
-        ("UPDATE stages SET outputs = '{oops'", "get", "holds '{oops' where JSON was written: a row was altered"),
+        ("UPDATE stages SET outputs = '{oops'", "get", "contains '{oops' where JSON was written: a row was altered"),
     ],
 )
 def test_an_altered_row_is_told_as_what_it_is(world: World, altered: str, command: str, said: str) -> None:

@@ -60,7 +60,7 @@ def test_the_reason_says_the_numbers() -> None:
     assert "is 0.5 against the channel's 0.95 on the same 200 items, a difference of -0.45" in reason
 
 
-@pytest.mark.parametrize(("right", "items"), [(92, 100), (46, 50), (20, 20), (455, 500)])
+@pytest.mark.parametrize(("right", "items"), [(92, 100), (95, 100), (46, 50), (20, 20), (370, 400), (455, 500)])
 def test_an_inconclusive_verdict_names_the_items_that_decide(right: int, items: int) -> None:
     reason = absolute(rate(right, items)).reason
     named = int(reason.rpartition("judge on about ")[2].removesuffix(" items.").replace(",", ""))
@@ -68,6 +68,10 @@ def test_an_inconclusive_verdict_names_the_items_that_decide(right: int, items: 
     fewer = named // 2
     assert absolute(rate(round(fewer * right / items), fewer)).outcome is Outcome.INCONCLUSIVE
     assert absolute(rate(18, 20)).reason.endswith("judge on more items.")  # exactly on the threshold
+    twin = relative(rate(90, 100), rate(90, 100)).reason
+    named = int(twin.rpartition("judge on about ")[2].removesuffix(" items."))
+    assert relative(rate(named * 9 // 10, named), rate(named * 9 // 10, named)).outcome is Outcome.PASS
+    assert relative(rate(named // 2, named // 2), rate(named // 2, named // 2)).outcome is Outcome.INCONCLUSIVE
 
 
 @pytest.mark.parametrize(

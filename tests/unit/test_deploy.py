@@ -128,7 +128,7 @@ def series() -> set[str]:
     """Every name that /metrics has, as the sources write them."""
     text = Path(metrics.__file__).read_text()
     found = set(re.findall(r'"(posttrain_[a-z_]+)"', text))
-    counters = set(re.findall(r'Counter(?:MetricFamily)?\("(posttrain_[a-z_]+)"', text))
+    counters = set(re.findall(r'Counter(?:MetricFamily)?\(\s*"(posttrain_[a-z_]+)"', text))
     return (found - counters) | {f"{name}_total" for name in counters} | {"posttrain_request_seconds_bucket"}
 
 

@@ -252,8 +252,8 @@ def test_a_teacher_whose_output_is_padded_names_no_token_that_the_student_lacks(
     ("column", "told"),
     [
         (Column("candidates", "policy", "topk", wide=2), "from a frozen role, got policy, which is trained"),
-        (Column("candidates", "teacher", "topk"), "of topk, got wide=0; topk is wide"),
-        (Column("more", "teacher", "logprobs", wide=2), "of logprobs, got wide=2; topk is wide"),
+        (Column("candidates", "teacher", "topk"), "of topk, got wide=0; set wide to 1 or more"),
+        (Column("more", "teacher", "logprobs", wide=2), "of logprobs, got wide=2; set wide to 1 or more"),
         (Column("candidates", "tutor", "topk", wide=2), "needs the role tutor for candidates"),
     ],
 )

@@ -200,4 +200,4 @@ def test_a_driver_with_another_executor_does_not_take_its_jobs_for_lost(tmp_path
     [attempt] = bench.ledger.attempts(run_id)
     assert attempt.state == "launched"
     assert other.launched == []
-    assert "submitted to executor fake, this process has far" in bench.stage(run_id, "sft").message
+    assert "submitted to executor fake, but this process uses far" in bench.stage(run_id, "sft").message

@@ -244,7 +244,7 @@ class TestLimits:
             params = {**options, "max_length": limit}
             result = run(shop.attempt(f"pairs-{limit}", "reward_model", params, ["model", "data"]))
             assert result.status == ends, result.failure
-        refused(result, FailureClass.BAD_INPUT, "must fit 6 tokens, got 7")
+        refused(result, FailureClass.BAD_INPUT, "must have at most 6 tokens, got 7")
 
 
 class TestMeter:

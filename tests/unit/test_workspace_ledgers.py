@@ -94,7 +94,7 @@ def test_a_folder_that_names_a_ledger_elsewhere_is_a_workspace(tmp_path: Path, m
         with pytest.raises(WorkspaceError, match="its driver is not installed"):
             open_workspace(tmp_path)
     monkeypatch.setenv("POSTTRAIN_LEDGER", ADDRESS + "2")
-    with pytest.raises(WorkspaceError, match=f"its ledger is {ADDRESS}, POSTTRAIN_LEDGER names {ADDRESS}2"):
+    with pytest.raises(WorkspaceError, match=f"its ledger is {ADDRESS}, but POSTTRAIN_LEDGER names {ADDRESS}2"):
         open_workspace(tmp_path)
 
 

@@ -108,7 +108,7 @@ class Verb(Generic[P, R]):
     function: Callable[Concatenate[Any, P], R]  # its declaration
     method: str  # GET | POST | PUT | DELETE; empty: not an HTTP request
     path: str  # below the project
-    needs: Role  # the lowest role that may call the verb that may call the verb
+    needs: Role  # the lowest role that may call the verb
     answered_by: str  # MODULE[:FUNCTION] of this package, or a path in a workspace: `.ledger.find_run`
     heavy: bool = False  # the verb reads files or computes: a server's worker answers it
     command: str = ""  # the command of the command line, if it is not the verb's name

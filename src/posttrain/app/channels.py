@@ -229,7 +229,7 @@ def policy_notes(
         if suite.evaluators == "any":
             yield (
                 f"suites.{name}: any evaluator may judge, so a run chooses its settings and rewards; "
-                "posttrain plan RUN.yaml shows the digest that pins them"
+                "posttrain plan RUN.yaml -v shows the digest that pins them"
             )
     for gate in pinned.policy.gates:
         if not measurable(gate.metric):

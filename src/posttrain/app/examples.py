@@ -99,8 +99,7 @@ def copy_example(folder: Path, target: Path) -> list[str]:
         The names of its files.
 
     Raises:
-        InputError: `target` exists and is not an empty folder, the example is broken, or two of its files would have
-            one name.
+        InputError: `target` exists, the example is broken, or two of its files would have one name.
         WorkspaceError: `target` cannot be written.
     """
     load_demo(folder)  # before anything is made

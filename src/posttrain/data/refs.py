@@ -227,7 +227,7 @@ def imported_reward(word: str) -> ImportedReward:
 
     Raises:
         InputError: the text is not of this form, or names a built-in or a file that cannot be read.
-        NotFoundError: there is no such module is installed, or the module lacks the function.
+        NotFoundError: no such module is installed, or the module lacks the function.
     """
     if not WORD.fullmatch(word):
         raise InputError(f"reward {word!r} must be MODULE:FUNCTION, such as trl.rewards:accuracy_reward")

@@ -371,10 +371,12 @@ def _enough_items(rule: GateRule, measured: _Measured, items: int) -> str:
     items.
     """
     margin, distance = abs(measured.quantity - rule.threshold), abs(measured.quantity - measured.limit)
-    even = measured.details.get("deviation") == 0 or measured.details.get("right") in (0, items)
+    details = measured.details
+    spread = details.get("deviation", details.get("discordance", 1.0))
+    even = spread < 1e-12 or details.get("right") in (0, items)
     if distance > 1_000 * margin:
         return "more items"
-    count = items * distance / margin * (1.1 if even else distance / margin)
+    count = items * distance / margin * (1.1 if even else 1.05 * distance / margin)
     scale = 10 ** max(0, int(math.log10(count)) - 1)  # two digits: the estimate will move
     return f"about {math.ceil(count / scale) * scale:,} items"
 

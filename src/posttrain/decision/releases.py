@@ -49,10 +49,9 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
     found = [entry.sequence for entry in moves(history) if entry.model_digest == report.baseline]
     if len(found) == 1:
         return found[0]
-    times = f"{len(found)} times" if found else "never"
     raise ConflictError(
-        f"promotion: the gates compared with {report.baseline}, which channel {channel} served {times}, and the report "
-        "does not record at which release; judge again: posttrain run RUN.yaml --again"
+        f"promotion: the gates compared with {report.baseline}, which channel {channel} got {len(found)} times, and the "
+        "report does not record at which release; judge again: posttrain run RUN.yaml --again"
     )
 
 

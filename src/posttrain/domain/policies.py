@@ -33,7 +33,7 @@ SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 def _evaluators(value: Any) -> Any:
     listed = isinstance(value, list | tuple) and len(value) > 0
     if value != "any" and not (listed and all(isinstance(one, str) and is_digest(one) for one in value)):
-        raise ValueError(f"must be any, or digests (sha256:…) as `posttrain plan` shows them, got {value!r:.80}")
+        raise ValueError(f"must be any, or digests (sha256:…) as `posttrain plan -v` shows them, got {value!r:.80}")
     return value
 
 

@@ -80,7 +80,7 @@ class CommittedCheckpoint:
 
     path: Path
     step: int
-    tokens: int  # spent up to it, over all attempts (from its `state.json`; 0 without one)
+    tokens: int  # spent up to it, including those of resumed attempts (from its `state.json`; 0 without one)
 
 
 class AttemptFolder:

@@ -40,7 +40,7 @@ from posttrain.store.retries import connected
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _REGION = "us-east-1"
-LARGE = 8 << 20  # bytes; larger blobs are transferred directly
+LARGE = 8 << 20  # bytes; blobs of at least this size are transferred directly
 MOST = 5 << 30  # bytes that S3 accepts, and copies, in one request
 SECONDS = 3600  # validity of a URL; a transfer must start within it, and may take longer
 _UPLOADS = "uploads"

@@ -65,7 +65,7 @@ class TraceConfig(Frozen):
     """Which samples are traced completely (`posttrain trace RUN --sample ID`)."""
 
     groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
-    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # that a stage records; later samples are only counted
+    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # recorded by a stage; other samples are only counted
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

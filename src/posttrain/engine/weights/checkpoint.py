@@ -173,7 +173,7 @@ class TrainState:
     fingerprint: str  # digest of kind, parameters, seed and inputs; other stages' checkpoints are rejected
     step: int  # steps completed
     consumed: int  # documents read from the data stream (journal)
-    tokens: int  # spent so far, over all attempts of the stage
+    tokens: int  # spent so far, including those of the attempts that this one resumes
     metrics: Mapping[str, float]  # of the last step
     incarnation: int = 0  # number of earlier resumes
     probes: Mapping[str, Any] | None = None  # state of the probes (`engine.loop.controller`); None: they decide nothing

@@ -218,7 +218,7 @@ def decide(visit: Visit) -> Response:
     if verdict not in ("approve", "reject") or not any(
         one.request.digest == request for one in visit.control.approval_requests(found.record.name)
     ):
-        raise InputError("no pending approval has this name; open the channel again")
+        raise InputError("no pending approval has this name; open the page again")
     visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
     return visit.goes_to("/approvals" if form.get("inbox") else f"/channels/{_quoted(found.record.name)}")
 

@@ -33,7 +33,11 @@
     if (!answer.ok) throw new Error(String(answer.status));
     return new DOMParser().parseFromString(await answer.text(), "text/html");
   };
-  const controls = (part) => [...part.querySelectorAll("a[href], button, summary, input, select")];
+  // What a link or a button does: focus returns to the same one only, never to the button of another request.
+  const does = (one) => {
+    const form = one.form ? [...new FormData(one.form)].filter(([name]) => name !== "reason").join() : "";
+    return [one.tagName, one.id, one.getAttribute("href"), one.name, one.value, one.form && one.form.action, form, one.textContent].join("|");
+  };
   // The same element with what the other one shows; what is open, chosen or being written stays so.
   const take = (old, fresh) => {
     if (old.innerHTML === fresh.innerHTML) return false;
@@ -41,8 +45,8 @@
     if ([...old.querySelectorAll("textarea")].some((one) => one.value.trim() !== "")) return false; // a reason is being written
     const open = [...old.querySelectorAll("details")].map((one) => one.open);
     const chosen = new Set([...old.querySelectorAll("input:checked")].map((one) => one.value));
-    const at = rows().indexOf(document.activeElement), place = controls(old).indexOf(document.activeElement);
-    const label = place < 0 ? "" : document.activeElement.textContent;
+    const at = rows().indexOf(document.activeElement), focused = document.activeElement;
+    const same = at < 0 && old.contains(focused) && focused.matches("a[href], button") ? does(focused) : null;
     old.replaceChildren(...fresh.childNodes);
     old.toggleAttribute("data-over", fresh.hasAttribute("data-over"));
     const now = [...old.querySelectorAll("details")];
@@ -50,9 +54,9 @@
     old.querySelectorAll("input[type=checkbox]").forEach((one) => { one.checked = chosen.has(one.value); });
     filter();
     ranges.forEach(([from, to], card) => { if (cards()[card]) zoom(cards()[card], from, to); });
-    const same = place < 0 ? null : controls(old)[place];
+    const found = same && [...old.querySelectorAll("a[href], button")].find((one) => does(one) === same);
     if (at >= 0) (rows()[at] || document.body).focus({ preventScroll: true });
-    else if (same && same.textContent === label) same.focus({ preventScroll: true });
+    else if (found) found.focus({ preventScroll: true });
     return true;
   };
   let busy = false, again = false;
