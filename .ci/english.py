@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 3.0  # phrases per 10,000 words
-# Each regular expression beside the first word of its row in docs/style.md.
+# The phrases in the table of docs/style.md that a regular expression can find.
 PHRASES = (
     r"\bwhoever\b",
     r"\bnobody\b",

@@ -52,7 +52,7 @@ def _exit_codes() -> str:
 
 def _failures() -> str:
     lines = ["## Why an attempt failed", ""]
-    lines += ["| class | exit code | retried by itself | meaning |", "|---|---|---|---|"]
+    lines += ["| class | exit code | retried automatically | meaning |", "|---|---|---|---|"]
     for kind in FailureClass:
         retried = "yes" if kind.retried else ""
         meaning = comment(FailureClass, kind.name) or exit_codes()[kind.error.exit_code]
@@ -61,7 +61,14 @@ def _failures() -> str:
 
 
 def _outcomes() -> str:
-    lines = ["## Verdicts of a gate", "", "Only `PASS` ships.", "", "| verdict | meaning |", "|---|---|"]
+    lines = [
+        "## Verdicts of a gate",
+        "",
+        "A model is released only if every gate returns `PASS`.",
+        "",
+        "| verdict | meaning |",
+        "|---|---|",
+    ]
     return "\n".join([*lines, *(f"| `{kind.name}` | {comment(Outcome, kind.name)} |" for kind in Outcome)])
 
 

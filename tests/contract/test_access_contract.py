@@ -240,7 +240,7 @@ def test_what_has_expired_is_not_rotated(ledger: Ledger) -> None:
 def test_who_is_erased_has_neither_role_nor_token_and_the_last_admin_is_not_erased(ledger: Ledger) -> None:
     with ledger.transaction("user:root") as transaction:
         transaction.set_role("user:sue", Role.SUBMITTER)
-    with pytest.raises(ConflictError, match="must have an admin, and this is the last; name another first"):
+    with pytest.raises(ConflictError, match="must have an admin, and this is the last one; name another admin first"):
         erase_principal(ledger, "user:sue", "user:root", "asked to")
     with ledger.transaction("user:root") as transaction:
         transaction.set_role("user:sue", Role.ADMIN)

@@ -157,8 +157,8 @@ def test_a_running_cluster_is_joined_and_left_running(tmp_path: Path) -> None:
     assert said.splitlines() == [
         '{"handler": true}',
         '{"said": "False 2.0\\n", "code": 0, "still": 2.0}',
-        '{"error": "a process must be in at most one Ray cluster, got one that is already in a cluster; '
-        'leave that one first"}',
+        '{"error": "a process must be in at most one Ray cluster, but this process is already in a cluster; '
+        'leave that cluster first"}',
     ]
 
 
@@ -188,7 +188,7 @@ def test_a_cluster_that_cannot_be_had(tmp_path: Path) -> None:
     )
     refused, malformed, early = said.splitlines()
     assert "InfrastructureError" in refused
-    assert "must answer at 127.0.0.1:PORT within 5 seconds" in refused
+    assert "no Ray cluster answered at 127.0.0.1:PORT within 5 seconds" in refused
     assert "ray_address must be host:port" in malformed
     assert "limited to the loopback interface and its token, but ray was imported before" in early
 

@@ -126,7 +126,7 @@ def test_a_job_that_needs_several_locks_none_until_it_has_all(
     end(executor, one)
     executor.submit(both)
     assert started(tmp_path, both) == "0,1"
-    with pytest.raises(InputError, match="requests 3 devices, this machine has 2"):
+    with pytest.raises(InputError, match="requests 3 devices, but this machine has 2"):
         executor.submit(spec("d-1", devices=3))
 
 

@@ -419,7 +419,7 @@ def test_who_changes_a_channel_that_moved_must_look_again(ledger: Ledger) -> Non
     with ledger.transaction("ann") as transaction:
         transaction.append_release("prod", OTHER, None, "promote", expected=1)
     with (
-        pytest.raises(ConflictError, match="another user moved or changed it"),
+        pytest.raises(ConflictError, match="another user moved or changed the channel"),
         ledger.transaction("bob") as transaction,
     ):
         transaction.set_channel(seen, "channel.frozen", "an incident", frozen="all")

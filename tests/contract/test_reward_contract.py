@@ -389,7 +389,7 @@ class TestProtocol:
     )
     def test_malformed(self, opened: ProcessOpener, attack: str, complaint: str) -> None:
         reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack))
-        with pytest.raises(RewardError, match=rf"answered .*{complaint}.*; it must not write") as caught:
+        with pytest.raises(RewardError, match=rf"answered .*{complaint}.*; the reward must not write") as caught:
             reward.score(call("12", "13"))
         assert "\n" not in str(caught.value)
         with pytest.raises(RewardError) as again:  # its worker is not asked any more, and whoever does hears why

@@ -290,7 +290,7 @@ def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> No
     engine.submit([short])
     assert [done.id for done in engine.completed(300)] == ["short"]
     engine.pause()
-    with pytest.raises(InputError, match="begun samples cannot finish with the old weights, got 4"):
+    with pytest.raises(InputError, match="has 4 unfinished samples, which cannot finish with the old weights"):
         engine.update("", "0.1")
     with torch.no_grad():
         model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)
@@ -310,7 +310,7 @@ def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> No
 
 def test_what_never_fits_is_refused_when_it_is_submitted() -> None:
     engine = engine_of(model_of("qwen3"), kv_cache=1000)
-    with pytest.raises(InputError, match=r"runtime.kv_cache must hold generation 0\.0 of 41 tokens"):
+    with pytest.raises(InputError, match=r"runtime.kv_cache must have room for generation 0\.0 of 41 tokens"):
         engine.submit(requests([[3]], 1))
 
 

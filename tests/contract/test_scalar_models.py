@@ -227,7 +227,7 @@ def test_what_cannot_score_is_named(tmp_path: Path) -> None:
     config = BertConfig(
         vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True
     )
-    with pytest.raises(InputError, match=r"BertLMHeadModel cannot score: its sequence.* Bert.* an unsupported form"):
+    with pytest.raises(InputError, match=r"BertLMHeadModel cannot score: the form of its .* Bert.* is not supported"):
         put_scalar_head(BertLMHeadModel(config))
     module = copy.deepcopy(scalar("llama").module)
     module.score = torch.nn.Linear(32, 2, bias=False)
@@ -249,7 +249,7 @@ def test_a_classifier_is_no_language_model_and_missing_weights_are_not_invented(
     config = json.loads((tmp_path / "lm" / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (tmp_path / "lm" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"must be complete, got none for score\.weight"):
+    with pytest.raises(InputError, match=r"must be complete, but score\.weight is missing"):
         load_scalar_model(tmp_path / "lm")
     (tmp_path / "lm" / "config.json").write_text("{oops")
     with pytest.raises(InputError, match=r"must have a readable config\.json"):

@@ -158,7 +158,7 @@ def test_a_run_that_another_workspace_wrote_is_refused(bench: Bench) -> None:
     write(bench, ROWS[:2], failed)  # of before workspaces had an identity
     write(bench, ROWS[:3], failed, about=OURS)
     for _ in range(2):
-        with pytest.raises(WorkspaceError, match="another workspace wrote its run sort-1 there; name another place"):
+        with pytest.raises(WorkspaceError, match="another workspace wrote its run sort-1 there; name another location"):
             write(bench, ROWS, DONE, about=THEIRS)
     close(bench.points(), expected(ROWS[:3], bench.tracker()))
     write(bench, ROWS, DONE, about=OURS)
@@ -171,7 +171,7 @@ def test_one_process_writes_a_target_at_a_time(bench: Bench) -> None:
     first.begin(OURS)
     first.log(ROWS[:2])
     for about in (OURS, THEIRS):
-        with pytest.raises(WorkspaceError, match="another process writes run sort-1 there; wait for it"):
+        with pytest.raises(WorkspaceError, match="another process writes run sort-1 there; wait until it ends"):
             second.begin(about)
         second.close()
     first.log(ROWS[2:4])

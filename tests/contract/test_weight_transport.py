@@ -229,7 +229,7 @@ def test_another_model_is_refused_before_anything_moves(tmp_path: Path) -> None:
     before = {name: view.clone() for name, view in other.one(lambda worker: worker)._engine.views() or ()}
     with pytest.raises(
         IntegrityError,
-        match=r"published weights must fit the reader's model, got .* for .*; give both roles the same model",
+        match=r"published weights must match the reader's model, got .* for .*; give both roles the same model",
     ):
         replace(apart.roles, rollout=other).publish(PolicyVersion(0, 1))
     assert same(before, dict(other.one(lambda worker: worker)._engine.views() or ()))
@@ -369,6 +369,6 @@ def test_an_engine_of_its_own_pool_that_cannot_say_what_it_decodes_with_is_refus
     worker._engine = Says(worker._engine, lambda views: None)
     apart.learn()
     with pytest.raises(
-        InputError, match=r"rollout engine native of rank 0 must attest its weights, and cannot; use one that can"
+        InputError, match=r"rollout engine native of rank 0 cannot attest its weights; use an engine that can"
     ):
         apart.publish()

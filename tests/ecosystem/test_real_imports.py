@@ -175,7 +175,7 @@ def test_a_run_of_an_mlflow_store(world: Path, store: str, monkeypatch: pytest.M
 
     bare = mlflow_run(client, world, "bare", other / "artifacts", model=False)
     said = refused(world, "import", "mlflow", "theirs")
-    assert "contains 2 runs; name one with --run" in said
+    assert "contains 2 runs; name a run with --run" in said
     assert run in said
     assert bare in said
     alone = posttrain(world, "import", "mlflow", "theirs", "--run", bare, "-o", "json")

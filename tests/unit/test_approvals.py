@@ -345,7 +345,7 @@ def test_approvals_count_nothing_when_the_channel_has_moved(world: World, user: 
     ends(world, second)
     assert "does not count: another release is live now" in told(world, first)
     user("bob")
-    assert "must still be at release 1" in refused(world, "approve", first, code=9)
+    assert "must still point at release 1" in refused(world, "approve", first, code=9)
     user("eve")
     assert ends(world, first, 9)["reason"] == "ChannelMoved"
 
@@ -433,7 +433,7 @@ def test_what_is_not_judged_cannot_be_approved(world: World, user: As) -> None:
     world("run", "run.yaml", "--timeout", "30")
     user("ann")
     assert "its gates have not been judged" in refused(world, "approve", world.newest(), code=2)
-    assert "must have at least 8 digits" in refused(world, "approve", "sha256:12", code=2)
+    assert "must have at least the 8 digits" in refused(world, "approve", "sha256:12", code=2)
     assert "does not exist; posttrain get CHANNEL lists" in refused(world, "approve", f"sha256:{'0' * 12}", code=2)
 
 
@@ -634,10 +634,10 @@ def test_a_background_driver_keeps_a_run_that_waits_and_goes_on_when_it_is_appro
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"approvals": 1}, "approvals: must come with approvers, got none"),
-        ({"self_approval": True}, "self_approval: must come with approvers, got none"),
+        ({"approvals": 1}, "approvals: needs approvers, got none"),
+        ({"self_approval": True}, "self_approval: needs approvers, got none"),
         ({"quarantine": {"lift": "approval"}}, "quarantine.lift: approval: must come with approvers"),
-        ({"approvers": ["user:ann"], "approvals": 2}, "approvals: must be at most the 1 that approvers names, got 2"),
+        ({"approvers": ["user:ann"], "approvals": 2}, "approvals: must be at most 1, the number of approvers, got 2"),
         ({"approvers": ["user:ann"], "approvals": 0}, "approvals"),
         ({"approvers": ["user:ann"], "approval": 1}, "did you mean 'approvals'?"),
     ],
@@ -768,7 +768,7 @@ def test_an_owner_does_not_approve_whichever_way_the_run_file_writes_the_name(
     "owner", ["ann ", " ann", "ann\n", "an\x07n", "\u202eann", "a\u2028b", "a\u0085b", "\ufeffann"]
 )
 def test_an_owner_that_reads_like_another_is_refused(owner: str) -> None:
-    with pytest.raises(InputError, match="owner: must be a name without spaces around it and without line breaks"):
+    with pytest.raises(InputError, match="owner: must be a name without line breaks and without spaces at its ends"):
         parse_run_spec({**BENCH_RUN, "owner": owner}, "run.yaml")
 
 

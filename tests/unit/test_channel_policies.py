@@ -447,7 +447,7 @@ def test_a_channel_that_came_back_takes_no_old_report(world: World) -> None:
     world.ok("rollback", "prod")
     assert world.json("get", "prod")["live"] == before["history"][0]["model_digest"]
     said = refused(world, "promote", judged, code=9)
-    assert "must still be at release 1, against which the gates judged, got release 3" in said
+    assert "must still point at release 1, with which the gates compared, got release 3" in said
     assert "posttrain run RUN.yaml --again" in said
     assert [row["sequence"] for row in world.json("get", "prod")["history"]] == [1, 2, 3]
 

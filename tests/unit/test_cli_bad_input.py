@@ -351,7 +351,7 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_anything_is_all
     world.write("model.yaml", "hidden_size: 1000000\n")
     line = refused(world, "asset", "create", "model:huge", "model.yaml")
     assert "model.yaml: stages.init: a model of hidden_size 1000000, layers 2" in line
-    assert "has 6e+12 parameters, 22 TiB in float32, this machine has " in line
-    assert line.endswith("; make it smaller")
+    assert "has 6e+12 parameters, 22 TiB in float32, but this machine has " in line
+    assert line.endswith("; make the model smaller")
     world.write("model.yaml", "hidden_size: 100000000\n")
     refused(world, "asset", "create", "model:huge", "model.yaml", naming="must be at most 10000000, got 100000000")

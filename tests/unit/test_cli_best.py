@@ -119,7 +119,7 @@ def test_a_run_s_best_model_is_a_word_everywhere(world: World) -> None:
     refused = world("export", f"{run}/sft/best", "nowhere")
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
     assert "stage sft of run" in refused.stderr
-    assert "keeps no best model" in refused.stderr
+    assert "has no best model" in refused.stderr
     assert world("export", f"{run}/grpo/bets", "nowhere").exit_code == 2
     again = RUN.replace("name: sort", "name: next").replace("model: model:tiny", f"model: run:{run}/grpo/best")
     world.write("next.yaml", again)
@@ -152,12 +152,12 @@ def test_a_later_stage_and_a_gate_take_the_best(world: World) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        ("evaluate, model: grpo/best", "evaluate, model: sft/best", "model: stage 'sft' keeps no best model"),
-        ("model: grpo/best}\n", "model: sft/best}\n", "release.model: stage 'sft' keeps no best model, got 'sft/best'"),
+        ("evaluate, model: grpo/best", "evaluate, model: sft/best", "model: stage 'sft' has no best model"),
+        ("model: grpo/best}\n", "model: sft/best}\n", "release.model: stage 'sft' has no best model for 'sft/best'"),
         ("model: grpo/best}\n", "model: grpo/bets}\n", "release.model"),
         ("model: grpo/best}\n", "model: nope/best}\n", "release.model: no stage 'nope/best' makes a model"),
         ("evaluate, model: grpo/best", "evaluate, model: base/best", "no stage 'base' makes a model"),
-        (", keep_best: true, early_stopping: {patience: 1}", "", "keeps no best model"),
+        (", keep_best: true, early_stopping: {patience: 1}", "", "has no best model"),
         (f"{PROBE}, ", "", "early_stopping needs a probe, got none"),
         ("keep_best: true", "load_best_model_at_end: true", "(did you mean 'keep_best'?)"),
         ("{patience: 1}", "{early_stopping_patience: 1}", "(did you mean 'patience'"),

@@ -143,7 +143,7 @@ def test_a_run_without_an_evaluation_is_refused(story: tuple[World, str, str]) -
     world.ok("run", "bare.yaml")
     result = world("compare", good, "bare")
     assert result.exit_code == 2
-    assert "must have an evaluation" in result.stderr
+    assert "has no evaluation" in result.stderr
 
 
 def scored(label: str, identities: dict[str, tuple[str, str]], **suites: Any) -> Subject:

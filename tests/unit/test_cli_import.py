@@ -284,7 +284,7 @@ class TestRefused:
             (state(4, rows=[{"step": -1, "loss": 1.0}]), "step must be a whole number from 0, got -1"),
             (state(4, rows=[{"step": float("nan"), "loss": 1.0}]), "step must be a whole number from 0, got nan"),
             (state(4, rows=[{"step": 10**30, "loss": 1.0}]), "step must be a whole number from 0"),
-            (state(4, rows=[{"step": 1, "loss": 10**400}]), "must fit a 64-bit float"),
+            (state(4, rows=[{"step": 1, "loss": 10**400}]), "must be in the range of a 64-bit float"),
             (state(4, rows=[{"step": 1, "\ud800": 1.0}]), "UTF-8"),
         ],
     )

@@ -127,7 +127,7 @@ def test_a_rollback_is_offered_where_there_is_something_to_go_back_to(world: Wor
 
 def test_what_names_nothing_is_refused_in_one_line(world: World) -> None:
     for words, said in (
-        (("sha256:12",), "a digest needs --downstream; add it"),
+        (("sha256:12",), "for a digest, lineage needs --downstream; add --downstream"),
         (("sha256:12", "--downstream"), "there is no artifact"),
         (("nobody", "--downstream"), "there is no channel or run"),
     ):

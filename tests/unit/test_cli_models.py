@@ -162,7 +162,7 @@ class TestBase:
         result = world("plan", on(world, "run:sort"))
         assert result.exit_code == 2
         assert "stage grpo of run sort-" in result.stderr
-        assert "has made no model (running)" in result.stderr
+        assert "has produced no model (running)" in result.stderr
         world.ok("plan", on(world, "run:sort/sft"))
 
     def test_a_run_stands_for_the_model_that_it_releases(self, world: World) -> None:
@@ -267,7 +267,7 @@ class TestEval:
         [
             (("nobody", "heldout"), "model 'nobody': no channel (known: prod), and there is no run 'nobody'"),
             (("prod", "hedout"), "no dataset of that name is registered (did you mean 'heldout'?)"),
-            (("prod", "heldout", "./heldout.jsonl"), "suites must have unique names, got 'heldout' twice"),
+            (("prod", "heldout", "./heldout.jsonl"), "suites must have different names, got 'heldout' twice"),
             (("prod", "heldout", "--pass-at", "4"), "pass_at must be <= samples (0), got 4"),
             (("prod", "heldout", "--device", "tpu"), "device"),
             (("prod", "heldout", "--top-p", "0.9"), "top_p needs samples >= 1, got 0.9 with samples: 0; set samples"),

@@ -153,7 +153,7 @@ def test_why_says_which_number_missed_by_how_much(story: tuple[World, dict[str, 
     assert told["next_action"] == f"posttrain diff {ids['A']} {ids['B']}"
     shown = world.ok("why", ids["B"])
     assert "FAIL" in shown
-    assert "which misses the required at least 0.9, by 0.6" in shown
+    assert "which misses the requirement (at least 0.9) by 0.6" in shown
     assert "95 % confidence limit" in shown
     assert "reason: 0 of 2 gates pass (GateFailed)" in shown
 

@@ -153,12 +153,12 @@ def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
         ),
         (["--set", "grpo.steps=1,2", "--better", "up"], "--better must be higher or lower, got 'up'"),
         (["--set", "seed=1,2", "--seeds", "2"], "both set the seed; give one"),
-        (["--set", "owner=ada,bob"], "needs an evaluation"),
+        (["--set", "owner=ada,bob"], "needs an evaluate stage"),
         (["--set", "grpo.steps=" + ",".join(map(str, range(1, 501))), "--seeds", "3"], "at most 1000 runs, got 500"),
     ],
 )
 def test_what_cannot_be_swept_is_one_line_before_anything_runs(world: World, words: list[str], error: str) -> None:
-    if "needs an evaluation" in error:
+    if "needs an evaluate stage" in error:
         world.write("run.yaml", RUN.split("  evaluate:")[0])
     ended = world("sweep", "run.yaml", *words)
     assert ended.exit_code == 2, ended.output
@@ -169,7 +169,7 @@ def test_what_cannot_be_swept_is_one_line_before_anything_runs(world: World, wor
 def test_equal_points_are_refused(world: World) -> None:
     ended = world("sweep", "run.yaml", "--set", "rewards.exact=reward:sort,reward:sort@2")
     assert ended.exit_code == 2
-    assert "which are the same run; leave one out" in ended.stderr
+    assert "which lead to the same run; leave one out" in ended.stderr
 
 
 def test_set_changes_a_plan_a_lock_and_no_locked_manifest(world: World) -> None:

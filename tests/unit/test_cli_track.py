@@ -109,8 +109,8 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
         ("{mlflow: 'http://me:secret@host'}", "must contain no credentials"),
         ("{wandb: {mode: sometimes}}", "must be one of 'offline', 'online'"),
         ("7", "trackers"),
-        ("{wandb: {project: 'a/b/c'}}", "trackers.wandb.project: must be letters, digits"),
-        ('{mlflow: {experiment: "it\'s"}}', "trackers.mlflow.experiment: must be letters, digits"),
+        ("{wandb: {project: 'a/b/c'}}", "trackers.wandb.project: must be at most 128 letters, digits"),
+        ('{mlflow: {experiment: "it\'s"}}', "trackers.mlflow.experiment: must be at most 128 letters, digits"),
         ("{csv: {dir: ''}}", "trackers.csv.dir"),
         ("{csv: train.jsonl}", "is a file; choose another folder"),
         ("{csv: train.jsonl/deeper}", "is a file; choose another folder"),
@@ -378,7 +378,7 @@ def test_a_target_is_of_one_workspace(world: World, tmp_path: Path, monkeypatch:
     assert second.newest() == run
     refused = second("track", run)
     assert (refused.exit_code, refused.stderr.count("\n")) == (TrackerError.exit_code, 1)
-    assert f"another workspace wrote its run {run} there; name another place" in refused.stderr
+    assert f"another workspace wrote its run {run} there; name another location" in refused.stderr
     assert tracker(second, run)["state"] == "trouble"
     assert points(shared / f"{run}.csv") == written
     second.ok("track", run, "--tracker", f"csv={tmp_path / 'elsewhere'}")

@@ -100,7 +100,7 @@ def test_a_name_without_a_version_is_pinned_when_it_is_submitted(world: World) -
     assert (meta["name"], meta["meta"]) == ("model:sort/grpo@1", {"named": "model:sort/grpo"})
     refused = world("plan", on(world, "model:sort/grpo", "sort"))
     assert refused.exit_code == 2
-    assert "must name a version, since this file (sort) creates more; write model:sort/grpo@1" in refused.stderr
+    assert "since this file (sort) creates further versions; write model:sort/grpo@1" in refused.stderr
     world.ok("plan", on(world, "model:sort/grpo@1", "sort"))
 
 

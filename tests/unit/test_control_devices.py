@@ -111,7 +111,7 @@ def test_a_machine_that_has_fewer_devices_than_a_stage_needs_is_no_place_to_wait
     bench.executor.room = TAKEN
     run = bench.drive(run_id)
     assert (run.state, run.reason) == ("failed", "JobFailed:bad_input")
-    assert "requests 4 devices, this machine has 2" in run.message
+    assert "requests 4 devices, but this machine has 2" in run.message
 
 
 @pytest.mark.parametrize(

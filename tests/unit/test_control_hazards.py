@@ -291,7 +291,7 @@ def test_a_rollback_goes_where_it_is_told_or_nowhere(bench: Bench) -> None:
     assert actions.rollback(bench.stores, "prod", to=by_digest, lift_quarantine="a slip").model_digest == threes
     assert actions.rollback(bench.stores, "prod", to=first.id[:4]).model_digest == live.model_digest
     for nowhere in ("7", "2222", "absent", "4444abcd"):
-        with pytest.raises(NotFoundError, match=f"it never served '{nowhere}'"):
+        with pytest.raises(NotFoundError, match=f"'{nowhere}' was never live there"):
             actions.rollback(bench.stores, "prod", to=nowhere)
 
 

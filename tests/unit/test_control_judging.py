@@ -76,7 +76,7 @@ def test_an_item_without_a_value_is_not_a_wrong_answer(bench: Bench) -> None:
 def test_items_that_declare_several_ranges_are_refused(bench: Bench) -> None:
     run = judged(bench, leaves(mostly_right(), [(True, 0.0, 1.0), (False, 0.0, 2.0)]))
     assert (run.state, run.reason) == ("failed", "Corrupt")
-    assert f"{METRIC} must declare one range on all its items, got 2" in run.message
+    assert f"{METRIC} must declare the same range on all its items, got 2" in run.message
 
 
 def test_a_metric_without_a_range_cannot_be_judged(bench: Bench) -> None:
@@ -126,7 +126,7 @@ def test_a_rollback_keeps_the_report_of_what_it_returns_to(bench: Bench) -> None
     first, second = shipped_twice(bench)
     reports = [bench.stage(run.id, "gate").outputs["report"]["digest"] for run in (first, second)]
     assert actions.rollback(bench.stores, "prod").report_digest == reports[0]
-    with pytest.raises(ConflictError, match="still be at release 1, against which the gates judged, got release 3"):
+    with pytest.raises(ConflictError, match="still point at release 1, with which the gates compared, got release 3"):
         actions.promote(bench.stores, second.id, "prod", "the traffic was at fault")
     third = bench.drive(bench.submit(seed=2, again=True))
     assert (third.state, third.reason) == ("rejected", "Quarantined")

@@ -187,7 +187,7 @@ BAD = [
     (changed("stages", {}), "stages"),
     (changed("stages.gate", {"kind": "sft", "data": "train", "steps": 1}), "stages.gate: this name is reserved"),
     (changed("stages.again", RUN["stages"]["evaluate"]),
-     "'heldout/accuracy' is already made by 'evaluate'; rename a suite"),
+     "'heldout/accuracy' is already measured by 'evaluate'; rename a suite"),
     (changed("stages.evaluate.suites.heldout.pass_at", [4]), "pass_at must be <= samples (2), got 4"),
     (changed("stages.evaluate.suites.heldout.stop", "Q:"), "suites.heldout.stop: must be a list, got 'Q:'"),
     (changed("stages.grpo.top_p", 0.9),
@@ -266,6 +266,6 @@ def test_a_mean_without_a_declared_range_cannot_be_gated() -> None:
     with pytest.raises(InputError) as caught:
         planned(None)
     assert str(caught.value) == (
-        "run.yaml: gates.g.metric: 'judge/score' must declare the range of its values to be judged, and stage"
-        " 'evaluate' declares none; gate another metric"
+        "run.yaml: gates.g.metric: 'judge/score' has no declared range in stage"
+        " 'evaluate', so no gate can judge it; use another metric"
     )

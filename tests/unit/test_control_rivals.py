@@ -108,9 +108,9 @@ REFUSED = [
     (gated({"name": "g", "metric": "heldout/accuracy", "not_worse_than": "grpo", "margin": 0.1}),
      "gates.g.not_worse_than: must be a model other than the released one, got 'grpo'; name another stage,"),
     (gated({**BETTER, "better_than": "judge"}, judge={"kind": "reward_model", "data": "train", "steps": 1}),
-     "gates.rl-helped.better_than: must be a model that answers, got 'judge', which is a reward model"),
+     "gates.rl-helped.better_than: must be a model that generates, got 'judge', which is a reward model"),
     (gated({**BETTER, "if_channel_empty": "pass"}),
-     "if_channel_empty has no meaning with better_than: sft, got pass"),
+     "if_channel_empty has no meaning with better_than: sft, since that model"),
     (gated({**BETTER, "better_than": "A stage"}), "better_than"),
     (gated(BETTER, channel=FILE["stages"]["sft"]), "stages.channel: this name is reserved"),
 ]

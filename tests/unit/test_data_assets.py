@@ -190,7 +190,7 @@ class TestModel:
         whole = weights.read_bytes()
         weights.write_bytes(whole[:-1])
         with pytest.raises(
-            InputError, match=rf"must be {len(whole)} bytes according to its header, got {len(whole) - 1}"
+            InputError, match=rf"must have {len(whole)} bytes according to its header, got {len(whole) - 1}"
         ):
             inspect_model(folder)
         for garbage in (b"", b"PK\x03\x04 not safetensors at all", struct.pack("<Q", 4) + b"nope"):
@@ -272,9 +272,9 @@ class TestContamination:
         assert str(report).endswith("; 39 prompts were not checked for near-duplicates")
 
     def test_refused(self) -> None:
-        with pytest.raises(InputError, match="needs evaluation rows"):
+        with pytest.raises(InputError, match="needs at least one evaluation row"):
             contamination([], [])
-        with pytest.raises(InputError, match="ngram must be >= 1"):
+        with pytest.raises(InputError, match="ngram must be at least 1"):
             contamination([], prompts("a"), ngram=0)
         with pytest.raises(InputError, match="overlap must be in"):
             contamination([], prompts("a"), overlap=0)

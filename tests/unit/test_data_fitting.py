@@ -372,7 +372,7 @@ class TestForeignTemplates:
         planned, _ = self.tokenizers("{{ messages[0]['content'] }}", tmp_path)
         planned.render([QUESTION], generate=True)
         monkeypatch.setattr(planned, "_spent", 60.0)
-        with pytest.raises(InputError, match="must take less than 1e-06 s a row"):
+        with pytest.raises(InputError, match="must take less than 1e-06 s per row"):
             planned.render([QUESTION], generate=True)
 
     @pytest.mark.parametrize("huge", ["10 ** (10 ** 10)", "'x' * 10 ** 9", "10 ** 9 * [1]", "10 ** 9999 * 10 ** 25000"])

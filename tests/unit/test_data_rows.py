@@ -72,7 +72,7 @@ def test_the_prompt_of_two_conversations_is_what_they_share() -> None:
     row = canonical_row({"chosen": CHAT + good, "rejected": CHAT + bad, "margin": 1.5}, "d", 1)
     assert row == {"prompt": CHAT, "chosen": good, "rejected": bad, "margin": 1.5}
     for chosen in (CHAT + bad, good):
-        with pytest.raises(InputError, match="d row 1: chosen and rejected must share a prompt and then differ"):
+        with pytest.raises(InputError, match="d row 1: chosen and rejected must begin with the same prompt"):
             canonical_row({"chosen": chosen, "rejected": CHAT + bad}, "d", 1)
 
 

@@ -60,7 +60,7 @@ def test_a_setting_without_measurements_is_ranked_nowhere_and_said_so() -> None:
     assert found.settings[1].mean is None
     notes = " ".join(found.notes)
     assert "1 of 3 settings were not measured" in notes
-    assert "settings 1 and 3 are not compared: they have no seed in common" in notes
+    assert "settings 1 and 3 are not compared: no seed was measured for both" in notes
 
 
 def test_audit_24_seeds_measured_over_other_ranges_are_not_averaged() -> None:

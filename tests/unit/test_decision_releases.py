@@ -50,9 +50,9 @@ def test_repeating_a_promotion_changes_nothing() -> None:
 
 @pytest.mark.parametrize("steps", [("old", "other"), ("old", "other", "old")])
 def test_a_channel_that_moved_is_a_conflict(steps: tuple[str, ...]) -> None:
-    with pytest.raises(ConflictError, match=rf"must still be at release 1, .* got release {len(steps)}; judge again"):
+    with pytest.raises(ConflictError, match=rf"must still point at release 1, .* got release {len(steps)}; judge"):
         promotion(at(*steps), 1, "new", report())
-    with pytest.raises(ConflictError, match=r"must still be at release 1, .* got no release"):
+    with pytest.raises(ConflictError, match=r"must still point at release 1, .* got no release"):
         promotion(None, 1, "new", report())
 
 
@@ -73,9 +73,9 @@ def test_a_report_that_names_no_release_is_of_the_only_one_with_its_baseline() -
     elsewhere = report().model_copy(update={"channel": "staging", "release": 3})
     for told in (report(), elsewhere):
         assert judged_at(told, "prod", history("other", "old", "other")) == 2
-        with pytest.raises(ConflictError, match="channel prod got 2 times, and the report does not record at which"):
+        with pytest.raises(ConflictError, match="live in channel prod 2 times, and the report does not record at"):
             judged_at(told, "prod", history("old", "other", "old"))
-        with pytest.raises(ConflictError, match="channel prod got 0 times"):
+        with pytest.raises(ConflictError, match="live in channel prod 0 times"):
             judged_at(told, "prod", history("other"))
     assert judged_at(report(baseline=None), "prod", history("old")) == 0
 
@@ -97,7 +97,7 @@ def test_anything_but_a_pass_ships_nothing(outcome: Outcome, error: type[Excepti
 def test_a_report_without_gates_or_about_another_model_ships_nothing() -> None:
     with pytest.raises(GateRejectedError, match="no gate was judged"):
         promotion(at("old"), 1, "new", GateReport.of([], candidate="new", baseline="old"))
-    with pytest.raises(GateRejectedError, match="must be about new, got one about elsewhere"):
+    with pytest.raises(GateRejectedError, match="must be about new, got a report about elsewhere"):
         promotion(at("old"), 1, "new", report(candidate="elsewhere"))
 
 

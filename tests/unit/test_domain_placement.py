@@ -99,7 +99,7 @@ def test_ranks_are_one_per_gpu_else_one_per_cpu(written: dict[str, Any], expecte
         ({"policy": {"gpus": 1, "kind": "H100"}}, ("policy.kind", "H100")),
         ({"policy": None}, ("policy", "nothing")),
         ({"critic": {"with": "polcy"}}, ("critic.with", "polcy", "policy")),
-        ({"critic": {"with": "policy", "gpus": 1}}, ("with must be the only field", "gpus")),
+        ({"critic": {"with": "policy", "gpus": 1}}, ("`with` must be the only field", "gpus")),
         ({"critic": {"with": "critic"}}, ("circle",)),
         ({"policy": {"with": "rollout"}}, ("policy with rollout with policy", "circle")),
         ({"collocated": {"gpus": 1}, "critic": {"gpus": 1}}, ("collocated", "critic", "write policy")),

@@ -31,7 +31,7 @@ def test_new_columns_make_a_new_batch_and_leave_the_old_one() -> None:
         before.with_columns(values=torch.zeros(3))
     with pytest.raises(InputError, match=r"must have shape \[D\] = \[3\], got \[8\]"):
         before.with_document_columns(labels=torch.zeros(8))
-    with pytest.raises(InputError, match="column labels must be per token or per document, got both"):
+    with pytest.raises(InputError, match="column labels exists both per token and per document"):
         labelled.with_columns(labels=torch.zeros(8))
     with pytest.raises(InputError, match="must have a column advantages, got behaviour_logprobs, values, returns"):
         after.column("advantages")

@@ -210,7 +210,9 @@ def test_what_cannot_be_predicted_is_one_line() -> None:
     of, packed = model("plain", torch.float32), batch()
     for top, most in ((0, VOCABULARY), (VOCABULARY + 1, VOCABULARY), (10, 9)):
         limit = 9 if most == 9 else None
-        with pytest.raises(InputError, match=rf"^top_k must be 1 to {most}, the tokens of the vocabulary, got {top}; "):
+        with pytest.raises(
+            InputError, match=rf"^top_k must be from 1 to {most}, the size of the vocabulary, got {top}"
+        ):
             predict_topk(of, packed, top, vocabulary=limit)
     with pytest.raises(InputError, match="predicts values and scores, got topk; request it from another role"):
         predict_topk(scalar(), packed, 2)

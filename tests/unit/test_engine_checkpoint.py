@@ -218,7 +218,7 @@ def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
 def test_a_shard_that_commit_does_not_list_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, checkpoint())
     write_role(path, "policy", 1, 2, checkpoint(seed=1).parameters, {}, {})
-    with pytest.raises(IntegrityError, match=r"00002-of-00002\.safetensors must be listed in COMMIT"):
+    with pytest.raises(IntegrityError, match=r"00002-of-00002\.safetensors is not listed in COMMIT"):
         load_checkpoint(path)
 
 

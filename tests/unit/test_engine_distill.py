@@ -244,7 +244,7 @@ def test_a_teacher_whose_output_is_padded_names_no_token_that_the_student_lacks(
     assert wider.vocab_size == len(TINY.characters) + 10
     k = len(TINY.characters) + 7
     recipe(config(top_k=k, steps=1), taught_by=wider).step(0, quiet(0))
-    with pytest.raises(InputError, match=rf"top_k must be 1 to {k}, the tokens of the vocabulary, got {k + 1}"):
+    with pytest.raises(InputError, match=rf"top_k must be from 1 to {k}, the size of the vocabulary, got {k + 1}"):
         recipe(config(top_k=k + 1, steps=1), taught_by=wider).step(0, quiet(0))
 
 
@@ -294,7 +294,7 @@ def test_a_teacher_is_a_role_and_an_input_and_its_tokens_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"beta": 0.3}, "beta requires divergence: jsd, got beta 0.3 with forward_kl; drop it"),
+        ({"beta": 0.3}, "beta requires divergence: jsd, got beta 0.3 with forward_kl; remove beta"),
         ({"divergence": "jsd", "beta": 1.0}, "less than 1"),
         ({"top_k": 0}, "greater than or equal to 1"),
         ({"lag": {"steps": 1}}, "Extra inputs are not permitted"),

@@ -183,7 +183,7 @@ def test_an_admission_policy_that_starts_nothing_ends_the_stage(model: ModelSour
         def admit(self, pace: Pace) -> tuple[int, int]:
             return pace.step, 0
 
-    with pytest.raises(InputError, match="policy version 0 may not sample batch 0; publish newer weights"):
+    with pytest.raises(InputError, match="policy version 0 is too old to sample batch 0; publish newer weights"):
         Desk(tmp_path, recipe(model, admission=Idle(0, 2))).run()
 
 
@@ -192,7 +192,7 @@ def test_an_admission_policy_without_room_for_a_batch_is_refused_before_anything
         def capacity(self, prompts: int) -> int:
             return 2
 
-    with pytest.raises(InputError, match=r"Narrow must hold a whole batch \(3 groups\), got a capacity of 2"):
+    with pytest.raises(InputError, match=r"Narrow must have room for a whole batch \(3 groups\), got a capacity of 2"):
         recipe(model, admission=Narrow(0, 2))
 
 
@@ -241,7 +241,7 @@ def test_the_corrections_say_how_far_the_policies_are_apart(model: ModelSource, 
 
 
 def test_a_rollout_that_reads_the_policys_memory_cannot_be_behind(model: ModelSource) -> None:
-    with pytest.raises(ValueError, match="lag needs a rollout in its own pool"):
+    with pytest.raises(ValueError, match="lag needs a rollout in a pool without the policy"):
         recipe(model, lag={"steps": 1}, placement="collocated")
     config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, lag={"steps": 1})
     pool = ResourcePool(InlineBackend())
@@ -441,7 +441,7 @@ def test_a_penalty_is_weighed_as_what_was_sampled(estimator: str) -> None:
 )
 def test_who_works_beside_the_rollout_works_elsewhere(kind: str, placed: dict[str, Any], role: str) -> None:
     judge = {"reward_model": "judge"} if role == "reward_model" else {"reward": "r", "kl": {"coefficient": 0.1}}
-    with pytest.raises(ValueError, match=rf"works while others do, got {role} in its pool rollout; write placement"):
+    with pytest.raises(ValueError, match=rf"whose pool has no other roles, got {role} in the rollout's pool rollout"):
         GRPOConfig(data="d", steps=2, placement={**APART, **placed}, lag={"steps": 1}, **judge)
 
 
@@ -488,10 +488,10 @@ def test_a_checkpoint_says_what_waited(model: ModelSource, tmp_path: Path, name:
 @pytest.mark.parametrize(
     ("lag", "words"),
     [
-        ({"steps": 0, "correction": "bypass"}, r"lag\.steps 0 only corrects, got correction: bypass"),
+        ({"steps": 0, "correction": "bypass"}, r"lag\.steps: 0 needs a correction, got correction: bypass"),
         ({"steps": 5}, r"lag\.steps must be less than steps \(5\), got 5"),
-        ({"correction": "decoupled", "cap": 3}, "cap requires correction: tis, got cap 3 with decoupled; drop it"),
-        ({"correction": "bypass", "cap": 2.5}, r"cap requires correction: tis, got cap 2\.5 with bypass; drop it"),
+        ({"correction": "decoupled", "cap": 3}, "cap requires correction: tis, got cap 3 with decoupled; remove cap"),
+        ({"correction": "bypass", "cap": 2.5}, r"cap requires correction: tis, got cap 2\.5 with bypass; remove cap"),
     ],
 )
 def test_what_a_lag_cannot_be(lag: dict[str, Any], words: str) -> None:

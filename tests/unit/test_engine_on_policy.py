@@ -354,7 +354,7 @@ def test_a_judge_that_answers_with_no_number_ends_the_stage(kind: str, monkeypat
         return fill(self, batch, column, need)
 
     monkeypatch.setattr(FrozenWorker, "fill", nan)
-    with pytest.raises(DivergedError, match="must score with finite numbers, got nan for response 0"):
+    with pytest.raises(DivergedError, match="must return finite scores, got nan for response 0"):
         recipe.step(0, quiet(0))
 
 

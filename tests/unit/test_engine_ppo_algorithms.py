@@ -218,7 +218,7 @@ class TestRewards:
     @pytest.mark.parametrize("score", [NAN, math.inf])
     def test_a_missing_score_is_not_a_zero(self, score: float) -> None:
         """Trap 12."""
-        with pytest.raises(ValueError, match=r"scores must be finite, got (nan|inf) at document 1; drop it first"):
+        with pytest.raises(ValueError, match=r"scores must be finite, got (nan|inf) at document 1; drop the doc"):
             score_rewards(torch.tensor([1.0, score]), torch.tensor([True, True]), [1, 1])
 
     def test_one_score_per_document(self) -> None:

@@ -397,7 +397,7 @@ class TestDataflow:
             recipe.step(0, quiet(0))
 
     def test_one_that_minimises_nothing_is_refused(self) -> None:
-        with pytest.raises(InputError, match=r"Dataflow must define its objective, got no updates\(step\)"):
+        with pytest.raises(InputError, match=r"Dataflow must define its objective; add the method updates\(step\)"):
             best_of_n(Dataflow)
 
     def test_loading(self, tmp_path: Path) -> None:

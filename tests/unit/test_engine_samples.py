@@ -79,7 +79,7 @@ def test_arrays_of_any_sequence_fit_together(turns: list[tuple[bool, int]]) -> N
     ("segments", "message"),
     [
         ((), "got segments none"),
-        ((segment("sampled", 1),), "must begin with its one prompt, got segments sampled"),
+        ((segment("sampled", 1),), "must begin with a prompt and have no other prompt, got segments sampled"),
         ((segment("prompt", 1), segment("prompt", 1)), "got segments prompt, prompt"),
     ],
 )

@@ -207,7 +207,7 @@ def test_audit_15_documents_formed_without_a_temperature_get_that_of_their_group
     assert found.column("temperature").tolist() == [0.7] * 4
     mixed = [group(0, 0.7), group(1, 1.3)]
     batch = formed(mixed)
-    with pytest.raises(InputError, match=r"must each have its own, got \[0\.7, 1\.3\]"):
+    with pytest.raises(InputError, match=r"must each have a temperature, got \[0\.7, 1\.3\]"):
         with_temperature(batch, mixed)
     with pytest.raises(InputError, match="must be given for all 2 documents or none, got 1"):
         TokenBatch.pack([Document([1], [2], temperature=0.5), Document([1], [2])])

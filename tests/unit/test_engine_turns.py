@@ -290,13 +290,13 @@ def test_turns_ahead_in_pools_of_their_own_whatever_is_late(tmp_path: Path, lag:
 def test_an_algorithm_of_turns_needs_an_environment() -> None:
     recipe = talk()
     config = PPOConfig(data="d", reward="r", steps=1)
-    with pytest.raises(InputError, match="Talk samples 2 turns, got no environment; give it one"):
+    with pytest.raises(InputError, match="Talk samples 2 turns, which needs an environment"):
         OnPolicy(config, Talk(config), recipe.roles, PROMPTS, EvenTokens(), 11)
 
 
 @pytest.mark.parametrize(("turns", "observation"), [(2, 0), (1, 4)])
 def test_turns_and_their_tokens_go_together(turns: int, observation: int) -> None:
-    with pytest.raises(ValueError, match=f"go together, got turns {turns} and observation_tokens {observation}"):
+    with pytest.raises(ValueError, match=f"be set together, got turns {turns} and observation_tokens {observation}"):
         DataflowConfig(data="d", recipe="m:A", steps=1, turns=turns, observation_tokens=observation)
 
 
@@ -448,7 +448,7 @@ def test_where_nobody_scores_a_failure_is_told_once() -> None:
 def test_a_sample_of_several_sequences_is_refused_by_name() -> None:
     one = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
     group = Group(4, (Sampled(0, (one,)), Sampled(1, (one, one))))
-    with pytest.raises(InputError, match=r"sample 3\.4\.1 must be one sequence to be trained, got 2; form documents"):
+    with pytest.raises(InputError, match=r"sample 3\.4\.1 must be one sequence to be trained, got 2 sequences; build"):
         pack([ScoredGroup(PROMPTS[0], group, (Score(1.0), Score(0.0)), 3)])
 
 

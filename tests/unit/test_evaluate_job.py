@@ -102,7 +102,7 @@ class TestExtraction:
     @pytest.mark.parametrize("pattern", [r"((a|aa)+)$", r"((?:a|a)*)$", r"(\w|\w\w)*!$"])
     def test_a_catastrophic_pattern_ends(self, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
         monkeypatch.setattr("posttrain.engine.evaluation.evaluate._SECONDS", 0.2)
-        with pytest.raises(InputError, match=r"extract must find its answer within 0\.2 s, got .* of 92 characters"):
+        with pytest.raises(InputError, match=r"must search a response in at most 0\.2 s, but .* of 92 characters"):
             Extractor(pattern)("x" * 40 + "!" + "a" * 48 + "!yc")
 
     def test_what_is_no_pattern(self) -> None:
@@ -185,7 +185,7 @@ class TestSuite:
         with pytest.raises(InputError, match=r"x row 1 must have an answer .* got columns prompt"):
             suite_items([{"prompt": "q"}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99)
         for odd in (["1"], True, {"a": "1"}):
-            with pytest.raises(InputError, match=r"x row 1 must have an answer \(text or a number\)"):
+            with pytest.raises(InputError, match=r"x row 1 needs `answer`, the text or number"):
                 suite_items(
                     [{"prompt": "q", "answer": odd}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99
                 )
@@ -359,7 +359,7 @@ def test_an_item_without_a_value_is_no_zero() -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"low": [0.0] * 29 + [0.5]}, "metrics: m must declare one range on all its items, got 2; evaluate again"),
+        ({"low": [0.0] * 29 + [0.5]}, "metrics: m must declare the same range on all its items, got 2; evaluate again"),
         ({"high": [None] * 30}, "evaluate again"),
         ({"low": [2.0] * 30}, "must be two finite numbers in order, got 2.0 to 1.0; evaluate again"),
         ({"high": [4.0] * 30}, "range of a binary metric must be 0 to 1, got 0.0 to 4.0; evaluate again"),

@@ -302,7 +302,7 @@ def test_what_is_asked_wrongly_is_refused(world: World, place: Elsewhere) -> Non
     far = ("--external", place.uri)
     for words, told in (
         (("dataset:far", *far), "--external needs --checksum sha256:…"),
-        (("dataset:far", *far, "--checksum", checksum[7:]), "checksum must be sha256: and 64 hex digits"),
+        (("dataset:far", *far, "--checksum", checksum[7:]), "checksum must be `sha256:` followed by 64 hex digits"),
         (("dataset:far", *far, "--checksum", "sha256:" + "0" * 64), f"check the URI, or write --checksum {checksum}"),
         (("dataset:far", "train.jsonl", *far, "--checksum", checksum), "give --external URI or PATH, got both"),
         (("dataset:far", "train.jsonl", "--checksum", checksum), "need --external URI, got none"),

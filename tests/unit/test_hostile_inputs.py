@@ -96,7 +96,7 @@ def test_audit_22_tensors_that_overlap_or_leave_gaps_are_refused(
     assert inspect_model(model)["parameters"] == 6
     weights(model / "model.safetensors", header, size)
     with pytest.raises(
-        InputError, match=r"model\.safetensors is not safetensors: [ab] must be \d+ bytes at offset \d+"
+        InputError, match=r"model\.safetensors is not safetensors: [ab] must have \d+ bytes from offset \d+"
     ):
         inspect_model(model)
 

@@ -152,10 +152,7 @@ def test_an_executor_without_images_refuses_one_when_it_is_planned(world: World)
     for verb in ("plan", "lock", "run"):
         refused = world(verb, naming(world, IMAGE))
         assert refused.exit_code == 2
-        assert (
-            f"image: needs an executor that runs jobs in images, and this workspace has fake, got {IMAGE}"
-            in refused.stderr
-        )
+        assert f"image: {IMAGE}: executor fake of this workspace cannot run images" in refused.stderr
     world.ok("plan", naming(world, None))
 
 
@@ -208,7 +205,7 @@ def test_whoever_has_the_workspace_names_any_image_until_somebody_says_which(wor
     refused = world("plan", naming(world, IMAGE))
     assert refused.exit_code == 2
     assert (
-        f"image: must be one that project default allows, got {IMAGE} (it allows localhost/other@*); a project "
+        f"image: must be an image that project default allows, got {IMAGE} (it allows localhost/other@*); a project "
         f"admin can allow it: posttrain project allow-image {IMAGE}" in refused.stderr
     )
     world.ok("project", "allow-image", IMAGE)
@@ -224,10 +221,10 @@ def test_whoever_has_the_workspace_names_any_image_until_somebody_says_which(wor
 def test_a_lock_is_held_against_the_project_and_the_executor_too(world: World) -> None:
     world.ok("lock", naming(world, IMAGE), "--out", "x.lock.json")
     world.ok("project", "allow-image", "localhost/other@*")
-    assert "must be one that project default allows" in world("run", "x.lock.json").stderr
+    assert "must be an image that project default allows" in world("run", "x.lock.json").stderr
     world.ok("project", "allow-image", IMAGE)
     world.executor.images = False
-    assert "needs an executor that runs jobs in images" in world("run", "x.lock.json").stderr
+    assert "of this workspace cannot run images" in world("run", "x.lock.json").stderr
 
 
 def test_another_run_of_a_lock_is_held_against_the_project_too(world: World) -> None:
@@ -235,7 +232,7 @@ def test_another_run_of_a_lock_is_held_against_the_project_too(world: World) -> 
     world.ok("run", "x.lock.json")
     world.ok("project", "allow-image", "localhost/other@*")
     assert world("run", "x.lock.json").exit_code == 0, "it is gone on with"
-    assert "must be one that project default allows" in world("run", "x.lock.json", "--again").stderr
+    assert "must be an image that project default allows" in world("run", "x.lock.json", "--again").stderr
 
 
 def test_an_edited_lock_measures_nothing_that_its_stages_do_not(world: World) -> None:
@@ -301,7 +298,7 @@ def test_an_image_is_allowed_in_one_project_alone(bench: ServerBench) -> None:
 
 def test_from_afar_no_image_may_be_named_that_nobody_allowed(bench: ServerBench, world: World) -> None:
     ann, file = bench.control(bench.person("ann", Role.SUBMITTER)), Path(naming(world, IMAGE))
-    with pytest.raises(InputError, match=r"must be one that project default allows, got .* \(it allows none\)"):
+    with pytest.raises(InputError, match=r"must be an image that project default allows, got .* \(it allows none\)"):
         ann.plan(file)
     bench.control(KEY).allow_image(IMAGE)
     assert ann.plan(file).manifest.image == IMAGE
@@ -314,7 +311,7 @@ def test_from_afar_a_recipe_runs_in_an_image_or_not_at_all(bench: ServerBench, w
         with pytest.raises(InputError, match="a server runs a custom dataflow only in an image"):
             verb(Path(naming(world, None, mine=STAGE)))
     boxed = Path(naming(world, IMAGE, mine=STAGE))
-    with pytest.raises(InputError, match="must be one that project default allows"):
+    with pytest.raises(InputError, match="must be an image that project default allows"):
         ann.submit(boxed)
     bench.control(KEY).allow_image(IMAGE)
     planned = ann.plan(boxed)

@@ -151,7 +151,7 @@ def test_one_that_fails_fails_the_evaluation(tokenizer: PreTrainedTokenizerFast)
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"reward": "r", "reward_range": (1.0, 0.0)}, "reward_range must be the least and the greatest value"),
+        ({"reward": "r", "reward_range": (1.0, 0.0)}, "reward_range must be two numbers, the smaller one first"),
         ({"reward": "r", "reward_range": (1.0, 1.0)}, "got [1, 1]"),
         ({"reward": "r", "reward_range": (0.0, float("inf"))}, "finite"),
         ({"reward": "r", "reward_range": (0.0, 1e10)}, "1000000000"),

@@ -165,7 +165,7 @@ def test_a_kind_that_is_none_is_one_line(site: Path, kind: str, says: str, reque
         ("None", "must give a StageContract, got NoneType"),
         ('StageContract({"a": {1}}, {}, {"model": "tree"})', "parameters must be JSON"),
         ('StageContract({"runtime": "fast"}, {}, {"model": "tree"})', "runtime must be a map whose threads are"),
-        ('StageContract({"placement": {}}, {}, {"model": "tree"})', "a parameter placement requires a load"),
+        ('StageContract({"placement": {}}, {}, {"model": "tree"})', "the parameter placement must have a load"),
         ('StageContract({}, {"m": ("weights", "w")}, {"model": "tree"})', "input 'm' must be one of model, dataset"),
         ("StageContract({}, {}, {})", "must have at least one output"),
         ('StageContract({}, {}, {"model": "file"})', "output 'model' must be a tree, got 'file'"),

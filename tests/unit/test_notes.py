@@ -86,10 +86,10 @@ def test_notes_and_tags_are_shown_listed_by_proved_and_erased(world: World) -> N
         ((), "nothing to record on run"),
         (("  ",), "nothing to record on run"),
         (("x" * 1001,), "at most 1000 characters, got 1001"),
-        (("--tag", "t0", "--untag", "t0"), "got both for 't0'"),
+        (("--tag", "t0", "--untag", "t0"), "both name 't0'"),
         (("--tag", "Upper"), "a tag must be 1-24 of"),
         (("--tag", "a/b"), "a tag must be 1-24 of"),
-        (("--untag", "none"), "must have a tag to remove it, got 'none'; its tags: t0, t1"),
+        (("--untag", "none"), "has no tag 'none' to remove; its tags: t0, t1"),
         (("a text", "--tag", "more", "--tag", "and-more"), "at most 8 tags, got 9"),
     ],
 )

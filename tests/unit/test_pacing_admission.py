@@ -169,13 +169,13 @@ def test_what_happens_twice_is_refused() -> None:
     buffer.complete(0, "a")
     with pytest.raises(InputError, match="prompt 0 must be running"):
         buffer.complete(0, "a")
-    with pytest.raises(InputError, match="prompt 1 must be ready before it is trained"):
+    with pytest.raises(InputError, match="prompt 1 is not ready to be trained"):
         buffer.take([1], 0)
     buffer.drop(1)
     with pytest.raises(InputError, match="prompt 1 must be running"):
         buffer.drop(1)
     assert buffer.take([0], 0) == ["a"]
-    with pytest.raises(InputError, match="prompt 0 must be ready"):
+    with pytest.raises(InputError, match="prompt 0 is not ready"):
         buffer.take([0], 0)
 
 
@@ -238,7 +238,7 @@ def test_a_policy_without_room_for_a_batch_is_refused() -> None:
         def capacity(self, prompts: int) -> int:
             return prompts - 1
 
-    with pytest.raises(InputError, match=r"Narrow must hold a whole batch \(2 groups\), got a capacity of 1"):
+    with pytest.raises(InputError, match=r"Narrow must have room for a whole batch \(2 groups\), got a capacity of 1"):
         Buffer[str](Narrow(0, 1), 2, 4)
 
 

@@ -131,7 +131,10 @@ def test_demonstrations(bench: Bench) -> None:
     bench.rows("train", ROW, {**ROW, "completion": "A: " + "1" * 20})
     assert "row 2: prompt and completion of 39 tokens exceed the context of 32" in bench.refused()
     bench.rows("train", ROW, {**ROW, "prompt": ""})
-    assert "train.jsonl row 2: a prompt must have at least one token, got none; write one" in bench.refused()
+    assert (
+        "train.jsonl row 2: a prompt must have at least one token, got an empty prompt; write a prompt"
+        in bench.refused()
+    )
     bench.rows("train", {"prompt": "Q: sort 31", "answer": "13"})
     assert "train.jsonl row 1: a demonstration needs completion" in bench.refused()
 
@@ -169,7 +172,7 @@ def test_prompts_with_their_responses(bench: Bench) -> None:
 def test_answers(bench: Bench) -> None:
     bench.heldout(ROW, ROW, {**ROW, "answer": None})
     assert "stages.evaluate.suites.heldout: dataset:heldout@" in (said := bench.refused())
-    assert "row 3 must have an answer as text, got columns" in said
+    assert "row 3 must have an answer as text, got no answer in the columns" in said
 
 
 def test_a_pair_of_equal_responses(bench: Bench) -> None:
@@ -183,7 +186,7 @@ def test_a_pair_of_equal_responses(bench: Bench) -> None:
     bench.rows("pairs", pair, {**pair, "rejected": pair["chosen"]})
     assert "path:pairs.jsonl row 2: chosen and rejected must differ, got the same response" in bench.refused(judged)
     bench.rows("pairs", pair, {"chosen": chats, "rejected": chats})
-    assert "pairs.jsonl row 2: chosen and rejected must share a prompt and then differ" in bench.refused(judged)
+    assert "pairs.jsonl row 2: chosen and rejected must begin with the same prompt" in bench.refused(judged)
     (bench.folder / "model" / "tokenizer.json").rename(bench.folder / "tokenizer.json")
     bench.workspace.catalog.add_model(bench.folder / "model", "tiny")  # one whose tokens only the job can count
     bench.rows("pairs", pair, {**pair, "rejected": pair["chosen"]})
@@ -318,7 +321,7 @@ def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -
         plan(bench.file(roomy), bench.workspace)
     assert str(caught.value) == (
         f"{bench.file(roomy)}: stages.evaluate.suites.heldout: dataset:heldout@2 row 3 must have the answer of row 1,"
-        " whose prompt it repeats, got a different one: no response can be correct for both; drop one row"
+        " whose prompt it repeats, got a different answer: no response can be correct for both; drop one row"
     )
 
     def probed(raw: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def test_lag_is_told(world: World, machine: list[Machine]) -> None:
     assert "correction: decoupled: the policy reads every response once more" in here
     assert "lag 0" not in here
     odd = world("plan", file(world, "lag: {steps: 0, correction: bypass}"))
-    assert (odd.exit_code, "lag.steps 0 only corrects" in odd.stderr) == (2, True)
+    assert (odd.exit_code, "lag.steps: 0 needs a correction" in odd.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "lock"])

@@ -147,7 +147,7 @@ def test_where_a_plan_cannot_tell_the_job_will(world: World) -> None:
         ("teacher: sft, ", "", "teacher: is required; add it"),
         ("top_k: 8", "lag: {steps: 1}", "lag: unknown key here: only policy gradients have it"),
         ("top_k: 8", "divergence: kl", "divergence: "),
-        ("top_k: 8", "beta: 0.5", "beta requires divergence: jsd, got beta 0.5 with forward_kl; drop it"),
+        ("top_k: 8", "beta: 0.5", "beta requires divergence: jsd, got beta 0.5 with forward_kl; remove beta"),
         ("top_k: 8", "divergence: jsd, beta: 1", "beta: must be less than 1, got 1"),
         ("top_k: 8", "placement: {critic: {ranks: 1}}", "placement.critic: "),
     ],

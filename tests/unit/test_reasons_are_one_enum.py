@@ -102,5 +102,5 @@ def test_every_class_of_failure_has_its_reason() -> None:
 
 
 def test_a_code_of_another_version_stands_for_itself() -> None:
-    assert meaning("Launched") == "Its job is submitted."
+    assert meaning("Launched") == "The attempt's job is submitted."
     assert meaning("FromTheFuture") == "FromTheFuture"

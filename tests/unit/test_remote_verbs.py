@@ -95,7 +95,7 @@ def test_a_sweep_is_planned_submitted_and_ranked_from_afar(bench: ServerBench, s
     assert (made.attached, made.run.id) == (False, here.submit_point(mine.points[1]).run.id)
     runs = {(theirs.points[1].place, theirs.points[1].seed): made.run.id}
     assert there.rank(theirs, runs).to_json([{}, {}]) == here.rank(mine, runs).to_json([{}, {}])
-    with pytest.raises(InputError, match="no point has place 9"):
+    with pytest.raises(InputError, match="the sweep has no point number 9"):
         there.submit_point(replace(theirs.points[1], place=9))
 
 

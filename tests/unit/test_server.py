@@ -819,7 +819,7 @@ def test_what_was_written_before_a_worker_died_is_not_done_again(bench: ServerBe
 
     with pytest.raises(InfrastructureError):
         once.answer("key-of-a-worker", "submit", {}, dies)
-    with pytest.raises(ConflictError, match="was begun and perhaps completed"):
+    with pytest.raises(ConflictError, match="was begun and possibly completed"):
         once.answer("key-of-a-worker", "submit", {}, dies)
     assert done == [1]
     with pytest.raises(ConflictError, match="was carried out already"):

@@ -407,7 +407,7 @@ def test_what_an_attempt_puts_into_its_channel_is_counted(tmp_path: Path, monkey
             mine.overwrite("events/1", b"small")
             assert mine.create("events/2", b"small")
             for deed in (lambda: mine.create("events/3", b""), lambda: mine.overwrite("events/1", b"")):
-                with pytest.raises(InputError, match="more to its mailbox than is allowed"):
+                with pytest.raises(InputError, match="more to its mailbox than its server allows"):
                     deed()
             assert (mine.get("events/1"), mine.numbers("events")) == (b"small", [1, 2])
             mine.remove("events/2")

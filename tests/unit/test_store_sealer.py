@@ -166,7 +166,7 @@ def test_an_event_that_waits_is_held_by_its_leaf(tmp_path: Path, ledger: Ledger)
     with pytest.raises(IntegrityError, match="at sequence 4: of event 5, which waits to be sealed, its env"):
         verify_chain(ledger)
     tamper(tmp_path, f"UPDATE events SET kind = 'note' WHERE {last}", "DELETE FROM unsealed")
-    with pytest.raises(IntegrityError, match="is neither sealed nor waits to be"):
+    with pytest.raises(IntegrityError, match="is neither sealed nor waiting to be"):
         verify_chain(ledger)
 
 

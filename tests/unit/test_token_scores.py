@@ -63,9 +63,9 @@ def test_without_places_the_bits_are_those_of_before() -> None:
 
 
 def test_a_score_outside_the_response_is_refused() -> None:
-    with pytest.raises(ValueError, match="token scores must be at response tokens, got one at token 1; move it"):
+    with pytest.raises(ValueError, match="token scores must belong to response tokens, got a score at token 1; move"):
         score_rewards(torch.ones(1), torch.tensor([False, False, True]), [3], torch.tensor([0.0, 0.5, 0.0]))
-    with pytest.raises(ValueError, match="got one at token 0"):
+    with pytest.raises(ValueError, match="got a score at token 0"):
         kl_rewards(*[torch.zeros(1)] * 2, torch.tensor([False]), torch.ones(1), [1], torch.ones(1), coefficient=0.1)
 
 

@@ -203,7 +203,7 @@ def test_who_left_the_project_that_was_asked_says_which_of_the_others(world: Wor
     for name in ("a", "b", "c"):
         log_in(url, f"secret-{name}", name)
     assert f"the token of c for {url} was deleted" in world.ok("logout", url)
-    assert "you are logged in to a and b there; name one: --project NAME" in refused(world, "logout", url)
+    assert "you are logged in to a and b there; name one project: --project NAME" in refused(world, "logout", url)
     assert "you are logged in to a and b there" in refused(world, "--server", url, "ls")
     assert login_of(url).tokens == {"a": "secret-a", "b": "secret-b"}
 
@@ -214,7 +214,7 @@ def test_a_file_of_the_release_before_is_read_and_stays_private(world: World, tw
         place.parent.mkdir()
     place.write_text(json.dumps({two.url: {"token": two.tokens["research"], "project": "research"}}))
     place.chmod(0o640)
-    assert "contains tokens, and others may read it; chmod 600" in world("whoami").stderr
+    assert "contains tokens, and other users can read it; run chmod 600" in world("whoami").stderr
     place.chmod(0o600)
     assert "of research (" in world.ok("whoami")
     assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0

@@ -218,7 +218,12 @@ class TestJobs:
         [
             ("data", "", {}, "asset:data@1 must contain at least one row"),
             ("data", json.dumps({"prompt": "Q"}) + "\n", {}, "asset:data@1 row 1"),
-            ("data", json.dumps({"prompt": "Q", "completion": "1" * 99}) + "\n", {}, "must have at most 64 tokens, got 101"),
+            (
+                "data",
+                json.dumps({"prompt": "Q", "completion": "1" * 99}) + "\n",
+                {},
+                "must have at most 64 tokens, got 101",
+            ),
             ("data", json.dumps(ROWS[0]) + "\n", {"max_length": 5}, "must have at most 5 tokens, got 7"),
         ],
     )

@@ -145,7 +145,7 @@ class TestDeadlines:
         mute: Any = Mute()
         role = worker.RolloutWorker(context, None, mute, patience=0.01)
         drawn = SamplingParams(max_new_tokens=4)
-        with pytest.raises(SilentError, match=r"mute must answer every sample, got none in 0\.01 s with 2 waiting"):
+        with pytest.raises(SilentError, match=r"mute returned no sample within 0\.01 s, with 2 waiting"):
             list(role.feed(PromptBatch(((1, 2),), (0,)), drawn, 2))
 
 

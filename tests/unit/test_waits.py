@@ -201,8 +201,8 @@ def test_waiting_costs_questions_to_the_queue_and_the_lease(bench: Bench) -> Non
     ("wait", "said"),
     [
         ({}, "must have `for`"),
-        ({"within": "1h", "for": "1m"}, "within bounds the wait for a signal"),
-        ({"signal": "go", "for": "1h", "within": "1h"}, "within must be longer than `for`"),
+        ({"within": "1h", "for": "1m"}, "`within` needs `signal`, got none"),
+        ({"signal": "go", "for": "1h", "within": "1h"}, "`within` must be longer than `for`"),
         ({"signal": "Go!"}, "signal"),
         ({"for": "soon"}, "must be a duration such as 90s"),
         ({"fro": "1h"}, "did you mean 'for'"),

@@ -37,6 +37,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 6,", "steps: 6, gradient_checkpointing: true,", "'activation_checkpointing' under 'runtime'"),
         ("steps: 4,", "steps: 4, train_batch_size: 8,", "(did you mean 'batch_size'?)"),
         ("steps: 6,", "steps: 6, train_batch_size: 8,", "(did you mean 'prompts_per_step'?)"),
+        ("steps: 4,", "steps: 4, lora: {rank: 8},", "lora: unknown key here: adapters and quantised weights are not"),
+        ("steps: 6,", "steps: 6, use_vllm: true,", "use_vllm: unknown key here: vLLM and SGLang are not supported yet"),
+        ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
         ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not supported yet; kind: dpo is nearest"),
         (
             "kind: grpo",

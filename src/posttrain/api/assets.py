@@ -86,7 +86,7 @@ class Assets(Verbs):
 
     @verb("GET /asset-status", Role.VIEWER, "app.queries", key=lambda one: (one.kind, one.name, one.version))
     def asset_status(self) -> list[AssetStatus]:
-        """Return the status of every asset version that has one."""
+        """Return the status of every asset version that has a status."""
 
     @verb("POST /recalled", Role.VIEWER, "app.queries")
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
@@ -183,7 +183,7 @@ class Models(Verbs):
         meant="app.runs:sent_point",
     )
     def submit_point(self, point: Point) -> Submitted:
-        """Submit the run of a sweep's point, or attach to the existing one."""
+        """Submit the run of a sweep's point, or attach to the existing run."""
 
     @verb(
         "POST /sweeps/ranks",
@@ -233,7 +233,7 @@ class Access(Verbs):
         """Create a project with the caller as its admin.
 
         Raises:
-            InputError: the project name is invalid, or the request is to a project other than `default`.
+            InputError: the project name is invalid, or the caller is connected to a project other than `default`.
             ConflictError: a project of that name exists.
         """
 

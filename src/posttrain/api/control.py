@@ -95,7 +95,7 @@ class Sinks(Verbs):
 
     @verb("POST /sinks/{name}/pause", Role.ADMIN, "app.sinks", command="sink pause")
     def pause_sink(self, name: Name) -> SinkView:
-        """Pause deliveries to a sink until `resume_sink`; it receives the events of the pause later."""
+        """Pause deliveries to a sink until `resume_sink`; events that occur in between are delivered afterwards."""
 
     @verb("POST /sinks/{name}/resume", Role.ADMIN, "app.sinks", heavy=True, command="sink resume")
     def resume_sink(self, name: Name, *, skip: bool = False) -> SinkView:
@@ -189,7 +189,7 @@ class Submissions(Verbs):
 
     @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "drivers.handover", command="run --detach")
     def detach(self, run_id: RunId) -> RunDriver:
-        """Hand a run over to a background driver; return as soon as the driver has it.
+        """Hand a run over to a background driver; return the driver as soon as it has accepted the run.
 
         Raises:
             InputError: the run has ended.
@@ -367,7 +367,7 @@ class Runs(Verbs):
 
     @verb("", Role.SUBMITTER, "app.queries")
     def follow(self, run_id: RunId) -> None:
-        """Write a run's trackers until it ends; return immediately if another process writes them."""
+        """Write a run's metrics to its trackers until the run ends; return immediately if another process does."""
 
 
 class Channels(Verbs):
@@ -379,7 +379,7 @@ class Channels(Verbs):
 
     @verb("GET /releases", Role.VIEWER, "app.channels", command="ls", key=lambda one: (one.channel,))
     def live(self) -> list[ReleaseEntry]:
-        """Return the live release of every channel that has one."""
+        """Return the live release of every channel that has a release."""
 
     @verb("GET /channels/{name}/record", Role.VIEWER, ".ledger.channel_record")
     def channel_record(self, name: Word) -> ChannelRecord:
@@ -522,7 +522,7 @@ class Channels(Verbs):
         "PUT /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel freeze", seals=True
     )
     def freeze(self, name: Word, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
-        """Freeze a channel: nothing is released to it.
+        """Freeze a channel, which then accepts no release; return the channel.
 
         Args:
             rollbacks: whether rollbacks are refused too.
@@ -537,7 +537,7 @@ class Channels(Verbs):
         seals=True,
     )
     def unfreeze(self, name: Word, *, why: str = "") -> ChannelRecord:
-        """Unfreeze a channel: releases and rollbacks are possible again."""
+        """Unfreeze a channel, which then accepts releases and rollbacks again; return the channel."""
 
 
 class Records(Verbs):
@@ -619,4 +619,4 @@ class RunWatch(Protocol):
         """Return the current run. Raises DeadlineError after the time-out."""
 
     def rest(self, seconds: float) -> None:
-        """Sleep until the next look."""
+        """Sleep until the next time to read the run."""

@@ -28,7 +28,7 @@ class Guard:
         self._asks, self._who, self._project, self._role = asks, who, project, role
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
-        """Carry a verb out.
+        """Carry a verb out, and return its result.
 
         Raises:
             AccessError: the caller's role does not cover it.

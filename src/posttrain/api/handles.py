@@ -55,7 +55,7 @@ class Run:
 
     @property
     def word(self) -> str:
-        """The first argument of its verbs."""
+        """The first argument of the run's verbs."""
         return self.id
 
     @property
@@ -167,7 +167,7 @@ class Channel:
 
     @property
     def word(self) -> str:
-        """The first argument of its verbs."""
+        """The first argument of the channel's verbs."""
         return self.name
 
     @property
@@ -205,7 +205,7 @@ class Channel:
         return self.control.policies(self.name)
 
     def told(self, kind: str) -> Event | None:
-        """Return the last event of one kind about the channel, such as `channel.frozen`."""
+        """Return the last event of a given kind about the channel, such as `channel.frozen`."""
         return next(reversed(self.control.channel_events(self.name, kind)), None)
 
     def set_policy(self, path: str | Path) -> ChannelRecord:

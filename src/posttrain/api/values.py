@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A recorded run: a new one, or an existing one."""
+    """A recorded run, either new or existing."""
 
     run: RunRecord
     attached: bool = True  # the run was submitted before, and nothing was started

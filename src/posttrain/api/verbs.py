@@ -147,7 +147,7 @@ class Verb(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """The name of its declaration."""
+        """The name of the function that declares the verb."""
         return self.function.__name__
 
     @property
@@ -167,7 +167,7 @@ class Verb(Generic[P, R]):
 
     @functools.cached_property
     def declared(self) -> inspect.Signature:
-        """Its parameters, with annotations as written."""
+        """The parameters of the verb, with annotations as written."""
         own = inspect.signature(self.function)
         return own.replace(parameters=list(own.parameters.values())[1:])
 
@@ -185,7 +185,7 @@ class Verb(Generic[P, R]):
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Its parameters, with resolved types; the return annotation stays as written."""
+        """The parameters of the verb, with resolved types; the return annotation is not resolved."""
         from posttrain.api.codec import signature  # loads pydantic
 
         return signature(self.function)
@@ -204,7 +204,7 @@ class Verb(Generic[P, R]):
 
     @property
     def looks_at_jobs(self) -> bool:
-        """Whether the host of a run's jobs should answer: only that host can read their output."""
+        """Whether the host of a run's jobs should answer: only that host can read the output of the jobs."""
         return "run_id" in self.in_path and (not self.unsafe or self.name == "retry")
 
     @property
@@ -214,7 +214,7 @@ class Verb(Generic[P, R]):
 
     @property
     def paged(self) -> bool:
-        """Whether it returns pages of a list."""
+        """Whether the verb returns pages of a list."""
         return self.newest is not None or self.key is not None
 
     def answers(self, workspace: Any) -> Callable[P, R]:
@@ -351,10 +351,10 @@ def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any
         whole = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
         body = whole[_SUM:]
         if hashlib.sha256(body).digest()[:_SUM] != whole[:_SUM]:
-            raise ValueError("it is not whole")
+            raise ValueError("it is incomplete")
         of_project, of_verb, asked, key = json.loads(body)
         if not _is_key(verb, key):
-            raise ValueError("it names no entry of such a list")
+            raise ValueError("it belongs to a different list")
     except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise CursorError(
             f"cursor must be the `next` of the previous page, got {text[:40]!a}; leave it out for the first page"

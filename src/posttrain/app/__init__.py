@@ -1,1 +1,1 @@
-"""Composition root of the control side: connects its packages to concrete back-ends. Never imports torch."""
+"""Composition root: it connects the packages of the control side to concrete back-ends, and never imports torch."""

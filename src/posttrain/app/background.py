@@ -68,13 +68,13 @@ class Ears(threading.Thread):
         self._said = ""
 
     def run(self) -> None:
-        """Listen until the process ends."""
+        """Accept requests for runs until the process ends."""
         while True:
             self.listen()
             time.sleep(_LISTEN)
 
     def listen(self) -> None:
-        """Take new requests, and drop withdrawn ones."""
+        """Accept new requests, and drop withdrawn requests."""
         try:
             state = fingerprint(self._root)
             if state != self._seen:
@@ -113,7 +113,7 @@ class Ears(threading.Thread):
             self._wanted = [one for one in self._wanted if one != run_id]
 
     def stop(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._deaf = True
 
     def over(self) -> bool:

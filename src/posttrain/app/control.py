@@ -78,6 +78,6 @@ def open_control() -> Control:
         if project not in known:
             workspace.close()
             listed = ", ".join(known)
-            raise NotFoundError(f"there is no project {project!r}, known: {listed}; posttrain project add {project}")
+            raise NotFoundError(f"there is no project {project!r}, only {listed}; posttrain project add {project}")
         workspace = workspace.seen_by(workspace.actor, project, OS)
     return control_of(workspace)

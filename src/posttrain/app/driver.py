@@ -373,7 +373,7 @@ def drive(
         if until is not None and ledger.clock.now() >= until and not is_final("run", run.state):
             waits = "".join(f"; stage {one.name} {one.message}" for one in ledger.stages(run_id) if waiting(one))
             raise DeadlineError(
-                f"run {run_id}: still {run.state} after {timeout:g} s{waits}; wait again, or see posttrain why {run_id}"
+                f"run {run_id}: still {run.state} after {timeout:g} s{waits}; posttrain why {run_id} shows the cause"
             )
 
     Driver(workspace, _One(workspace, run_id), logging.getLogger("posttrain").warning, look, reports=report).drive()

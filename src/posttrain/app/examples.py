@@ -49,7 +49,7 @@ class DemoChange(Frozen):
 
 
 class DemoRun(Frozen):
-    """One run of the story."""
+    """One run of the demo (`demo.yaml`)."""
 
     label: str  # A, B, C: in the legend of the picture
     say: str  # a description for the person who watches
@@ -165,7 +165,7 @@ def confined() -> Confinement:
 
 
 def overlaid(folder: Path, runs: list[tuple[str, str]], picture: Path, title: str) -> Path:
-    """Draw the curves of several runs of a folder's workspace into one picture.
+    """Draw the curves of several runs of a folder's workspace into one picture; return its path.
 
     Args:
         runs: label and run id of each.

@@ -149,7 +149,7 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
         NotFoundError: there is no such subject.
     """
     if not reason.strip():
-        raise InputError("erase: --reason must not be empty, got nothing; it is stored with the event")
+        raise InputError("erase: --reason must not be empty; give the reason, which is stored with the event")
     if what.startswith(_PERSON):
         if workspace.ledger.project != DEFAULT_PROJECT:  # it removes their roles and tokens in every project
             raise InputError(

@@ -103,7 +103,7 @@ class NamedModel:
 
     @property
     def digest(self) -> str:
-        """The digest of its tree of files."""
+        """The digest of the model's tree of files."""
         return str(self.pinned.digest)
 
     def folder(self, workspace: Workspace) -> Path:
@@ -229,7 +229,7 @@ def _suite_names(suites: Sequence[str]) -> dict[str, str]:
         word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
         name = _NOT_IN_NAMES.sub("-", (word or ref).partition(".")[0].lower()).strip("-_") or "suite"
         if name in found:
-            raise InputError(f"posttrain eval: suites must have unique names, got {name!r} twice; leave one out")
+            raise InputError(f"posttrain eval: suites must have different names, got {name!r} twice; leave one out")
         found[name] = ref
     return found
 
@@ -452,7 +452,7 @@ def curves(workspace: Workspace, ref: str) -> list[imports.Curve]:
     history = workspace.catalog.find(ref)
     if history.kind != "history":
         raise InputError(
-            f"{history.ref}: must be a history, got a {history.kind}; list them: posttrain asset ls history"
+            f"{history.ref}: must be a history, got a {history.kind}; posttrain asset ls history lists the histories"
         )
     return list(imports.curves(workspace.blobs.get(history.digest)))
 

@@ -13,6 +13,7 @@ from posttrain.api.verbs import answers
 from posttrain.data.refs import KINDS, refuse_afar
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError, nearest
+from posttrain.domain.gates import Outcome
 from posttrain.domain.records import DEFAULT_PROJECT, AssetStatus
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def why(workspace: Workspace, run_id: str) -> Why:
         baseline_run(workspace, manifest(workspace, run_id), found.report),
     )
     action = status.next_action
-    if action.startswith("posttrain why"):
+    if found.report and found.report.outcome is Outcome.INCONCLUSIVE:
+        action = "register more rows for the suite (posttrain asset add), then submit the run file again"
+    elif action.startswith("posttrain why"):
         action = f"posttrain diff {other} {run_id}" if other else f"posttrain get {run_id} --report"
     return Why(status, found.report, found.lost, scores, other, action, tuple(trackers(workspace, run_id)))
 
@@ -166,7 +169,7 @@ def lineage(workspace: Workspace, target: str) -> Node:
     from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
 
     if target.startswith(DIGEST_PREFIX):
-        raise InputError(f"{target[:24]}: a digest needs --downstream; add it")
+        raise InputError(f"{target[:24]}: for a digest, lineage needs --downstream; add --downstream")
     if target.partition(":")[0] in KINDS:
         return asset_lineage(workspace.stores, workspace.catalog.find(target))
     if target.startswith(_CHANNEL) or target in workspace.ledger.channels():

@@ -218,7 +218,8 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
             )
         if ref.source is Source.REGISTRY and own and ref.version is None:
             raise InputError(
-                f"ref {text!r}: must name a version, since this file ({spec.name}) creates more; write {made.name}"
+                f"ref {text!r}: must name a version, since this file ({spec.name}) creates further versions; write "
+                f"{made.name}"
             )
         return made.pinned(text)
 
@@ -439,7 +440,7 @@ def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[st
     for point in control.plan_sweep(**words).points:
         if (point.place, point.seed) == (place, seed):
             return {"point": point}
-    raise InputError(f"sweep: no point has place {place} and seed {seed}; plan the sweep again")
+    raise InputError(f"sweep: the sweep has no point number {place} with seed {seed}; plan the sweep again")
 
 
 def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
@@ -470,8 +471,8 @@ def _refuse_equal(points: Sequence[Point]) -> None:
         other = known.setdefault(point.planned.manifest.digest, point)
         if other is not point:
             raise InputError(
-                f"sweep: settings must differ in what they run, got {setting_words(other.setting)} and "
-                f"{setting_words(point.setting)}, which are the same run; leave one out"
+                f"sweep: settings must lead to different runs, got {setting_words(other.setting)} and "
+                f"{setting_words(point.setting)}, which lead to the same run; leave one out"
             )
 
 

@@ -37,11 +37,11 @@ _SERIAL = itertools.count()  # numbers the deliverers of this process in their o
 
 
 def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = False) -> Sink:
-    """Return the back-end of a sink. Connects to nothing yet.
+    """Return the back-end of a sink, without a connection.
 
     Args:
-        served: whether a server delivers: it connects to public addresses only, and uses only secrets of the sink's
-            project.
+        served: whether a server delivers. A server connects to public addresses only, and uses only secrets of the
+            sink's project.
 
     Raises:
         InputError: the kind is unknown, the settings are invalid, or name a secret of another project.
@@ -145,8 +145,8 @@ def add_sink(
         raise InputError(f"sink {name}: kind must be one of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
     if workspace.ledger.auth != OS and (kind == "jsonl" or "secret_file" in settings):  # the caller uses a token
         raise InputError(
-            f"sink {name}: a sink with a file must be added on the server's machine, got {kind}; add it there, or use "
-            "a webhook with --secret-env"
+            f"sink {name}: a sink that writes a file must be added on the server's machine, got {kind}; add it "
+            "there, or use a webhook with --secret-env"
         )
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record, served=is_confined())
@@ -191,7 +191,7 @@ def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
 
 @answers(Control.pause_sink)
 def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
-    """Pause deliveries to a sink."""
+    """Pause deliveries to a sink; return the sink."""
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
         transaction.pause_sink(name, BY_PERSON)

@@ -200,14 +200,14 @@ def workspace_above(folder: Path | None) -> Path | None:
 
 
 def open_workspace(path: Path | None = None) -> Workspace:
-    """Open the workspace at `path` (the folder that contains `.posttrain`, or itself), or the nearest one."""
+    """Open the workspace at `path` (`.posttrain` or the folder that contains it), or the nearest workspace."""
     if path is None:
         return Workspace(find_workspace())
     return Workspace(path if has_ledger(path) else path / FOLDER)
 
 
 def has_ledger(root: Path) -> bool:
-    """Return whether this folder is a workspace: it contains a ledger, or the address of one.
+    """Return whether this folder is a workspace, which contains a ledger or the address of a ledger.
 
     Raises:
         WorkspaceError: the folder may not be read.
@@ -435,7 +435,7 @@ def backup(folder: Path) -> BackedUp:
 
 
 def restore(folder: Path) -> Restored:
-    """Make a workspace here from a backup: everything, or nothing.
+    """Create a workspace here from a backup, completely or not at all.
 
     Raises:
         ConflictError: there is a workspace here.
@@ -445,7 +445,7 @@ def restore(folder: Path) -> Restored:
     named = os.environ.get(VARIABLE)
     root = (Path(named) if named else Path.cwd() / FOLDER).resolve()
     if root.exists() and any(root.iterdir()):
-        raise ConflictError(f"{root}: must not exist yet, got a folder with files; restore elsewhere")
+        raise ConflictError(f"{root}: must not exist yet, got a folder that contains files; restore to a new folder")
     found = read_backup(folder.resolve())
     half = root.with_name(f"{root.name}.part")  # a restore that was killed may have left it
     shutil.rmtree(half, ignore_errors=True)
@@ -492,8 +492,6 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
     The source is never executed.
 
     Args:
-
-
         source: a TRL script, configuration or command; verl's YAML or a script with its overrides.
         target: the run file, which must not exist.
 

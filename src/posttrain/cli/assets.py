@@ -84,7 +84,8 @@ def add(
     path = path or []
     if kind != "dataset" and len(path) > 1:
         raise InputError(
-            f"asset add {ref}: a {kind} must be one file or folder, got {len(path)} paths; give its folder"
+            f"asset add {ref}: a {kind} must be one file or folder, got {len(path)} paths; give the folder that "
+            "contains them"
         )
     control = open_control()
     if external:

@@ -94,7 +94,9 @@ def examples(
 
     if name is None:
         if to is not None:
-            raise InputError(f"examples: --to needs the example to copy to {to}; posttrain examples lists them")
+            raise InputError(
+                f"examples: --to needs the name of the example to copy to {to}; posttrain examples lists the names"
+            )
         plans = {folder.name: shelf.load_demo(folder) for folder in shelf.examples()}
         answer_json(output, lambda: [{"name": name, "title": plan.title} for name, plan in plans.items()])
         width = max(map(len, plans), default=0)

@@ -381,7 +381,7 @@ def give_away(control: Control, run: RunRecord, output: Output, warnings: Sequen
 
 def _refuse_both(verb: str, detach: bool, timeout: float | None) -> None:
     if detach and timeout is not None:
-        raise InputError(f"{verb}: --timeout bounds the wait and --detach does not wait, got both; leave one out")
+        raise InputError(f"{verb}: --timeout limits the wait, but --detach does not wait; leave one of them out")
 
 
 @contextmanager

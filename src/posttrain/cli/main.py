@@ -105,7 +105,10 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
             if "exit_code" in vars(kind):
                 yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
     yield _UNREAD, "the reader of the output closed the pipe (128 + SIGPIPE)"
-    yield drive.DETACHED, "left by Ctrl-C: the run continues in the background; without a terminal, only its job does"
+    yield (
+        drive.DETACHED,
+        "left by Ctrl-C: the run continues in the background; without a terminal, only its running jobs do",
+    )
 
 
 _LINES = {code: f"  {code:3d}  {meaning[:1].lower()}{meaning[1:]}" for code, meaning in sorted(set(_exit_codes()))}

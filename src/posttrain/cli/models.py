@@ -276,7 +276,7 @@ def export(
     The folder contains weights, tokenizer, generation config, and a model card with the model's lineage.
     """
     if str(folder) in ("", "."):
-        raise InputError(f"export: DIR must be a separate folder, got {str(folder)!r}; name a new one")
+        raise InputError(f"export: DIR must be a new folder, got {str(folder)!r}; name a new one")
     control = open_control()
     with _ended_by_sigterm():
         done = control.export(model, folder, dtype=dtype, progress=_progress(model, folder))

@@ -235,7 +235,8 @@ def approve(
 ) -> None:
     """Approve a release or another request.
 
-    The channel's policy must name you as an approver. You cannot approve your own request.
+    If the channel's policy names approvers, you must be one; otherwise you need the role approver or admin. You cannot
+    approve your own request.
     """
     control = open_control()
     named = _named(control, what)

@@ -135,7 +135,7 @@ def get(
     if watch and output is Output.JSON:
         raise InputError("get: --watch shows a display for people, got -o json; leave --watch out")
     if timeout is not None and not watch:
-        raise InputError(f"get: --timeout needs --watch, got {timeout:g} without it")
+        raise InputError("get: --timeout needs --watch; add --watch, or leave --timeout out")
     control = open_control()
     if control.channel_record(run).generation:
         _get_channel(control, run, output)
@@ -254,7 +254,7 @@ def logs(
     if follow and output is Output.JSON:
         raise InputError("logs: -f prints until the run ends, got -o json; leave -f out")
     if timeout is not None and not follow:
-        raise InputError(f"logs: --timeout needs -f, got {timeout:g} without it")
+        raise InputError("logs: --timeout needs -f; add -f, or leave --timeout out")
     control = open_control()
     run_id = control.run(run).id
     pieces = control.logs(run_id, stage, control.watch_run(run_id, aside, timeout) if follow else None)

@@ -358,7 +358,7 @@ def _made(stage: StageStatus) -> str:
 
 
 def history_table(history: Sequence[Move]) -> Grid:
-    """Return a channel's moves, newest first."""
+    """Return a table of a channel's moves, newest first."""
     titles = ("release", "action", "model", "of run", "state", "by", "at", "gate report")
     table = Grid([*(Column(title) for title in titles), Column("why", wraps=True)], heads=2)
     for move in history:

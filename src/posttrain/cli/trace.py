@@ -61,13 +61,13 @@ def trace(
 def _check(sample: str | None, samples: bool, step: int | None, out: Path | None) -> None:
     if sample is not None and samples:
         raise InputError(
-            f"trace: --sample shows one and --samples lists all, got both (--sample {sample}); leave one out"
+            f"trace: --sample {sample} shows one sample and --samples lists all samples; leave one of the options out"
         )
     if step is not None and not samples:
-        raise InputError(f"trace: --step needs --samples, got --step {step} without it; add --samples")
+        raise InputError(f"trace: --step {step} needs --samples; add --samples")
     if out is not None and (sample is not None or samples):
         raise InputError(
-            f"trace: --out is the folder of written files, got {out} with an option that prints; leave one out"
+            f"trace: --out {out} writes files and cannot be combined with an option that prints; leave one of them out"
         )
 
 

@@ -167,6 +167,8 @@ HINTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("config", "settings"), "posttrain init records the settings of a workspace"),
     "log": "posttrain logs RUN prints the output of its jobs",
+    "recall": "posttrain asset recall KIND:NAME blocks what was made from a version",
+    "protect": "posttrain channel protect NAME makes each release wait for an approval",
     "help": "posttrain --help",
     "version": "posttrain --version",
 }

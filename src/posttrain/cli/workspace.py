@@ -165,8 +165,8 @@ def _refuse_beside_a_server() -> None:
 
     if url := os.environ.get(SERVER_VARIABLE):
         raise InputError(
-            f"init: commands use the server that {SERVER_VARIABLE} names, {url}, and would not use a workspace here; "
-            f"continue with the next command, or unset {SERVER_VARIABLE} and create one"
+            f"init: commands use the server that {SERVER_VARIABLE} names, {url}, so they would not use a workspace "
+            f"here; continue with the next command, or unset {SERVER_VARIABLE} and run init again"
         )
 
 

@@ -57,7 +57,8 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
     if not token and known.tokens:
         if not asked:
             raise InputError(
-                f"server {url}: you are logged in to {' and '.join(known.tokens)} there; name one: --project NAME"
+                f"server {url}: you are logged in to {' and '.join(known.tokens)} there; name one project: --project "
+                "NAME"
             )
         # for a project without a login the server reports what to do
         token = known.tokens.get(asked) or known.tokens.get(known.project) or next(iter(known.tokens.values()))
@@ -94,7 +95,7 @@ def log_out(url: str, project: str = "") -> str:
     left = dict(known.tokens)
     project = project or known.project
     if not project and left:
-        raise InputError(f"logout: you are logged in to {' and '.join(left)} there; name one: --project NAME")
+        raise InputError(f"logout: you are logged in to {' and '.join(left)} there; name one project: --project NAME")
     if left.pop(project, None) is None:
         return ""
     _keep(url, Login(left, "" if known.chosen == project else known.chosen))
@@ -155,6 +156,6 @@ def _path() -> Path:
 def _logins() -> dict[str, dict[str, Any]]:
     path = _path()
     if path.exists() and path.stat().st_mode & _OTHERS:
-        raise WorkspaceError(f"{path}: contains tokens, and others may read it; chmod 600 {path}")
+        raise WorkspaceError(f"{path}: contains tokens, and other users can read it; run chmod 600 {path}")
     found = read_json(path)
     return dict(found) if isinstance(found, dict) else {}

@@ -81,7 +81,8 @@ def carried_out(transport: Transport, method: str, path: str, body: Mapping[str,
             transport.ask("DELETE", reply.headers["location"])
             raise
     raise InfrastructureError(
-        f"server {transport.url}: ended {_RESENDS} times while it processed this request; try again"
+        f"server {transport.url}: ended {_RESENDS} times while it processed this request; read the server's log, "
+        "then try again"
     )
 
 
@@ -92,7 +93,7 @@ def _awaited(transport: Transport, place: str, said: dict[str, Any]) -> bytes:
         if time.monotonic() > until:
             words = said["verb"].replace("_", " ")
             raise DeadlineError(
-                f"{words}: still under way after {_MOST_SECONDS:g} s; check its result before you repeat it"
+                f"{words}: still under way after {_MOST_SECONDS:g} s; check the result before you repeat the command"
             )
         time.sleep(_PAUSES[min(looks, len(_PAUSES) - 1)])
         looks += 1
@@ -152,7 +153,7 @@ class RemoteRunWatch:
         run = self._known[1]
         if self._timeout is not None and now - self._began >= self._timeout and not is_final("run", run.state):
             raise DeadlineError(
-                f"run {run.id}: still {run.state} after {self._timeout:g} s; wait again, or see posttrain why {run.id}"
+                f"run {run.id}: still {run.state} after {self._timeout:g} s; posttrain why {run.id} shows the cause"
             )
         return run
 
@@ -283,7 +284,7 @@ class Remote:
         for name in operation.in_path:
             if "/" in str(named[name]):
                 raise NotFoundError(
-                    f"{operation.name.replace('_', ' ')}: there is nothing called {str(named[name])[:120]!r}; "
+                    f"{operation.name.replace('_', ' ')}: the server has nothing called {str(named[name])[:120]!r}; "
                     "write a run and its stage as two words"
                 )
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})
@@ -338,7 +339,7 @@ class Remote:
         return self._asked(Control.compare, named, page)
 
     def _import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
-        """Read the store here, and send a copy of the run."""
+        """Read the MLflow store on this machine, and send a copy of the run to the server."""
         from posttrain.foreign.mlflow_run import read_mlflow
         from posttrain.foreign.outside import carry
 
@@ -348,7 +349,7 @@ class Remote:
         return self._read(Control.import_mlflow, body)
 
     def _write_report(self, run_id: str, folder: Path | None = None) -> Any:
-        """Write into this user's cache, unless another folder is named."""
+        """Write a run's report into `folder`, or without one into this user's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
         return self._asked(Control.write_report, run_id, folder or cache / "reports" / run_id)
 

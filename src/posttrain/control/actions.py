@@ -50,7 +50,9 @@ def stop(stores: Stores, run_id: str) -> RunRecord:
                 return transaction.update_run(run, desired="stopped", reason=Reason.STOP_REQUESTED)
         except StaleWriteError:
             stores.clock.sleep(0.02)
-    raise ConflictError(f"run {run_id}: concurrent changes prevented the stop; try again")
+    raise ConflictError(
+        f"run {run_id}: the stop failed because other processes changed the run at the same time; try again"
+    )
 
 
 def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
@@ -67,7 +69,7 @@ def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tup
     known = signals_of(stores.manifest(run))
     if name not in known:
         has = nearest(name, known) or "; its stages wait for no signal"
-        raise InputError(f"run {run.id}: no stage waits for signal {name!r}{has}")
+        raise InputError(f"run {run.id}: no stage of the run waits for signal {name!r}{has}")
     for _ in range(_TRIES):
         with suppress(ConflictError), stores.ledger.transaction(stores.actor) as transaction:
             now = transaction.snapshot.run(run_id)
@@ -94,7 +96,7 @@ def note(
     check_note(text, tags)
     both = next((tag for tag in tags if tag in untag), None)
     if both is not None:
-        raise InputError(f"note: a tag must be added or removed, got both for {both!r}; leave one out")
+        raise InputError(f"note: --tag and --untag both name {both!r}; leave one of them out")
     if not (text.strip() or tags or untag):
         raise InputError(f"note: nothing to record on run {run_id}; give a text, --tag TAG or --untag TAG")
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -105,7 +107,7 @@ def note(
         missing = next((tag for tag in untag if tag not in known), None)
         if missing is not None:
             has = ", ".join(known) or "none"
-            raise InputError(f"note: run {run_id} must have a tag to remove it, got {missing!r}; its tags: {has}")
+            raise InputError(f"note: run {run_id} has no tag {missing!r} to remove; its tags: {has}")
         wanted = [tag for tag in dict.fromkeys(tags) if tag not in known]
         _refuse_many("tags", len(known) + len(wanted) - len(set(untag)), _MOST_TAGS, "remove some: --untag TAG")
         for tag in dict.fromkeys(untag):
@@ -173,7 +175,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
 
 
 def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
-    """Point a channel at a run's judged model. It requires a PASS report and a channel that has not moved since.
+    """Point a channel at a run's judged model. The report must be PASS, and the channel unmoved since.
 
     Args:
         lift_quarantine: the reason for lifting the quarantine of a model that was rolled back from this channel.
@@ -255,7 +257,7 @@ def rollback(
     reason: str = "",
     lift_quarantine: str = "",
 ) -> ReleaseEntry:
-    """Point a channel back at a model that it served before. No gate is judged.
+    """Point a channel back at an earlier model, without judging gates; return the release.
 
     Args:
         to: a model digest prefix, a run id, or a release number of the channel's history; None: the newest release
@@ -352,7 +354,7 @@ def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | Non
             found = {e.model_digest for e in history if e.model_digest.removeprefix("sha256:").startswith(bare)}
     channel = history[-1].channel
     if not found:
-        raise NotFoundError(f"channel {channel}: it never served {to!r}; see posttrain get {channel}")
+        raise NotFoundError(f"channel {channel}: {to!r} was never live there; see posttrain get {channel}")
     if len(found) > 1:
         raise InputError(f"channel {channel}: {to!r} names {len(found)} models; name one by its release number")
     return found.pop()
@@ -366,7 +368,9 @@ def find_request(stores: Stores, digest: str) -> ApprovalRequest:
         NotFoundError: no request has this prefix.
     """
     if len(digest) < _SHORTEST:
-        raise InputError(f"approval request {digest!r}: must have at least 8 digits, as get CHANNEL shows them")
+        raise InputError(
+            f"approval request {digest!r}: must have at least the 8 digits that posttrain get CHANNEL shows"
+        )
     with stores.ledger.snapshot() as now:
         found = now.approval_requests(prefix=digest.rstrip("…"))
     if not found:

@@ -111,7 +111,7 @@ def owners(now: Snapshot, request: ApprovalRequest, asked: Terms) -> set[str]:
 
 
 def outdated(now: Snapshot, request: ApprovalRequest) -> str:
-    """Return why the approvals of a request no longer count; empty: they count, or the action is done."""
+    """Return why the approvals of a request no longer count; empty: the approvals count, or the action is done."""
     if _done(now, request):
         return ""
     record, live = now.channel_record(request.channel), now.channel(request.channel)
@@ -170,7 +170,7 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | No
     if found is None:
         raise StaleWriteError(f"channel {request.channel} no longer requires an approval; check it and decide again")
     if found.outdated:
-        raise StaleWriteError(f"channel {request.channel}: {found.outdated}; check it and decide again")
+        raise StaleWriteError(f"channel {request.channel}: {found.outdated}; check the channel and decide again")
     if found.refusal is not None:
         raise _refused(found)
     return found

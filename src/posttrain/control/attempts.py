@@ -87,7 +87,7 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
     """
     row = next((one for one in stores.ledger.stages(run_id) if one.name == stage), None)
     if row is None:
-        raise NotFoundError(f"run {run_id} has no stage {stage!r}; posttrain get {run_id} shows them")
+        raise NotFoundError(f"run {run_id} has no stage {stage!r}; posttrain get {run_id} shows its stages")
     attempt = next(iter(reversed(stores.ledger.attempts(run_id, stage))), None)
     message = f"{stores.actor} reported its job as dead"
     if attempt is not None and not is_final("attempt", attempt.state) and jobs.elsewhere(attempt):
@@ -137,7 +137,7 @@ def _may_live(held: Start) -> bool:
 
 
 def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> None:
-    """Publish a job's outputs, and end its attempt. Unreadable outputs end it too: a retry would not repair them."""
+    """Publish a job's outputs, and end its attempt, also if outputs are unreadable: a retry would not help."""
     stage, attempt, result = order.stage, order.attempt, order.result
     with stores.blobs.holding():
         try:
@@ -398,7 +398,7 @@ class Looks:
 
 
 def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobStatus:
-    """Observe the live attempt of a running stage.
+    """Return the observed status of the live attempt of a running stage.
 
     Raises:
         InfrastructureError: the executor or the attempt's mailbox does not answer.
@@ -458,7 +458,7 @@ class Orphans:
 
 
 def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
-    """Find the orphaned jobs without changing anything.
+    """Return the orphaned jobs without changing anything.
 
     Raises:
         InfrastructureError: the executor does not answer.

@@ -112,7 +112,7 @@ def can_have_more(
     ended: AttemptRecord,
     own: Spending,
 ) -> bool:
-    """Return whether an attempt that ended because it used up its share would get a larger one.
+    """Return whether an attempt that ended because it used up its share would get a larger share.
 
     Args:
         own: the attempt's own spending.

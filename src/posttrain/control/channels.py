@@ -145,7 +145,7 @@ def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelR
 
 
 def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy | None) -> None:
-    """Refuse to lift a model's quarantine if the channel's policy never allows it.
+    """Reject lifting a model's quarantine if the channel's policy never allows that.
 
     Raises:
         ChannelClosedError: the model is quarantined and `quarantine.lift` is `never`.
@@ -248,15 +248,15 @@ def check_suites(stages: Iterable[StageManifest], code: Mapping[str, str], pinne
         if name not in found:
             has = f"got {', '.join(sorted(found))}" if found else "got none"
             raise InputError(
-                f"stages: {whose} requires suite {name!r} ({wanted.data}) measured on the released model, {has}; "
-                f"add it to an evaluate stage of that model"
+                f"stages: {whose} requires suite {name!r} ({wanted.data}) measured on the released model, {has}; add "
+                "the suite to an evaluate stage of that model"
             )
         stage, data = found[name]
         field = f"stages.{stage.name}.suites.{name}"
         if data.digest != wanted.digest:
             raise InputError(
                 f"{field}.data: {whose} requires {wanted.data} ({str(wanted.digest)[:_SHOWN]}…), got {data.name} "
-                f"({str(data.digest)[:_SHOWN]}…); use that one"
+                f"({str(data.digest)[:_SHOWN]}…); use the data set of the policy"
             )
         evaluator = suite_evaluator(stage, code, name)
         if wanted.evaluators != "any" and evaluator not in wanted.evaluators:
@@ -403,7 +403,7 @@ def recall_of(now: Snapshot, manifest: Manifest) -> str:
 
 
 def refuse_recalled(now: Snapshot, manifest: Manifest, source: str) -> None:
-    """Refuse to start a run if one of its inputs was recalled or made from recalled bytes.
+    """Reject a run if one of its inputs was recalled or was made from recalled bytes.
 
     Args:
         now: the snapshot of the transaction that starts the run, so no recall happens in between.
@@ -417,7 +417,7 @@ def refuse_recalled(now: Snapshot, manifest: Manifest, source: str) -> None:
 
 
 def refuse_release(now: Snapshot, channel: str, model: str) -> None:
-    """Refuse to point a channel at a model that was recalled or made from recalled bytes.
+    """Reject a move of a channel to a model that was recalled or was made from recalled bytes.
 
     Args:
         now: the snapshot of the transaction that moves the channel.

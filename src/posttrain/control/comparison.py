@@ -188,7 +188,7 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True)
 class ImportedHistory:
-    """Metrics by step of an imported run. Its items are unknown, so it cannot be paired."""
+    """Metrics by step of an imported run. The items are unknown, so the metrics cannot be paired."""
 
     label: str
     ref: str
@@ -267,7 +267,7 @@ def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Su
     if not found:
         what = f"{run.id}/{stage}" if stage else f"run {run.id}"
         state = troubles[0] if troubles else "no evaluation of it has ended"
-        raise InputError(f"compare: {what} must have an evaluation, got none: {state}; see posttrain get {run.id}")
+        raise InputError(f"compare: {what} has no evaluation: {state}; see posttrain get {run.id}")
     chosen = _chosen(manifest, found)
     return Subject(label, run, manifest, rows, tuple(one for one in found if one.model == chosen))
 
@@ -278,7 +278,7 @@ def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
 
 
 def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequence[ImportedHistory] = ()) -> Comparison:
-    """Compare all subjects with the first one.
+    """Return a comparison of all subjects with the first of them.
 
     Args:
         histories: shown next to the subjects, but not compared.
@@ -292,7 +292,7 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
     )
     if not histories and not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
         told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
-        raise InputError(f"compare: the models must share a metric, got none: {told}; evaluate them on the same suite")
+        raise InputError(f"compare: the models have no metric in common: {told}; evaluate them on the same suite")
     notes = dict.fromkeys(note for one in subjects[1:] for note in _settings(subjects[0], one))
     parameters, warnings = tuple(_parameters(ledger, subjects)), _few_seeds(subjects)
     return Comparison(tuple(subjects), rows, parameters, tuple(notes), histories=tuple(histories), warnings=warnings)

@@ -58,7 +58,7 @@ def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
 
 
 def _downstream(now: Snapshot, root: Node, first: Sequence[Edge], limit: int) -> Downstream:
-    """Follow edges breadth first: the number of statements grows with the depth and not with the fan-out."""
+    """Return everything made from a root, found breadth first: the number of statements grows with the depth only."""
     by: dict[str, Edge] = {}  # consumer → the first edge that led to it
     order: dict[str, list[str]] = {"": []}  # producer → its consumers that were new
     found = [("", edge) for edge in first]

@@ -132,7 +132,7 @@ class AttemptFolders:
 
 
 class Access(Protocol):
-    """Lets the jobs of a server read only their inputs."""
+    """Restricts jobs of a server to reading their own inputs."""
 
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """Write credentials into an attempt's folder, valid until the attempt ends.

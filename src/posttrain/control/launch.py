@@ -211,7 +211,7 @@ def plan_attempt(
     unwatched: int | None,
     rivals: int = 0,
 ) -> tuple[Reason, str] | None:
-    """Commit the intent: an attempt with a deterministic external name. The next pass launches the attempt.
+    """Commit an attempt with a deterministic external name, which the next pass launches.
 
     Args:
         same: the stages with the same cache key.
@@ -308,7 +308,7 @@ def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | Non
 def launch_attempt(
     stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
 ) -> Failure | None:
-    """Submit an attempt's job, which the executor does not have yet, and record its handle.
+    """Submit an attempt's job, which the executor does not have yet, and record the job's handle.
 
     Returns:
         Why the job could not be started; None: it was started, or waits.
@@ -324,7 +324,7 @@ def launch_attempt(
     order = _order(stores, jobs, view, stage, attempt)
     if not jobs.folders.root.is_dir():  # creates no folder at a former place of the workspace
         raise WorkspaceError(
-            f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new place"
+            f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new folder"
         )
     _lay_down(folder, order)
     if jobs.access is not None:

@@ -247,10 +247,12 @@ def _of_run(stores: Stores, ref: AssetRef) -> MadeModel:
     if name not in makers:
         raise NotFoundError(f"{ref}: run {run.id} has no stage {word!r} that makes a model{nearest(word, makers)}")
     if output not in manifest.stage(name).outputs:
-        raise NotFoundError(f"{ref}: stage {name} of run {run.id} keeps no best model (keep_best); {_way(run)}")
+        raise NotFoundError(
+            f"{ref}: stage {name} of run {run.id} has no best model, since its keep_best is not set; {_way(run)}"
+        )
     row = next(stage for stage in stores.ledger.stages(run.id) if stage.name == name)
     if output not in row.outputs:
-        raise NotFoundError(f"{ref}: stage {name} of run {run.id} has made no model ({row.state}); {_way(run)}")
+        raise NotFoundError(f"{ref}: stage {name} of run {run.id} has produced no model ({row.state}); {_way(run)}")
     return MadeModel(f"run:{run.id}/{word}", row.outputs[output]["digest"], run.id, name, output=output)
 
 

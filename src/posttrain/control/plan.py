@@ -151,7 +151,7 @@ def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
         except InputError as error:
             raise InputError(f"{source}: {error}") from error
     if spec.release and not spec.gates:
-        raise InputError(f"{source}: release needs at least one gate: without a gate nothing may ship; add gates")
+        raise InputError(f"{source}: release needs at least one gate, got none; add gates")
     return spec
 
 
@@ -192,7 +192,9 @@ def _resolve_epochs(
         if length is None or length.epochs is None:
             continue
         if count is None:
-            raise InputError(f"{source}: stages.{name}.epochs: needs rows that can be counted, got none; write steps")
+            raise InputError(
+                f"{source}: stages.{name}.epochs: needs data whose rows can be counted, got none; write steps instead"
+            )
         ref = resolver.input(name, length.slot)
         try:
             documents = count(ref, contract.inputs[length.slot][1], length.turns)
@@ -283,7 +285,7 @@ class Resolver:
             )
         if output not in self._contracts[name].outputs:
             raise InputError(
-                f"{self._source}: {field}: stage {name!r} keeps no best model, got {word!r}; add keep_best: true to it"
+                f"{self._source}: {field}: stage {name!r} has no best model for {word!r}; add keep_best: true to it"
             )
         return InputRef(source="stage", name=name, output=output)
 

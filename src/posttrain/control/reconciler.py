@@ -251,7 +251,7 @@ class Reconciler:
         return [run_id for run_id in run_ids if self._is_due(run_id, self._stores.clock.now())]
 
     def step(self, run_id: str) -> Tick:
-        """Make a pass over a run if it is due: its time has come, it was notified, or one of its jobs changed.
+        """Make a pass over a run if the run is due: its time has come, it was notified, or one of its jobs changed.
 
         Otherwise return the result of the last pass. One query of executor and queue serves all runs.
 

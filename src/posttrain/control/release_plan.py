@@ -124,7 +124,7 @@ class Decision:
             )
         if model.source == "stage" and kind_of(self._stages[model.name].kind).scores:
             raise InputError(
-                f"{self._source}: {field}: must be a model that answers, got {rival!r}, which is a reward model; "
+                f"{self._source}: {field}: must be a model that generates, got {rival!r}, which is a reward model; "
                 "name another stage, base or channel"
             )
         return model
@@ -181,7 +181,7 @@ def _judged_metrics(
         for metric in contracts[stage.name].metrics:
             if metric in made:
                 raise InputError(
-                    f"{source}: stages.{stage.name}: {metric!r} is already made by {made[metric]!r}; rename a suite"
+                    f"{source}: stages.{stage.name}: {metric!r} is already measured by {made[metric]!r}; rename a suite"
                 )
             made[metric] = stage.name
     for gate in spec.gates:
@@ -193,8 +193,8 @@ def _judged_metrics(
         possible = ranges[gate.metric]
         if possible is None:
             raise InputError(
-                f"{source}: gates.{gate.name}.metric: {gate.metric!r} must declare the range of its values to be"
-                f" judged, and stage {made[gate.metric]!r} declares none; gate another metric"
+                f"{source}: gates.{gate.name}.metric: {gate.metric!r} has no declared range in stage"
+                f" {made[gate.metric]!r}, so no gate can judge it; use another metric"
             )
         try:
             gate.check_range(possible)

@@ -64,7 +64,9 @@ def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bo
             continue
         crashpoint("submit.after_commit")
         return Submitted(stores.ledger.run(run.id), attached=False)
-    raise ConflictError(f"{manifest.name}: {_RACES} other submissions came first; run the command again")
+    raise ConflictError(
+        f"{manifest.name}: {_RACES} other submissions of this file were stored first; run the command again"
+    )
 
 
 def new_run_id(ledger: Ledger, name: str) -> str:
@@ -73,7 +75,7 @@ def new_run_id(ledger: Ledger, name: str) -> str:
 
 
 def _unfinished(stores: Stores, manifest: Manifest) -> RunRecord | None:
-    """Return the newest unfinished run whose manifest is the same apart from the targets of names."""
+    """Return the newest unfinished run whose manifest differs at most in the digests to which its refs resolve."""
     words = manifest.unpinned()
     if words is None:
         return None

@@ -26,7 +26,7 @@ def swept_model(planned: Planned, released: str | None) -> str:
     """
     words = [stage.inputs["model"].word for stage in planned.manifest.stages if stage.measures]
     if not words:
-        raise InputError("sweep: needs an evaluation to compare by, got no evaluate stage; add one")
+        raise InputError("sweep: needs an evaluate stage whose metric compares the runs, got none; add one")
     return released if released in words and released else words[-1]
 
 
@@ -43,7 +43,9 @@ def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named:
     known = [metric for stage in chosen for metric in planned.contracts[stage.name].metrics]
     wanted = named or next((gate.metric for gate in gates if gate.metric in known), known[0])
     if wanted not in known:
-        raise InputError(f"sweep: --metric must be one that is measured, got {wanted!r}{nearest(wanted, known)}")
+        raise InputError(
+            f"sweep: --metric must be a metric that the run file measures, got {wanted!r}{nearest(wanted, known)}"
+        )
     return wanted
 
 

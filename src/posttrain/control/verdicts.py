@@ -391,7 +391,7 @@ def _read(blobs: BlobStore, inputs: Mapping[str, InputBlob], prefix: str) -> dic
             more = read_evidence(blobs.get(blob.digest), blob.name)
             twice = sorted(found.keys() & more.keys())
             if twice:
-                raise IntegrityError(f"{blob.name}: {twice[0]} is measured by another stage too; rename a suite")
+                raise IntegrityError(f"{blob.name}: {twice[0]} is also measured by another stage; rename a suite")
             found |= more
     return found
 
@@ -426,7 +426,9 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
 def _range(declared: set[tuple[Any, ...]], what: str) -> ItemRange | None:
     """Return the range that all rows of a metric declare; None: they declare no range."""
     if len(declared) > 1:
-        raise IntegrityError(f"{what} must declare one range on all its items, got {len(declared)}; evaluate again")
+        raise IntegrityError(
+            f"{what} must declare the same range on all its items, got {len(declared)}; evaluate again"
+        )
     binary, low, high = next(iter(declared))
     if low is None and high is None:
         return None

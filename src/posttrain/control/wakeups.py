@@ -273,7 +273,7 @@ class Beside:
         return left
 
     def forget(self, run_id: str) -> None:
-        """Drop the work for a run that has ended or that another driver has."""
+        """Drop the work for a run that has ended or that another driver processes."""
         self._over.discard(run_id)
         self._under = {key: future for key, future in self._under.items() if key[0] != run_id}
 

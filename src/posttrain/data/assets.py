@@ -394,7 +394,8 @@ def _header(path: Path) -> Mapping[str, Any]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= min(size - 8, _MAX_HEADER):
             raise InputError(
-                f"{path.name} is not safetensors or is truncated: its header cannot be {length} of {size} bytes"
+                f"{path.name} is not safetensors or is truncated: its header would have {length} of the file's "
+                f"{size} bytes"
             )
         try:
             header = json.loads(file.read(length))
@@ -411,13 +412,16 @@ def _header(path: Path) -> Mapping[str, Any]:
         begin, after = tensor["data_offsets"]
         if begin != end or after - begin != _stored(tensor):
             raise InputError(
-                f"{path.name} is not safetensors: {name[:60]} must be {_stored(tensor)} bytes at offset {end} by its "
-                f"shape and the tensors before it, got {begin} to {after}; save it again"
+                f"{path.name} is not safetensors: {name[:60]} must have {_stored(tensor)} bytes from offset {end} "
+                f"according to its shape and the tensors before it, got bytes {begin} to {after}; save the model "
+                "again"
             )
         end = after
     wanted = 8 + length + end
     if size != wanted:
-        raise InputError(f"{path.name} must be {wanted} bytes according to its header, got {size}; copy it again")
+        raise InputError(
+            f"{path.name} must have {wanted} bytes according to its header, got {size}; copy the file again"
+        )
     return tensors
 
 

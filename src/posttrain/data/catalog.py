@@ -159,7 +159,9 @@ class Catalog:
             refuse_afar(f"{place.uri[:120]!a}: a server does not register files of its machine; send the file itself")
         refuse_name("dataset", name)
         if not is_digest(checksum):
-            raise InputError(f"checksum must be sha256: and 64 hex digits, got {checksum!r}; run sha256sum FILE")
+            raise InputError(
+                f"checksum must be `sha256:` followed by 64 hex digits, got {checksum!r}; run sha256sum FILE"
+            )
         path = scratched / place.name
         try:
             fetch_external(place, checksum, path)

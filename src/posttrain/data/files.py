@@ -126,7 +126,7 @@ def _text_form(file: io.BufferedReader, name: str) -> str:
     if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # only the first line: later cells of a CSV may contain NUL
         raise InputError(
             f"{name} must be text (JSON lines, a JSON list or CSV in UTF-8), Parquet or Arrow, got a NUL byte; give "
-            "the file itself, or save it as UTF-8"
+            "the unpacked file, or save the text as UTF-8"
         )
     start = file.peek(_CHUNK).removeprefix(codecs.BOM_UTF8).lstrip(_BLANK)[:1]
     return {b"[": "json", b"{": "jsonl", b"": "jsonl"}.get(start, "csv")
@@ -152,7 +152,7 @@ class _Unpacked(io.RawIOBase):
                 chunk = self._source.read(len(view) - filled)
             except (OSError, EOFError, zlib.error) as error:  # truncated, or another format
                 reason = " ".join(str(error).split())[:200]
-                raise InputError(f"{self._name} cannot be read: {reason}; create it again") from error
+                raise InputError(f"{self._name} cannot be read: {reason}; write the file again") from error
             if not chunk:
                 break
             view[filled : filled + len(chunk)] = chunk
@@ -206,7 +206,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Row]:
 
 def _refuse_long(length: int, place: str) -> None:
     if length > MOST_ROW:
-        raise InputError(f"{place} must be a row of at most {MOST_ROW} bytes, got more; split it")
+        raise InputError(f"{place} must be a row of at most {MOST_ROW} bytes, got more; split the row")
 
 
 def _refuse_constant(text: str) -> float:
@@ -261,7 +261,7 @@ class _Text:
         return repr(self._window[self._at : self._at + _SHOWN]) if self._at < len(self._window) else "its end"
 
     def value(self, place: str) -> Any:
-        """Return the next value. Raises InputError if there is none."""
+        """Return the next value, or raise InputError at the end."""
         self._blanks()
         wanted = _CHUNK
         while True:
@@ -465,7 +465,8 @@ def together(paths: Iterable[Path], word: str) -> dict[str, Path]:
     for path in paths:
         if path.is_dir():
             raise InputError(
-                f"{word}: several paths must be files, got the folder {path}; give its files, or only the folder"
+                f"{word}: each of several paths must be a file, got the folder {path}; give its files, or only the "
+                "folder"
             )
         if path.name in files:
             raise InputError(f"{word}: files must have different names, got {path.name} twice; rename one")

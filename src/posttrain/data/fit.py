@@ -73,10 +73,12 @@ class PlanTokenizer:
         self._renders, self._spent = self._renders + 1, self._spent + time.monotonic() - begun
         if self._spent > _RENDER_SECONDS + _MEAN_SECONDS * self._renders:
             mean = f"{self._spent / self._renders:.2g} s for each of {self._renders} renderings"
-            raise InputError(f"the chat template must take less than {_MEAN_SECONDS:g} s a row, got {mean}; {_SIMPLER}")
+            raise InputError(
+                f"the chat template must take less than {_MEAN_SECONDS:g} s per row, got {mean}; {_SIMPLER}"
+            )
         if len(text) > _MOST_RENDERED:
             raise InputError(
-                f"the chat template must render at most {_MOST_RENDERED} characters a row, got {len(text)}"
+                f"the chat template must render at most {_MOST_RENDERED} characters per row, got {len(text)}"
             )
         return str(text)
 
@@ -124,7 +126,8 @@ def check_answers(rows: Sequence[Row], name: str) -> None:
         if answer is None:
             there = ", ".join(sorted(column for column, value in row.items() if value is not None))
             raise InputError(
-                f"{name} row {number} must have an answer as text, got columns {there}; add it or drop the row"
+                f"{name} row {number} must have an answer as text, got no answer in the columns {there}; add "
+                "`answer`, or drop the row"
             )
         if not isinstance(answer, str):
             shown = json.dumps(answer, ensure_ascii=False, default=str)
@@ -210,7 +213,7 @@ def _refuse_longer(length: int, longest: int | None, context: int | None, what: 
 def _begun(prompt: rendering.Ids) -> rendering.Ids:
     """Return a prompt's tokens; reject an empty prompt, since the first token of a document is not predicted."""
     if not prompt:
-        raise InputError("a prompt must have at least one token, got none; write one, or drop the row")
+        raise InputError("a prompt must have at least one token, got an empty prompt; write a prompt, or drop the row")
     return prompt
 
 
@@ -306,7 +309,7 @@ def _environment() -> Any:
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
     class Bounded(sandbox.ImmutableSandboxedEnvironment):
-        """An environment without operations that take minutes in a single C call."""
+        """A Jinja environment that rejects operations that take minutes in a single C call."""
 
         intercepted_binops = frozenset(["*", "**", "%"])
 

@@ -48,7 +48,7 @@ class Imported:
 
 
 def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
-    """Register the outputs of an external run, all or none. Importing it again returns the same versions.
+    """Register the outputs of an external run, all or none; a repeated import returns the same versions.
 
     Args:
         cache: a folder in which the model's files are inspected together.
@@ -61,7 +61,7 @@ def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun,
     name = name or _name_from(run.source)
     refuse_name("model", name)
     if run.model is None and not len(run.points):
-        raise InputError(f"{run.source}: must have a model or a metric, got neither; check the path")
+        raise InputError(f"{run.source}: contains neither a model nor a metric; check the path")
     with blobs.holding():
         about, model = _store_model(blobs, cache, run)
         history = {"digest": blobs.put(_parquet(run.points, run.source, run.stage)), **_summary(run.points)}

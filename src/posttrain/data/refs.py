@@ -223,7 +223,7 @@ class ImportedReward:
 
 
 def imported_reward(word: str) -> ImportedReward:
-    """Find `module:function` among the installed packages.
+    """Return the reward `module:function` of an installed package.
 
     Raises:
         InputError: the text is not of this form, or names a built-in or a file that cannot be read.

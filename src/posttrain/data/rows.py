@@ -163,7 +163,8 @@ def _split_preference(row: Row, place: str) -> None:
     shared = next((i for i, (a, b) in enumerate(pairs) if _without_nulls(a) != _without_nulls(b)), None)
     if not shared:
         raise InputError(
-            f"{place}: chosen and rejected must share a prompt and then differ, got no shared prompt; add prompt"
+            f"{place}: chosen and rejected must begin with the same prompt, got no common beginning; add the column "
+            "prompt"
         )
     row["prompt"], row["chosen"], row["rejected"] = chosen[:shared], chosen[shared:], rejected[shared:]
 
@@ -253,15 +254,15 @@ def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> li
         earlier = first.setdefault(prompt_text(row), index)
         if rows[earlier].get("answer") != row.get("answer"):
             raise InputError(
-                f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got "
-                f"a different one: no response can be correct for both; drop one row"
+                f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got a "
+                "different answer: no response can be correct for both; drop one row"
             )
         columns = sorted({*row, *rows[earlier]}) if whole else ()
         other = next((column for column in columns if rows[earlier].get(column) != row.get(column)), None)
         if other is not None:
             raise InputError(
-                f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got "
-                f"a different one: the reward reads it, and a prompt must be one item; drop one row"
+                f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got a "
+                "different value: the reward reads it, and all rows of a prompt are one item; drop one row"
             )
     return [rows[index] for index in first.values()]
 
@@ -330,9 +331,9 @@ def contamination(
         InputError: there are no evaluation rows, or a parameter is out of range.
     """
     if not evaluation:
-        raise InputError("contamination needs evaluation rows, got 0")
+        raise InputError("contamination needs at least one evaluation row, got none; check the evaluation data set")
     if ngram is not None and ngram < 1:
-        raise InputError(f"ngram must be >= 1 word, got {ngram}")
+        raise InputError(f"ngram must be at least 1 word, got {ngram}")
     if not 0 < overlap <= 1:
         raise InputError(f"overlap must be in (0, 1], got {overlap}")
     known = {prompt_text(row).strip() for row in train}

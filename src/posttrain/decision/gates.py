@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ from posttrain.domain.policies import LookBudget
 
 RATE_LIMIT = "exact limit of a rate (Clopper-Pearson)"
 CONFIDENCE = 0.95  # two-sided
+_Z_POWER = NormalDist().inv_cdf(0.8)  # for the number of items that an inconclusive verdict names
+_NONE = 1e-9  # a smaller spread is rounding
 _MANY = 500  # distinct values above which fewer resamples are drawn, which keeps tables fast
 _FEW_RESAMPLES = 1_999  # one more is a multiple of 1 / level at each end; the limit is valid at any number
 
@@ -218,7 +221,7 @@ def usable(what: str, evidence: Evidence) -> Evidence:
         raise InputError(f"{what} has no items; check the evaluation suite")
     repeated = [item for item, count in Counter(ids).items() if count > 1]
     if repeated:
-        raise InputError(f"{what} has {len(repeated)} item ids more than once, e.g. {repeated[0]!r}")
+        raise InputError(f"{what} contains {len(repeated)} item ids more than once, e.g. {repeated[0]!r}")
     _check_values(what, evidence.range, ids, values)
     order = sorted(range(len(ids)), key=ids.__getitem__)
     return Evidence(tuple(ids[index] for index in order), values[order], evidence.range)
@@ -226,7 +229,10 @@ def usable(what: str, evidence: Evidence) -> Evidence:
 
 def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], values: Array) -> None:
     if possible is None:
-        raise InputError(f"{what} has no declared range, so it has no limit; evaluate with a trainer that declares it")
+        raise InputError(
+            f"{what} has no declared range, so no confidence limit exists; evaluate with a trainer that declares the "
+            "range"
+        )
     bad = [ids[index] for index in np.flatnonzero(~np.isfinite(values)).tolist()]
     if bad:
         raise InputError(f"{what} is NaN or infinite on {len(bad)} items, e.g. {bad[0]!r}")
@@ -244,7 +250,9 @@ def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], val
 def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Evidence:
     theirs = _usable(rule, baseline, whose_words(str(rule.rival)))
     if ours.range != theirs.range:
-        raise InputError(f"{rule.metric} has a different declared range on the baseline; use one evaluator for both")
+        raise InputError(
+            f"{rule.metric} has a different declared range on the baseline; measure both models with the same evaluator"
+        )
     if ours.item_ids != theirs.item_ids:
         odd = set(ours.item_ids) ^ set(theirs.item_ids)
         raise InputError(
@@ -346,12 +354,13 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
         theirs = f"{_whose(str(rule.rival))} {_number(measured.baseline or 0)}"
         seen = f"{rule.metric} is {_number(measured.estimate)} against {theirs}"
         seen += f" on the same {items} items, a difference of {change}"
-        asked = f"the {'least' if rule.higher_is_better else 'most'} allowed, {_signed(rule.threshold)}"
+        needed = f"{'at least' if rule.higher_is_better else 'at most'} {_signed(rule.threshold)}"
         if rule.strict:
-            asked = f"the required {'more' if rule.higher_is_better else 'less'} than {_signed(rule.threshold)}"
+            needed = f"{'more' if rule.higher_is_better else 'less'} than {_signed(rule.threshold)}"
     else:
         seen = f"{rule.metric} is {_number(measured.estimate)} on {items} items"
-        asked = f"the required {'at least' if rule.higher_is_better else 'at most'} {_number(rule.threshold)}"
+        needed = f"{'at least' if rule.higher_is_better else 'at most'} {_number(rule.threshold)}"
+    asked = f"the requirement ({needed})"
     side = "lower" if rule.higher_is_better else "upper"
     shown = _signed(measured.limit) if rule.needs_baseline else _number(measured.limit)
     limit = f"{side} {100 * rule.confidence:.4g} % confidence limit {shown}"
@@ -359,26 +368,31 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
         return f"{seen}; its {limit} meets {asked}."
     if outcome is Outcome.FAIL:
         short = abs(rule.threshold - measured.quantity)
-        return f"{seen}, which misses {asked}{',' if short else ''}{_by(short)}; its {limit} misses it{_by(missed_by)}."
+        return f"{seen}, which misses {asked}{_by(short)}; its {limit} misses it{_by(missed_by)}."
     enough = _enough_items(rule, measured, items)
     return f"{seen}, which meets {asked}, but its {limit} misses it{_by(missed_by)}: judge on {enough}."
 
 
 def _enough_items(rule: GateRule, measured: _Measured, items: int) -> str:
-    """Name the number of items on which the same estimate would pass.
+    """Name the number of items on which a model with this estimate passes with a power of about 80 %.
 
-    The distance of the limit from the estimate shrinks with the square root of the items; without any spread, with the
-    items.
+    The normal approximation gives the number; without any spread, the distance of the limit shrinks with the items.
     """
     margin, distance = abs(measured.quantity - rule.threshold), abs(measured.quantity - measured.limit)
-    details = measured.details
-    spread = details.get("deviation", details.get("discordance", 1.0))
-    even = spread < 1e-12 or details.get("right") in (0, items)
     if distance > 1_000 * margin:
         return "more items"
-    count = items * distance / margin * (1.1 if even else 1.05 * distance / margin)
-    scale = 10 ** max(0, int(math.log10(count)) - 1)  # two digits: the estimate will move
-    return f"about {math.ceil(count / scale) * scale:,} items"
+    details, rate = measured.details, measured.quantity
+    alike = math.sqrt(max(details.get("discordance", 0.0) - rate**2, 0.0))
+    spread = math.sqrt(rate * (1 - rate)) if "right" in details else details.get("deviation", alike)
+    z = NormalDist().inv_cdf(rule.confidence)
+    if spread < _NONE:
+        count = 1.1 * items * distance / margin
+    elif "right" in details:
+        count = ((z * math.sqrt(rule.threshold * (1 - rule.threshold)) + _Z_POWER * spread) ** 2 / margin + 1) / margin
+    else:
+        count = ((max(z, distance * math.sqrt(items) / spread) + _Z_POWER) * spread / margin) ** 2
+    scale = 10 ** max(0, int(math.log10(max(count, items + 1))) - 1)  # two digits: the estimate will move
+    return f"about {math.ceil(max(count, items + 1) / scale) * scale:,} items, on which about 80 % of such models pass"
 
 
 def _judge_empty_channel(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Verdict:

@@ -437,7 +437,7 @@ def _difference(
 ) -> Difference:
     both = [seed for seed in mine if seed in theirs]
     if not both:
-        raise InputError("they have no seed in common that was measured")
+        raise InputError("no seed was measured for both")
     ours, others = _over_seeds([mine[seed] for seed in both]), _over_seeds([theirs[seed] for seed in both])
     items = paired(metric, others, ours, each)
     spread = 0.0

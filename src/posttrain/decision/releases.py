@@ -50,8 +50,8 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
     if len(found) == 1:
         return found[0]
     raise ConflictError(
-        f"promotion: the gates compared with {report.baseline}, which channel {channel} got {len(found)} times, and the "
-        "report does not record at which release; judge again: posttrain run RUN.yaml --again"
+        f"promotion: the gates compared with {report.baseline}, which was live in channel {channel} {len(found)} "
+        "times, and the report does not record at which release; judge again: posttrain run RUN.yaml --again"
     )
 
 
@@ -75,7 +75,8 @@ def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: Ga
     """
     if report.candidate != candidate:
         raise GateRejectedError(
-            f"promotion: the gate report must be about {candidate}, got one about {report.candidate}; judge this model"
+            f"promotion: the gate report must be about {candidate}, got a report about {report.candidate}; judge "
+            "this model"
         )
     _check_outcome(report)
     if live is not None and live.model_digest == candidate:
@@ -83,7 +84,7 @@ def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: Ga
     current = live.sequence if live else 0
     if current != judged:
         raise ConflictError(
-            f"promotion: the channel must still be at {_shown(judged)}, against which the gates judged, got "
+            f"promotion: the channel must still point at {_shown(judged)}, with which the gates compared, got "
             f"{_shown(current)}; judge again: posttrain run RUN.yaml --again"
         )
     if report.baseline != (live.model_digest if live else None):

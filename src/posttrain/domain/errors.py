@@ -12,7 +12,7 @@
     ├── GateRejectedError               3   a gate's verdict is FAIL or ERROR; nothing released
     ├── GateInconclusiveError           4   too little evidence; nothing released
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
-    ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
+    ├── InfrastructureError             6   a service is unavailable, or a job was lost too often (retryable)
     │   ├── CapacityError               6   devices that a job needs are taken       (retryable)
     │   │   ├── BusyError               6   a server is overloaded                   (retryable)
     │   │   └── LimitError              6   a principal exceeds a server's limit     (retryable)
@@ -20,7 +20,7 @@
     ├── BudgetExceededError             7   the run's declared budget is spent
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
     │   └── UploadError                 8   uploaded bytes do not match their digest
-    ├── ConflictError                   9   another change came first (compare-and-set lost)  (retryable)
+    ├── ConflictError                   9   the current state forbids the action     (retryable)
     │   ├── ChannelClosedError          9   the channel is frozen or protected
     │   ├── RecalledError               9   the model was made from a recalled asset
     │   ├── PolicyError                 9   not judged as the channel's policy requires
@@ -103,7 +103,7 @@ class JobFailedError(PosttrainError):
 
 
 class InfrastructureError(PosttrainError):
-    """A job was lost more often than the run allows."""
+    """A service or resource is unavailable, or a job was lost too often."""
 
     exit_code = 6
     retryable = True
@@ -150,7 +150,7 @@ class UploadError(IntegrityError):
 
 
 class ConflictError(PosttrainError):
-    """Another process or user changed the state first."""
+    """The current state forbids the action: changed, frozen, quarantined or not approved."""
 
     exit_code = 9
     retryable = True
@@ -222,13 +222,13 @@ class AuthenticationError(AccessError):
 class FailureClass(StrEnum):
     """Why an attempt failed; determines the next step of the control side (see `control`)."""
 
-    INFRASTRUCTURE = "infrastructure"  # a process or node was lost: retried, resumes from the checkpoint
-    PREEMPTED = "preempted"  # requeued, consumes no attempt
-    OUT_OF_MEMORY = "out_of_memory"  # never blindly retried: the next attempt needs the same memory
-    DISK_FULL = "disk_full"  # never blindly retried: the disk stays full
-    DIVERGED = "diverged"  # NaN loss, reward collapse
+    INFRASTRUCTURE = "infrastructure"  # a process or node was lost; the next attempt resumes from the checkpoint
+    PREEMPTED = "preempted"  # ended from outside and queued again; uses no attempt of the budget
+    OUT_OF_MEMORY = "out_of_memory"  # not retried automatically: the next attempt would need the same memory
+    DISK_FULL = "disk_full"  # not retried automatically: the disk would still be full
+    DIVERGED = "diverged"  # training diverged: NaN loss, reward collapse
     BAD_INPUT = "bad_input"
-    BUG = "bug"  # never blindly retried
+    BUG = "bug"  # an unexpected exception in the job; not retried automatically
     BUDGET = "budget"
 
     @property

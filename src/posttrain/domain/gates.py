@@ -128,18 +128,14 @@ class GateRule(Frozen):
         }.get(form, ())
         if self.if_channel_empty is not None and self.rival not in (None, CHANNEL):
             raise ValueError(
-                f"gate {self.name!r}: if_channel_empty has no meaning with {form}: {self.rival}, got "
-                f"{self.if_channel_empty}: this run makes that model; remove it"
+                f"gate {self.name!r}: if_channel_empty has no meaning with {form}: {self.rival}, since that model is "
+                "not read from the channel; remove if_channel_empty"
             )
         for key in _RELATIVE_KEYS:
             if getattr(self, key) is not None and key not in used:
-                raise ValueError(
-                    f"gate {self.name!r}: {key} has no meaning with {form}, got {getattr(self, key)}; remove it"
-                )
+                raise ValueError(f"gate {self.name!r}: {key} has no meaning with {form}; remove {key}")
         if form == "not_worse_than" and self.margin is None:
-            raise ValueError(
-                f"gate {self.name!r}: not_worse_than needs margin, the loss that is acceptable, e.g. margin: 0.02"
-            )
+            raise ValueError(f"gate {self.name!r}: not_worse_than needs margin, the acceptable loss, e.g. margin: 0.02")
 
     def check_range(self, possible: ItemRange) -> None:
         """Reject a threshold that no model could miss, or that no model could meet.

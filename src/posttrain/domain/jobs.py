@@ -63,7 +63,7 @@ def duration(value: Any) -> float:
         TypeError: the value is not one.
     """
     if not _is_number(value) or not 0 <= value < math.inf:
-        raise TypeError(f"must be seconds, got {repr(value)[:60]}")
+        raise TypeError(f"must be a finite number of seconds, at least 0, got {repr(value)[:60]}")
     return float(value)
 
 
@@ -316,7 +316,7 @@ class JobOrder:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JobOrder:
-        """The inverse of `to_json`.
+        """Return the inverse of `to_json`.
 
         Raises:
             InputError: another version of Posttrain wrote it, in an unsupported schema.
@@ -384,8 +384,8 @@ class Capacity:
             return ""
         if wanted > self.devices:
             raise InputError(
-                f"placement: requests {wanted} devices, this machine has {self.devices}; request fewer, or use "
-                "another machine"
+                f"placement: the job requests {wanted} devices, but this machine has {self.devices}; request fewer, "
+                "or use another machine"
             )
         who = "; ".join(f"{name} is held by {holder}" for name, holder in self.held.items())
         return f"needs {wanted} of {self.devices} devices, {free} free: {who}"
@@ -556,7 +556,7 @@ class CheckpointCommit:
 
     @classmethod
     def from_json(cls, value: Any) -> CheckpointCommit:
-        """The inverse of `to_json`.
+        """Return the inverse of `to_json`.
 
         Raises:
             IntegrityError: the value has another shape or format, or names no shards.
@@ -568,7 +568,9 @@ class CheckpointCommit:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"a COMMIT must have format, step and shards: {error!r}; it is damaged") from error
         if any(part in ("", ".", "..") for name in commit.shards for part in name.split("/")):
-            raise IntegrityError("a COMMIT must name files below its folder, got others; it is damaged")
+            raise IntegrityError(
+                "a COMMIT must name only files below its folder, got a path outside; the checkpoint is damaged"
+            )
         if not commit.shards:
             raise IntegrityError(f"a COMMIT must name at least one shard, got none at step {commit.step}")
         return commit
@@ -591,7 +593,7 @@ class JobResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JobResult:
-        """The inverse of `to_json`.
+        """Return the inverse of `to_json`.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: the value has another shape.

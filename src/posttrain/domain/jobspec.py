@@ -47,7 +47,7 @@ class JobRef(Protocol):
 
     @property
     def mailbox(self) -> str | None:
-        """URL of the mailbox; empty: its folder; None: read it from the order, of an older release."""
+        """The URL of the mailbox; empty: the attempt folder; None: the URL is in the order of an older release."""
 
 
 def secret_fault(name: str) -> str:
@@ -142,7 +142,7 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], attempt_dir: str) -> JobSpec:
-        """The inverse of `to_json`.
+        """Return the inverse of `to_json`.
 
         Raises:
             InputError: another version of Posttrain wrote it.

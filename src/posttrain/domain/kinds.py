@@ -215,7 +215,9 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
             f"{told}: runtime.stall_after must be at least {LEAST_STALL:g} seconds, as a number, got {limit!r:.80}"
         )
     if "placement" in contract.params and contract.load is None:
-        raise InputError(f"{told}: a parameter placement requires a load, got none; add a load or rename the parameter")
+        raise InputError(
+            f"{told}: a kind with the parameter placement must have a load; add a load, or rename the parameter"
+        )
     for slot, (kind, _) in contract.inputs.items():
         if kind not in _TAKEN:
             raise InputError(f"{told}: input {slot!r} must be one of {', '.join(_TAKEN)}, got {kind!r}")
@@ -274,12 +276,12 @@ class StageKind:
 
     @property
     def measures(self) -> bool:
-        """Whether its stages output measurements of items."""
+        """Whether stages of this kind output measurements of items."""
         return METRICS in self.outputs
 
     @property
     def judges(self) -> bool:
-        """Whether its stages output a gate's report; no installed kind does."""
+        """Whether stages of this kind output a gate report; false for every installed kind."""
         return self.driver is Driver.CONTROL and REPORT in self.outputs
 
 

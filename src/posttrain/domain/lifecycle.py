@@ -32,18 +32,18 @@ class RunState(StrEnum):
 
 
 class StageState(StrEnum):
-    PENDING = "pending"  # inputs do not exist yet
-    READY = "ready"  # inputs exist, no live attempt
+    PENDING = "pending"  # its inputs do not exist yet
+    READY = "ready"  # its inputs exist; no attempt is live
     RUNNING = "running"  # an attempt is live, or a wait has begun
     SUCCEEDED = "succeeded"  # its outputs exist, computed here or reused
-    SKIPPED = "skipped"  # nothing to do (for example: the channel is empty, so there is no baseline to judge)
+    SKIPPED = "skipped"  # there is nothing to do (for example, no baseline to measure, because the channel is empty)
     REJECTED = "rejected"  # a gate did not pass
     STOPPED = "stopped"  # stopped with its run
     FAILED = "failed"  # its last attempt failed, or its wait reached its deadline
 
 
 class AttemptState(StrEnum):
-    PLANNED = "planned"  # the intent is committed, the job may not be submitted yet
+    PLANNED = "planned"  # the attempt is recorded; the job is possibly not submitted yet
     LAUNCHED = "launched"  # the executor has the job
     SUCCEEDED = "succeeded"  # the job wrote its result
     STOPPED = "stopped"  # the job ended on request
@@ -165,12 +165,17 @@ class Reason(StrEnum):
 
     # --- waiting ------------------------------------------------------------------------------------------------------
     SUBMITTED = "Submitted", (_RUN,), "No driver has read the run yet.", "`attach` drives it"
-    WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage on which it depends has not ended yet.", _NOTHING
-    READY = "Ready", (_STAGE,), "Its inputs are available; it starts at the next pass.", _NOTHING
+    WAITING_FOR_INPUTS = (
+        "WaitingForInputs",
+        (_STAGE,),
+        "A stage on which this stage depends has not ended yet.",
+        _NOTHING,
+    )
+    READY = "Ready", (_STAGE,), "The stage's inputs are available; the driver starts it at its next pass.", _NOTHING
     WAITING_FOR_SLOT = (
         "WaitingForSlot",
         (_STAGE,),
-        "Every slot of the host is taken.",
+        "Every slot of the host is in use.",
         _NOTHING,
     )
     WAITING_FOR_BUDGET = (
@@ -182,7 +187,7 @@ class Reason(StrEnum):
     WAITING_FOR_DEVICES = (
         "WaitingForDevices",
         (_STAGE,),
-        "The devices that it requests are not free.",
+        "The devices that the stage requests are in use.",
         "nothing, or end the jobs that hold them",
     )
     WAITING_FOR_IDENTICAL_STAGE = (
@@ -191,11 +196,16 @@ class Reason(StrEnum):
         "A stage of another run computes the same result, which will be reused.",
         _NOTHING,
     )
-    WAITING_FOR_TIME = "WaitingForTime", (_STAGE,), "It waits for the time that the run file names.", _NOTHING
+    WAITING_FOR_TIME = (
+        "WaitingForTime",
+        (_STAGE,),
+        "The stage waits until the time in the run file has passed.",
+        _NOTHING,
+    )
     WAITING_FOR_SIGNAL = (
         "WaitingForSignal",
         (_STAGE,),
-        "It waits for its signal.",
+        "The stage waits for its signal.",
         "`signal` continues it",
     )
     WAITING_FOR_APPROVAL = (
@@ -204,13 +214,23 @@ class Reason(StrEnum):
         "The channel's policy requires approvals for this release.",
         "`approve`, by an approver that the policy names",
     )
-    BACK_OFF = "BackOff", (_STAGE,), "Its attempt was lost, and the next one starts after a pause.", _NOTHING
+    BACK_OFF = (
+        "BackOff",
+        (_STAGE,),
+        "The stage's attempt was lost, and the next attempt starts after a pause.",
+        _NOTHING,
+    )
     RETRIED = "Retried", _ENDED, "A user requested another attempt.", _NOTHING
 
     # --- under way ----------------------------------------------------------------------------------------------------
-    RUNNING = "Running", _ENDED, "Run: a stage is being computed. Stage: it has a live attempt.", _NOTHING
-    PLANNED = "Planned", (_ATTEMPT,), "It is recorded; there is no record yet that its job was submitted.", _NOTHING
-    LAUNCHED = "Launched", (_ATTEMPT,), "Its job is submitted.", _NOTHING
+    RUNNING = "Running", _ENDED, "Run: a stage is being computed. Stage: an attempt is live.", _NOTHING
+    PLANNED = (
+        "Planned",
+        (_ATTEMPT,),
+        "The attempt is recorded; there is no record yet that its job was submitted.",
+        _NOTHING,
+    )
+    LAUNCHED = "Launched", (_ATTEMPT,), "The attempt's job is submitted.", _NOTHING
     SUBMISSION_UNKNOWN = (
         "SubmissionUnknown",
         (_STAGE,),
@@ -247,23 +267,23 @@ class Reason(StrEnum):
         "A stop was requested: its job writes a checkpoint and ends, or is killed after the grace period.",
         _NOTHING,
     )
-    TROUBLED = "Troubled", (_STAGE,), "A reconciler pass over it raised an error; the pass is repeated.", _NOTHING
+    TROUBLED = "Troubled", (_STAGE,), "The driver's processing of the stage raised an error, and is repeated.", _NOTHING
     SET_ASIDE = (
         "SetAside",
         _ENDED,
-        "Reconciler passes over it failed repeatedly; no further pass is made until a user requests one.",
+        "The driver's processing of the run or stage failed repeatedly, and continues only when a user requests it.",
         "fix the cause that the message names, then `dead` with `--retry`",
     )
 
     # --- done ---------------------------------------------------------------------------------------------------------
-    SUCCEEDED = "Succeeded", _ALL, "It is done.", _NOTHING
-    WAIT_OVER = "WaitOver", (_STAGE,), "Its wait is over.", _NOTHING
+    SUCCEEDED = "Succeeded", _ALL, "The run, stage or attempt has succeeded.", _NOTHING
+    WAIT_OVER = "WaitOver", (_STAGE,), "The stage's wait is over.", _NOTHING
     CACHE_HIT = "CacheHit", (_STAGE,), "The result of an identical stage is reused.", _NOTHING
     CHANNEL_EMPTY = "ChannelEmpty", (_STAGE,), "The channel has no release, so there is no baseline.", _NOTHING
     GATE_PASSED = "GatePassed", (_STAGE,), "Every gate passed.", _NOTHING
     PROMOTED = "Promoted", (_STAGE,), "The channel points at the run's model now.", _NOTHING
     ALREADY_LIVE = "AlreadyLive", (_STAGE,), "The channel already pointed at this model.", _NOTHING
-    STOPPED = "Stopped", _ALL, "A user stopped it.", "`retry` resumes it"
+    STOPPED = "Stopped", _ALL, "A user stopped the run.", "`retry` resumes it"
     NOT_REACHED = "NotReached", (_STAGE,), "The run ended before this stage.", "see the run's reason"
 
     # --- turned away --------------------------------------------------------------------------------------------------

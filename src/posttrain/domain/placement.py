@@ -67,9 +67,11 @@ class Resources(Frozen):
     def _consistent(self) -> Resources:
         if self.with_ is not None and self.model_fields_set != {"with_"}:
             others = ", ".join(name for name in Resources.model_fields if name in self.model_fields_set - {"with_"})
-            raise ValueError(f"with must be the only field, got it next to {others}: a pool has one set of resources")
+            raise ValueError(
+                f"`with` must be the only field, got also {others}: the pool that `with` names has its own resources"
+            )
         if self.kind is not None and not self.gpus:
-            raise ValueError(f"kind needs gpus >= 1, got kind {self.kind!r} with gpus: 0; set gpus")
+            raise ValueError(f"kind {self.kind!r} needs gpus >= 1, got gpus: 0; set gpus")
         for name, amount in (("gpus", self.gpus), ("cpus", self.cpus or 0)):
             if amount % self.rank_count:
                 raise ValueError(f"{name} must be a multiple of ranks ({self.rank_count}), got {amount}")
@@ -109,7 +111,7 @@ class Pool:
 
     @property
     def ranks(self) -> int:
-        """The number of its processes."""
+        """The number of processes in the pool."""
         return self.resources.rank_count
 
 
@@ -147,8 +149,8 @@ class Placement(Frozen):
     def _consistent(self) -> Placement:
         if self.collocated is not None and self.placed:
             raise ValueError(
-                f"{COLLOCATED} puts every role into one pool, got it next to {', '.join(self.placed)}; "
-                f"write policy instead of {COLLOCATED}: roles that are not mentioned share its pool"
+                f"{COLLOCATED} puts every role into one pool, got also {', '.join(self.placed)}; write policy "
+                f"instead of {COLLOCATED}: roles that are not mentioned share its pool"
             )
         if self.collocated is not None and self.collocated.with_ is not None:
             raise ValueError(f"{COLLOCATED} must have its own resources, got with: {self.collocated.with_}")
@@ -215,7 +217,7 @@ class Placement(Frozen):
             if host is None:
                 return seen[-1]
             if host in seen:
-                raise ValueError(f"{' with '.join([*seen, host])} is a circle; give one of them resources")
+                raise ValueError(f"{' with '.join([*seen, host])} is a circle; give one of these roles resources")
             seen.append(host)
 
     @model_serializer

@@ -80,18 +80,19 @@ class ChannelPolicy(Frozen):
             if suite_of(gate.metric) not in self.suites:
                 raise ValueError(
                     f"gates.{gate.name}.metric: must be SUITE/METRIC of a suite below `suites`, got {gate.metric!r}; "
-                    "without it a run could measure it on its own data"
+                    "otherwise a run could measure the metric on its own data"
                 )
             if gate.rival not in (None, CHANNEL):
                 raise ValueError(
-                    f"gates.{gate.name}: must compare with channel or with a number, got {gate.rival!r}, which has "
-                    "another meaning in every run file"
+                    f"gates.{gate.name}: must compare with channel or with a number, got {gate.rival!r}, which means "
+                    "a different model in every run file"
                 )
         wrong = next((name for name in self.approvers if not is_principal(name)), None)
         if wrong is not None:
             raise ValueError(f"approvers: must be principals such as user:ann, got {wrong!a}; write {FORM}")
-        if len(set(self.approvers)) < len(self.approvers):
-            raise ValueError("approvers: must be different principals, got one twice; remove it")
+        twice = next((name for name in self.approvers if self.approvers.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"approvers: must be different principals, got {twice!a} twice; leave one out")
         self._approvable()
         return self
 
@@ -100,10 +101,10 @@ class ChannelPolicy(Frozen):
         if self.quarantine.lift == "approval":
             asks = "quarantine.lift: approval"
         if asks is not None and not self.approvers:
-            raise ValueError(f"{asks}: must come with approvers, got none; name them, such as user:ann")
+            raise ValueError(f"{asks}: needs approvers, got none; name the approvers, such as user:ann")
         if self.needed > len(self.approvers):
-            few = f"approvals: must be at most the {len(self.approvers)} that approvers names"
-            raise ValueError(f"{few}, got {self.needed}; name more")
+            few = f"approvals: must be at most {len(self.approvers)}, the number of approvers"
+            raise ValueError(f"{few}, got {self.needed}; name more approvers")
 
     @property
     def needed(self) -> int:

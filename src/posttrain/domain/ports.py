@@ -89,7 +89,7 @@ class Clock(Protocol):
         """Return seconds since the epoch."""
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for some seconds."""
 
 
 def crashpoint(name: str) -> None:

@@ -223,7 +223,7 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEntry:
-    """One line of a channel's append-only history; its deployments name the live one."""
+    """One line of a channel's append-only history; the deployments of the channel name the live entry."""
 
     sequence: int
     channel: str
@@ -331,7 +331,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A hold: bytes that may not be deleted, and its holder."""
+    """A hold: bytes that must not be deleted, and the holder that needs them."""
 
     digest: str
     holder: str  # channel:prod
@@ -342,7 +342,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fact of the audit log. The sealer assigns `sequence`; before that it has none."""
+    """One fact of the audit log. The sealer assigns `sequence`; an unsealed event has none."""
 
     id: int  # insertion order, may have gaps
     kind: str  # run.running, stage.succeeded, channel.promote …

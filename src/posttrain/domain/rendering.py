@@ -177,7 +177,9 @@ def _answers(tokens: Tokens, prompt: str | Messages, answers: Sequence[Any]) -> 
 
 def _rendered(tokens: Tokens, messages: Messages, *, generate: bool) -> str:
     if not tokens.templated:
-        raise InputError("a chat row needs a tokenizer with a chat template, the model has none; write prompts as text")
+        raise InputError(
+            "a chat row needs a tokenizer with a chat template, but the model has no template; write prompts as text"
+        )
     if not messages:
         raise InputError("a chat row needs at least one message before the answer, got none")
     return tokens.render(messages, generate=generate)
@@ -259,7 +261,7 @@ def _begun(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def stop_fault(stop: Sequence[str]) -> str | None:
-    """Return the fault of stop strings; None: they are valid."""
+    """Return the error in a list of stop strings; None: the list is valid."""
     if isinstance(stop, str):  # otherwise its letters would count as strings
         return f"must be a list of strings, got the string {stop[:20]!r}; write [{stop[:20]!r}]"
     if len(stop) > MOST_STOPS:
@@ -339,6 +341,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Return whether `architectures` names a sequence classifier: the model scores responses, and generates none."""
+    """Return whether `architectures` names a sequence classifier, a model that scores responses and generates none."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)

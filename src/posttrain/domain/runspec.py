@@ -133,7 +133,9 @@ def may_be_secret(name: str) -> bool:
 
 def _plain(value: str) -> str:
     if not is_plain(value):
-        raise ValueError(f"must be a name without spaces around it and without line breaks, got {value!a}; remove them")
+        raise ValueError(
+            f"must be a name without line breaks and without spaces at its ends, got {value!a}; remove them"
+        )
     return value
 
 
@@ -175,8 +177,8 @@ class RewardUse(Frozen):
         other = next((name for name in self.secrets if not may_be_secret(name)), None)
         if other is not None:
             raise ValueError(
-                f"secrets: must name dedicated variables, which no program or store reads, got {other!r}; call it "
-                "JUDGE_KEY, for example"
+                f"secrets: must name variables that no other program and no store reads, got {other!r}; use a name "
+                "such as JUDGE_KEY"
             )
         number = next((word for word in self.network if _ADDRESS.match(word)), None)
         if number is not None:

@@ -39,7 +39,7 @@ class Rule:
         for name in given:
             if name not in cls.__dataclass_fields__:
                 known = ", ".join(cls.__dataclass_fields__)
-                raise InputError(f"rule: fields must be {known}, got {name!r}")
+                raise InputError(f"rule: fields must be among {known}, got {name!r}")
         on = tuple(dict.fromkeys(str(word) for word in given.get("on") or FOR_PEOPLE))
         for word in on:
             if word not in OCCASIONS:
@@ -120,11 +120,11 @@ class Envelope:
 
     @property
     def name(self) -> str:
-        """The id that all deliveries of this event have; a receiver drops duplicates by it."""
+        """The id that all deliveries of this event have, so that a receiver can drop duplicates."""
         return f"evt_{self.sequence}_{self.leaf[:16]}"
 
     def row(self, table: str) -> Mapping[str, Any]:
-        """Return the columns that the event records for a row of this table; empty: none."""
+        """Return the columns that the event records for a row of this table; empty: no column."""
         return next((dict(row[3]) for row in self.audited.get("rows", ()) if row[1] == table), {})
 
 

@@ -25,7 +25,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 def _named(value: str, signs: str = " ._-") -> str:
     if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9{re.escape(signs)}]{{0,127}}", value):
-        raise ValueError(f"must be letters, digits and {signs!r}, 128 at most, beginning with one of the first two")
+        raise ValueError(f"must be at most 128 letters, digits and {signs!r}, and begin with a letter or digit")
     return value
 
 

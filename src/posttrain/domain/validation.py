@@ -73,6 +73,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "mixed_precision"), ("dtype",)),
     **dict.fromkeys(("save_steps", "save_freq", "checkpoint_interval"), ("checkpoint_every",)),
     **dict.fromkeys(("eval_steps", "test_freq"), ("every", "probe")),
+    **dict.fromkeys(("min", "threshold", "minimum"), ("at_least",)),
+    **dict.fromkeys(("max", "maximum"), ("at_most",)),
     **dict.fromkeys(("early_stopping_patience",), ("patience", "early_stopping")),
     **dict.fromkeys(("early_stopping_threshold",), ("min_delta", "early_stopping")),
     **dict.fromkeys(("load_best_model_at_end", "save_best", "best"), ("keep_best",)),
@@ -95,6 +97,14 @@ _WHOLE = "only suites with samples have it; training samples the full distributi
 # names of run.yaml or of other trainers that do not exist at the place → why
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
+    **dict.fromkeys(
+        ("lora", "qlora", "peft", "peft_config", "lora_config", "lora_r", "lora_rank", "adapter", "load_in_4bit"),
+        "adapters and quantised weights are not supported yet: a stage trains all weights",
+    ),
+    **dict.fromkeys(
+        ("use_vllm", "vllm", "vllm_mode", "sglang"),
+        "vLLM and SGLang are not supported yet: a stage samples with Posttrain's own engine",
+    ),
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
         "responses are drawn without penalties, from the distribution that the log-probabilities are of",

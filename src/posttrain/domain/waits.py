@@ -35,11 +35,11 @@ class Wait(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Wait:
         if self.seconds is None and self.signal is None:
-            raise ValueError("must have `for` (a time, such as 2h) or `signal` (a name), got neither; add one")
+            raise ValueError("must have `for` (a time, such as 2h) or `signal` (a name), got neither; add one of them")
         if self.within is not None and self.signal is None:
-            raise ValueError("within bounds the wait for a signal, got no signal; add one, or write `for`")
+            raise ValueError("`within` needs `signal`, got none; add `signal`, or use `for` instead")
         if self.within is not None and self.seconds is not None and self.within <= self.seconds:
-            raise ValueError(f"within must be longer than `for`, got {self.within:g} s and {self.seconds:g} s")
+            raise ValueError(f"`within` must be longer than `for`, got {self.within:g} s and {self.seconds:g} s")
         return self
 
     @property
@@ -56,7 +56,7 @@ class Wait(Frozen):
         return {"started_at": now} | ({"not_before": now + self.seconds} if self.seconds is not None else {})
 
     def given_up_at(self, stage: StageRecord) -> float | None:
-        """Return the time at which the wait for its signal ends; None: never."""
+        """Return the time at which the wait for the signal ends; None: never."""
         return None if self.within is None or stage.started_at is None else stage.started_at + self.within
 
 

@@ -22,7 +22,7 @@ def _number(value: Any) -> Any:
 def _weighing(weights: dict[str, float]) -> dict[str, float]:
     if not any(weights.values()):
         got = f"only {', '.join(weights)}: 0" if weights else "an empty map"
-        raise ValueError(f"at least one reward must have a weight other than 0, got {got}; give one")
+        raise ValueError(f"at least one reward must have a weight other than 0, got {got}; change a weight")
     return weights
 
 

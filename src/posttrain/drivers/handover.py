@@ -151,7 +151,8 @@ def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
                 process.kill()
                 process.wait()
             raise InfrastructureError(
-                f"run {run_id}: no background driver took it over within {TAKEN_SECONDS:g} s; {_instead(run_id, log)}"
+                f"run {run_id}: no background driver took over the run within {TAKEN_SECONDS:g} s; "
+                f"{_instead(run_id, log)}"
             )
         time.sleep(_POLL)
 

@@ -267,7 +267,7 @@ class TokenBatch:
         found = self.token_columns.get(name, self.document_columns.get(name))
         if found is None:
             had = ", ".join([*self.token_columns, *self.document_columns]) or "none"
-            raise InputError(f"the batch must have a column {name}, got {had}; compute it before this use")
+            raise InputError(f"the batch must have a column {name}, got {had}; compute the column first")
         return found
 
     def wide(self, name: str) -> TopK:
@@ -381,7 +381,7 @@ class TokenBatch:
         size = len(self.tokens) if shape == "[T]" else self.documents
         for name, values in added.items():
             if name in others:
-                raise InputError(f"column {name} must be per token or per document, got both; give it another name")
+                raise InputError(f"column {name} exists both per token and per document; rename one of the two")
             if values.shape != (size,):
                 raise InputError(f"column {name} must have shape {shape} = [{size}], got {list(values.shape)}")
         return {**own, **{name: values.detach().to(self.device) for name, values in added.items()}}
@@ -440,7 +440,9 @@ def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
 def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     odd = next((c.keys() ^ columns[0].keys() for c in columns if c.keys() != columns[0].keys()), None)
     if odd:
-        raise InputError(f"gathered parts must have the same columns, got {min(odd)} in some only; check the method")
+        raise InputError(
+            f"gathered parts must have the same columns, got {min(odd)} in only some parts; check the method"
+        )
     return {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
 
 

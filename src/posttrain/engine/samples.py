@@ -49,7 +49,10 @@ class Segment:
         given = None if self.logprobs is None else len(self.logprobs)
         wanted = len(self.tokens) if self.source == "sampled" else None
         if given != wanted:
-            raise InputError(f"a {self.source} segment must have {wanted} log-probabilities, got {given}; check them")
+            raise InputError(
+                f"a {self.source} segment must have {wanted} log-probabilities, got {given}; check what wrote the "
+                "segment"
+            )
 
 
 @final
@@ -70,7 +73,10 @@ class Trajectory:
     def __post_init__(self) -> None:
         sources = [segment.source for segment in self.segments]
         if not sources or sources[0] != "prompt" or "prompt" in sources[1:]:
-            raise InputError(f"a sequence must begin with its one prompt, got segments {', '.join(sources) or 'none'}")
+            raise InputError(
+                "a sequence must begin with a prompt and have no other prompt, got segments "
+                f"{', '.join(sources) or 'none'}"
+            )
 
     @classmethod
     def answer(
@@ -235,7 +241,9 @@ def groups_of(answers: Sequence[Trajectory], keys: Sequence[int], samples: int) 
         InputError: the number of sequences is not the number of prompts times `samples`.
     """
     if len(answers) != len(keys) * samples:
-        raise InputError(f"{len(keys)} prompts must have {samples} samples each, got {len(answers)}; check the engine")
+        raise InputError(
+            f"{len(keys)} prompts must have {samples} samples each, got {len(answers)} samples; check the engine"
+        )
     return tuple(
         Group(key, tuple(Sample(i, (answer,)) for i, answer in enumerate(answers[at * samples : (at + 1) * samples])))
         for at, key in enumerate(keys)

@@ -182,8 +182,9 @@ class RewardScorer:
         self._step = max(self._step, stretch.total)  # a call for replacements has fewer responses than a step
         if last and stretch.total == self._step and all(score.score is None for score in self._scored):
             raise RewardError(
-                f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing is "
-                "learnt from it; a reward that returns None declines a response: return a number for some of them"
+                f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing can "
+                "be learnt from the step; the reward returns None for responses that it cannot score: return a "
+                "number for some of them"
             )
         failed = [score for score in self._scored if score.failed]
         if last and failed and not self._told:
@@ -257,8 +258,7 @@ class ModelScorer:
             odd = next((place for place, value in enumerate(scores) if not math.isfinite(value)), None)
             if odd is not None:
                 raise DivergedError(
-                    f"the reward model must score with finite numbers, got {scores[odd]} for response "
-                    f"{stretch.first + odd}"
+                    f"the reward model must return finite scores, got {scores[odd]} for response {stretch.first + odd}"
                 )
             return [_held_against(t, Score(value)) for t, value in zip(trajectories, scores, strict=True)]
 

@@ -44,7 +44,7 @@ def _readable(extract: str) -> str:
     except re.error as error:
         raise ValueError(f"must be a regular expression, got {extract!r}: {error}; fix or quote it") from error
     if not groups:
-        raise ValueError(f"must have a group around the answer, got {extract!r} without one; write ({extract})")
+        raise ValueError(f"must have a group around the answer, got {extract!r}; write ({extract})")
     return extract
 
 

@@ -146,8 +146,8 @@ class WideColumn:
         here = [entry for entry in self.documents if isinstance(entry, TopK)]
         if len(here) < len(self.documents):
             raise InputError(
-                f"the rows of the wide column {name} must be in this process to be read, got "
-                f"{len(self.documents) - len(here)} documents whose rows are elsewhere; fetch them first"
+                f"the rows of the wide column {name} must be in this process to be read, but the rows of "
+                f"{len(self.documents) - len(here)} documents are elsewhere; fetch them first"
             )
         parts = here or [TopK.empty(0, self.width)]
         whole = TopK(torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts]))
@@ -165,7 +165,7 @@ def joined(columns: Sequence[Mapping[str, WideColumn]]) -> dict[str, WideColumn]
         odd = first.keys() ^ other.keys() or {n for n in first if first[n].width != other[n].width}
         if odd:
             raise InputError(
-                f"gathered parts must have the same wide columns, got {min(odd)} in some only; check the method"
+                f"gathered parts must have the same wide columns, got {min(odd)} in only some parts; check the method"
             )
     return {
         name: WideColumn(column.width, tuple(chain.from_iterable(other[name].documents for other in columns)))
@@ -187,5 +187,5 @@ def rows_of(columns: Mapping[str, WideColumn], name: str, device: torch.device) 
     found = columns.get(name)
     if found is None:
         had = ", ".join(columns) or "none"
-        raise InputError(f"the batch must have a wide column {name}, got {had}; require it of a role that fills it")
+        raise InputError(f"the batch must have a wide column {name}, got {had}; request the column from a role")
     return found.rows(name, device)

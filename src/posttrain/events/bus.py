@@ -228,7 +228,7 @@ class Deliveries:
     actor: str  # the principal that pauses it, in events
 
     def go_on(self, over: Callable[[], bool] = lambda: False) -> bool:
-        """Deliver a bounded part of the pending events; return whether there may be more.
+        """Deliver a limited number of pending events; return whether more events may be pending.
 
         Args:
             over: whether to end; called after each `send`.
@@ -301,7 +301,7 @@ class _Loop:
     thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Notify the thread of work; a busy thread finds it at the next step."""
+        """Notify the thread of pending events; a busy thread finds them at its next step."""
         if self.busy:
             return
         if self.thread is None or not self.thread.is_alive():
@@ -388,7 +388,7 @@ class Deliverer:
         return self._loops[sink.name]
 
     def finish(self, seconds: float) -> None:
-        """Deliver pending events for at most some seconds. Undelivered ones wait behind the cursors."""
+        """Deliver pending events for at most `seconds` seconds. The other events remain pending."""
         until = time.monotonic() + seconds
         with suppress(PosttrainError):  # the ledger is unreachable
             while time.monotonic() < until and self.step() and self.behind:
@@ -396,7 +396,7 @@ class Deliverer:
         self.close(until - time.monotonic())
 
     def close(self, seconds: float = LEAVE) -> None:
-        """Stop beginning deliveries; a running delivery gets a few seconds, and may be repeated later."""
+        """Begin no more deliveries; a running delivery may continue for `seconds`, and is possibly repeated later."""
         until = time.monotonic() + seconds
         for loop in self._loops.values():
             loop.end()

@@ -70,7 +70,7 @@ class Sink(Protocol):
 
     @property
     def where(self) -> str:
-        """The file or address for a person, without parts that could be secret."""
+        """The file or address to show to a person, without parts that could be secret."""
 
     def send(self, notices: Sequence[Notice]) -> None:
         """Deliver notices, in their order.
@@ -100,7 +100,9 @@ def secret(env: str | None, file: str | None, where: str) -> str:
     if env:
         found = os.environ.get(env, "")
         if not found.strip():
-            raise SinkError(f"{where}: variable {env} must contain the secret where events are delivered, got none")
+            raise SinkError(
+                f"{where}: variable {env} must be set, in the process that delivers events, to the secret, got no value"
+            )
         return found.strip()
     try:
         with open(str(file), "rb") as opened:
@@ -120,12 +122,13 @@ def refuse_variable(name: Any, field: str) -> None:
     """
     if name and not (str(name).startswith(VARIABLES) and str(name).isidentifier()):
         raise InputError(
-            f"{field} must begin with {VARIABLES}, which no job gets and no other secret has, got {name!a}"
+            f"{field} must begin with {VARIABLES}, a prefix that no job's variable and no other secret has, got "
+            f"{name!a}"
         )
 
 
 def absolute(path: str, field: str) -> Path:
-    """Return an absolute path, which is the same in every process.
+    """Return the path; reject a relative path, which would depend on the process.
 
     Raises:
         InputError: the path is not absolute.
@@ -294,7 +297,7 @@ def refuse_resolved(host: str, admit: Admit, where: str) -> None:
         return
     refused = next(filter(None, (admit(str(address[0])) for *_, address in found)), "")
     if refused:
-        raise InputError(f"{where}: may not be reached: {refused}")
+        raise InputError(f"{where}: delivery to this address is not allowed: {refused}")
 
 
 def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozenset[str]:
@@ -367,7 +370,7 @@ def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) ->
     for family, kind, protocol, _, address in found:
         refused = admit(str(address[0]))
         if refused:
-            raise SinkError(f"{where}: may not be reached: {one_line(refused)}")
+            raise SinkError(f"{where}: delivery to this address is not allowed: {one_line(refused)}")
         connection = socket.socket(family, kind, protocol)
         try:
             connection.settimeout(CONNECT_SECONDS)

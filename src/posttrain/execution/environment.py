@@ -88,7 +88,7 @@ def read_environment(
                 raise InfrastructureError(
                     "the environment changed while it was read; wait until the installation ends, then try again"
                 ) from None
-    raise AssertionError("the loop returns or raises")
+    raise AssertionError("the loop must return or raise")
 
 
 def normalised(name: str) -> str:

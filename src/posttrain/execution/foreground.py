@@ -60,9 +60,11 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
             timer.cancel()
             _end(program)
         if late.is_set():
-            raise DeadlineError(f"{module}: must answer within {timeout:g} s, got no answer; allow more time")
+            raise DeadlineError(f"{module}: gave no answer within {timeout:g} s; allow more time")
         if code != 0:
-            raise InfrastructureError(f"{module}: ended with exit code {code}{_last_words(log)}; try again")
+            raise InfrastructureError(
+                f"{module}: ended with exit code {code}{_last_words(log)}; fix the cause, then try again"
+            )
 
 
 def _exchange(program: subprocess.Popen[str], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -179,7 +179,7 @@ def _the_run(client: MlflowClient, where: str, wanted: str | None) -> Run:
     rest = f" and {more} more" if more > 0 else ""
     if not chosen:
         raise NotFoundError(f"{where}: has no run {wanted!r}; it contains {told}{rest}")
-    raise InputError(f"{where}: contains {len(chosen)} runs; name one with --run ID: {told}{rest}")
+    raise InputError(f"{where}: contains {len(chosen)} runs; name a run with --run ID: {told}{rest}")
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

@@ -201,7 +201,9 @@ def number_of(value: Any, place: str) -> float | None:
     try:
         return float(value)
     except OverflowError as error:
-        raise InputError(f"{place}: a value must fit a 64-bit float, got a larger one; fix the file") from error
+        raise InputError(
+            f"{place}: a value must be in the range of a 64-bit float, got a larger value; fix the file"
+        ) from error
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

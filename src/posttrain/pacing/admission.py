@@ -138,7 +138,9 @@ class Buffer(Generic[T]):
         """Reject a policy whose buffer is smaller than a batch, since it would wait forever."""
         if (room := self.policy.capacity(self.prompts)) < self.prompts:
             name = type(self.policy).__name__
-            raise InputError(f"{name} must hold a whole batch ({self.prompts} groups), got a capacity of {room}")
+            raise InputError(
+                f"{name} must have room for a whole batch ({self.prompts} groups), got a capacity of {room}"
+            )
 
     def pace(self, step: int, version: int) -> Pace:
         """Return the progress of the stage for the policy."""
@@ -173,10 +175,12 @@ class Buffer(Generic[T]):
         fresh = self.prompts - self.pace(0, 0).filled(batch) - len(lost)
         for place, key in enumerate(keys):
             if key <= self._newest or key in self._entries:
-                raise InputError(f"prompt {key} must be started once, got it again after {self._newest}; admit others")
+                raise InputError(
+                    f"prompt {key} must be started once, got it again after {self._newest}; admit other prompts"
+                )
             if len(self._entries) >= self.policy.capacity(self.prompts):
                 raise InputError(
-                    f"the buffer must hold at most {len(self._entries)} groups, got one more for prompt {key}"
+                    f"the buffer must contain at most {len(self._entries)} groups, got one more for prompt {key}"
                 )
             again = 0 if place < fresh or not lost else lost.pop(lost.index(min(lost))) + 1
             self._entries[key], self._newest = Entry(key, batch, version, again=again), key
@@ -212,7 +216,7 @@ class Buffer(Generic[T]):
         name, lag, chosen = type(self.policy).__name__, self.policy.lag, set(keys)
         for key in keys:
             if key not in self._values:
-                raise InputError(f"prompt {key} must be ready before it is trained, got one that is not; wait for it")
+                raise InputError(f"prompt {key} is not ready to be trained; wait until its group is complete")
             of = self._entries[key]
             if of.batch != step or of.version < step - lag:
                 raise InputError(
@@ -275,7 +279,5 @@ class Buffer(Generic[T]):
     def _running(self, key: int) -> Entry:
         entry = self._entries.get(key)
         if entry is None or entry.ready:
-            raise InputError(
-                f"prompt {key} must be running, got one that is not; it was answered twice, or never requested"
-            )
+            raise InputError(f"prompt {key} is not running: it was answered twice or never requested")
         return entry

@@ -146,10 +146,10 @@ def token_concern(
 
     Args:
         limit: declared tokens; None: no limit.
-        estimates: by stage.
+        estimates: stage → its estimate.
         least: stage → its minimum of tokens if it is computed.
         kinds: stage → its kind.
-        doubtful: some of these stages may be reused.
+        doubtful: whether results of some stages may be reused from the stage cache.
     """
     if limit is None:
         return None
@@ -179,9 +179,9 @@ def time_concern(
 
     Args:
         limit: declared seconds; None: no limit.
-        estimates: by stage.
+        estimates: stage → its estimate.
         kinds: stage → its kind.
-        doubtful: some of these stages may be reused.
+        doubtful: whether results of some stages may be reused from the stage cache.
     """
     known = {name: one.seconds for name, one in estimates.items() if one.seconds is not None}
     total = sum(known.values())

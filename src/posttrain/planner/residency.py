@@ -243,10 +243,10 @@ def width_of(load: Load, device: str) -> int:
 
 
 def row_positions(tokens: int, device: str, longest: int = 0) -> int:
-    """Return the positions of keys and values that a row of `tokens` tokens takes.
+    """Return the number of cache positions (one key and value each) that a row of `tokens` tokens occupies.
 
     On a GPU these are whole pages, including tokens decoded before the next check for ended rows, and the row's copy of
-    its prompt's last page. On a CPU it is the slot that the row ends in; each class of slots is twice the previous one.
+    its prompt's last page. On a CPU it is the size of the row's slot; each class of slots is twice the previous one.
 
     Args:
         longest: tokens of the longest row that is decoded in the same call; 0: this one.

@@ -195,7 +195,9 @@ def _answer(words: list[str], given: str, seconds: float) -> Any:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True, input=given)
         return json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError, OSError) as error:
-        raise InfrastructureError(f"the reward worker gave no answer: {error}; try again") from error
+        raise InfrastructureError(
+            f"the reward worker gave no answer: {error}; check the machine's memory, then try again"
+        ) from error
 
 
 def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source: Path) -> None:
@@ -211,7 +213,8 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
                 where = f"{source}: stages.{stage.name}: {ref.name}"
                 if not may_be_secret(name):  # an edited lock
                     raise InputError(
-                        f"{where}: secrets: {name}: other programs or stores read it; use another name, like JUDGE_KEY"
+                        f"{where}: secrets: {name}: other programs or stores read this variable; use another name, "
+                        "such as JUDGE_KEY"
                     )
                 if is_confined() and name not in secrets_of(project):
                     raise InputError(

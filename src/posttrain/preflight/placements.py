@@ -111,7 +111,7 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
             raise InputError(
                 f"{source}: stages.{stage.name}: a model of hidden_size {shape.hidden}, layers {shape.layers} and "
                 f"intermediate_size {shape.intermediate} has {shape.parameters:.3g} parameters, "
-                f"{gib(4 * shape.parameters)} in float32, this machine has {gib(memory)}; make it smaller"
+                f"{gib(4 * shape.parameters)} in float32, but this machine has {gib(memory)}; make the model smaller"
             )
 
 
@@ -268,22 +268,22 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
     if is_confined() if allowed is None else not allows(allowed, image):
         known = f"it allows {', '.join(allowed)}" if allowed else "it allows none"
         raise InputError(
-            f"{source}: image: must be one that project {workspace.ledger.project} allows, got {image} ({known}); a "
-            f"project admin can allow it: posttrain project allow-image {image}"
+            f"{source}: image: must be an image that project {workspace.ledger.project} allows, got {image} "
+            f"({known}); a project admin can allow it: posttrain project allow-image {image}"
         )
     executor = workspace.jobs.executor
     if not executor.images:
         raise InputError(
-            f"{source}: image: needs an executor that runs jobs in images, and this workspace has {executor.name}, got "
-            f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
+            f"{source}: image: {image}: executor {executor.name} of this workspace cannot run images; leave image "
+            "out, or choose an executor that can: posttrain init --executor podman"
         )
     if isinstance(executor, LocalExecutor) and (why := executor.trouble()):
         raise InputError(f"{source}: image: {image} cannot run here: {why}")
     away = urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address
     if away and not is_served(workspace.root):
         raise InputError(
-            f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} only "
-            f"through a server, got {image} without one; run posttrain serve"
+            f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} "
+            "only through a server, and none is running; run posttrain serve"
         )
 
 

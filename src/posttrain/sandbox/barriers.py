@@ -305,7 +305,7 @@ class Group:
 
     @classmethod
     def make(cls, memory: int, processes: int, root: Path = _CONTROLLERS, own: str | None = None) -> Group | None:
-        """Return a new group below this process's or its parent; None where none with both bounds can be created.
+        """Return a new group below this process's or its parent; None: no group with both bounds can be created.
 
         Args:
             memory: bytes, swap included.

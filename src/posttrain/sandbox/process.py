@@ -162,7 +162,7 @@ class ProcessReward:
                     found.pop(i, None)
                 self._count_kill(error)
             except MalformedError as error:
-                raise self._ended(f"answered {error}; it must not write to its worker's socket") from None
+                raise self._ended(f"answered {error}; the reward must not write to its worker's socket") from None
             except (ValueError, TypeError) as error:
                 raise self._ended(f"received values that are not JSON: {error}; fix the data set") from None
 
@@ -240,11 +240,13 @@ class ProcessReward:
                 raise InfrastructureError(f"{self._name}: {error}; try again") from None
             except LateError:
                 raise RewardError(
-                    f"{self._name} took longer than its timeout of {max(self._timeout, LOAD_TIMEOUT):g} s to load and "
-                    "was killed; make it faster or raise reward_timeout"
+                    f"{self._name} took longer than its timeout of {max(self._timeout, LOAD_TIMEOUT):g} s to load "
+                    "and was killed; make the reward load faster, or raise reward_timeout"
                 ) from None
             except MalformedError as error:
-                raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
+                raise RewardError(
+                    f"{self._name} answered {error}; the reward must not write to its worker's socket"
+                ) from None
             if self._closed:  # another thread has closed it
                 session.close()
                 raise InputError(f"{self._name} is closed; open it again to score")

@@ -201,7 +201,8 @@ class Scorer:
         if len(scores) != count:
             raise ReportedError(
                 "answer",
-                f"{self.where} must return one score per completion ({count}), got {len(scores)}; fix its return",
+                f"{self.where} must return one score per completion ({count}), got {len(scores)}; fix the returned "
+                "list",
             )
         for i, number in enumerate(call["at"]):
             try:

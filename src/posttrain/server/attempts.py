@@ -111,7 +111,8 @@ class Granting:
             return f"{parts.scheme}://{shown}:{parts.port}", Path(certificate).read_text() if certificate else ""
         except (TypeError, KeyError, OSError) as error:
             raise InfrastructureError(
-                f"{self._root / PLACE}: does not contain the server's address; the server is starting"
+                f"{self._root / PLACE}: does not contain the server's address, since the server is still starting; "
+                "try again when it has started"
             ) from error
 
 
@@ -144,7 +145,7 @@ class _Jobs:
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def talk(self, request: Request) -> Response:
-        """Answer a request to the mailbox; mailbox and the room for a body are checked before the body is read."""
+        """Answer a request to the mailbox; the mailbox and the free space are checked before the body is read."""
         who, secret = await in_thread(READ, self._granted, request)
         await in_thread(UPLOAD, self._objects, who)
         key = request.path_params["key"]

@@ -118,7 +118,7 @@ class Watchers:
 
 
 class Looking:
-    """Implements `Runs.watcher` over shared watchers: many clients of a run cost the same as one."""
+    """Implements `Runs.watcher` over shared watchers: many clients of a run cost the same as one client."""
 
     def __init__(self, watchers: Watchers, workspace: OpenWorkspace, run_id: str) -> None:
         self._watchers, self._workspace, self._run_id = watchers, workspace, run_id
@@ -372,7 +372,7 @@ def to_json(value: Any) -> bytes:
 def _numbers(value: Any) -> Any:
     """Return an array as a list, without importing numpy, which the server itself does not load."""
     if not hasattr(value, "tolist"):
-        raise TypeError(f"{type(value).__name__} has no form as JSON")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return value.tolist()
 
 
@@ -395,7 +395,9 @@ def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, A
         try:
             found[name] = checked = kinds.validate_python(value)
             if isinstance(checked, int) and not -_MOST_NUMBER <= checked < _MOST_NUMBER:
-                raise InputError(f"{operation.name}: {name} must fit 64 bits, got a larger number")
+                raise InputError(
+                    f"{operation.name}: {name} must fit in 64 bits (signed), got a number outside that range"
+                )
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in (name, *first["loc"]))

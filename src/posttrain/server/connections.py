@@ -77,7 +77,7 @@ def most_of(files: int) -> int:
 
 
 class Room:
-    """The connections of one server. Only its thread calls it.
+    """The connections of one server. Only the thread of the server calls this class.
 
     Args:
         most: open connections at the same time.
@@ -90,7 +90,7 @@ class Room:
         self._told = Seldom()
 
     def enter(self, connection: socket.socket) -> bool:
-        """Add a connection; if there are too many, end the oldest unidentified one. Return whether one was ended."""
+        """Add a connection; beyond the limit, end the oldest unidentified one. Return whether one was ended."""
         number = connection.fileno()
         self._open.pop(number, None)
         self._known.pop(number, None)  # a former connection had the same descriptor
@@ -318,7 +318,8 @@ class Peers:
             return None
         if self._held[who.principal] >= _MOST:
             raise LimitError(
-                f"{who.principal}: at most {_MOST} requests for runs of other hosts at the same time; wait a second"
+                f"{who.principal}: a user may send at most {_MOST} requests for runs of other hosts at the same "
+                "time; wait a second"
             )
         self._held[who.principal] += 1
         try:

@@ -1,5 +1,5 @@
-"""The driver of a server (`children.start`): drives every unfinished run of every project of a served workspace, seals
-events, and delivers them to the projects' sinks.
+"""The driver of a server (`children.start`). It drives every unfinished run of every project of a served workspace,
+seals events, and delivers them to the projects' sinks.
 
 The driver may be killed at any line: the ledger contains the remaining work, jobs continue, and the server starts
 another driver. An idle driver sends less than two statements a second, and one more for each project with sinks, for

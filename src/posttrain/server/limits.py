@@ -138,7 +138,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Limits:
-    """Limits of every principal of a server. Only the event loop calls it."""
+    """The limits of every principal of a server. Only the event loop calls this class."""
 
     most: dict[str, Most] = field(default_factory=lambda: dict(MOST))
     most_bytes: int = MOST_BYTES
@@ -218,7 +218,9 @@ def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, 
         return found
     named = _object(body) if body else {}
     if twice := next((name for name in named if name in found), None):
-        raise InputError(f"{operation.name}: {twice} is named by the path, and must not be in the body")
+        raise InputError(
+            f"{operation.name}: {twice} is given in the path and must not be in the body; remove it from the body"
+        )
     return found | named
 
 

@@ -176,12 +176,12 @@ class Once:
             words = verb.replace("_", " ")
             if verb in _FINDS:
                 raise ConflictError(
-                    f"{words}: was carried out, but the answer is lost; send it as a new request, which "
-                    "returns the existing result"
+                    f"{words}: was carried out, but its answer was lost; send a new request, which returns the "
+                    "existing result"
                 )
             raise ConflictError(
-                f"{words}: was begun and perhaps completed, but the answer is lost or was not stored; check the "
-                "result before you repeat it"
+                f"{words}: was begun and possibly completed, but its answer was lost; check the result before you "
+                "repeat the request"
             )
         if status != _OK:
             raise Refused(json.loads(answer))
@@ -242,7 +242,7 @@ class Running:
 
 
 class RunningOperations:
-    """The operations that one server carries out. Only the event loop calls it.
+    """The operations that one server carries out. Only the event loop calls this class.
 
     Args:
         shared: the operations in the ledger.
@@ -420,7 +420,7 @@ def asker(request: Request) -> Asker:
 
 
 def wait_of(request: Request) -> float | None:
-    """Return the seconds after which a request may become an operation; None: it never does."""
+    """Return the seconds after which a request may become an operation; None: the request never does."""
     said = request.headers.get("prefer", "")
     if not _PREFERS.search(said):
         return None

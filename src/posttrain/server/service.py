@@ -86,7 +86,7 @@ _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class StoreLook:
-    """Probes a store until it answers once; `trouble` returns why it cannot be used, empty after the first answer."""
+    """Probes a store until it answers once; `trouble` is the reason of the failure, then empty."""
 
     def __init__(self, probe: Callable[[], None], over: threading.Event) -> None:
         self._probe, self._over = probe, over
@@ -97,7 +97,7 @@ class StoreLook:
         return self._trouble
 
     def keep_looking(self) -> None:
-        """Probe until the store answers or the server ends; log each reason once."""
+        """Probe the store until it answers or the server ends; log each reason once."""
         told = ""
         while not self._over.is_set():
             try:
@@ -141,7 +141,7 @@ class Ready:
 
 
 class Systemd:
-    """The service manager, if there is one.
+    """The service manager systemd, if there is one.
 
     Args:
         environment: contains systemd's variables, which are removed, since no child may notify for the server.
@@ -240,7 +240,7 @@ class Telling:
 
 
 def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Telling) -> None:
-    """Answer until SIGTERM, SIGINT or SIGHUP.
+    """Answer requests until SIGTERM, SIGINT or SIGHUP.
 
     Args:
         say: receives the lines for a person: the address, and the first token.

@@ -54,7 +54,7 @@ class Uploads:
         return digest
 
     def note(self, digest: str) -> None:
-        """Assign bytes in the store to this project."""
+        """Record that bytes in the store belong to this project."""
         self._pending.add(checked(digest))
 
     def given(self, digest: str) -> bool:
@@ -165,7 +165,7 @@ def checked(digest: str) -> str:
         InputError: the digest is malformed.
     """
     if not is_digest(digest):
-        raise InputError(f"digest must be sha256: and 64 hex digits, got {digest[:80]!r}")
+        raise InputError(f"digest must be `sha256:` followed by 64 hex digits, got {digest[:80]!r}")
     return digest
 
 
@@ -241,7 +241,7 @@ class Bundles:
         return path.relative_to(self._folder)
 
     def keep(self, path: Path, *, to_viewers: bool) -> str:
-        """Put a file into the store for the asker, who may fetch it from now on; return its digest."""
+        """Put a file into the store for the caller, who may then fetch the file; return its digest."""
         return self._uploads.keep(path, to_viewers=to_viewers)
 
     def lay(self, ref: FileRef, name: str) -> Path:

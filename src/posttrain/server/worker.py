@@ -86,7 +86,7 @@ def _end_with(server: int) -> None:
 
 
 def main() -> None:
-    """Answer until the server has ended."""
+    """Answer requests until the server has ended."""
     begin(Logging.of(sys.argv[2:]))
     sys.stdout = sys.stderr = Printed()
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()

@@ -210,7 +210,9 @@ class _Process:
                     break
                 told(body)
         except TimeoutError as error:
-            raise DeadlineError("the request exceeded the server's time limit and was ended") from error
+            raise DeadlineError(
+                f"the request was ended, since it exceeded its limit of {seconds:.0f} s; request less at a time"
+            ) from error
         except OSError as error:
             raise InfrastructureError(f"a worker of the server died ({error}); try again") from error
         if not length or len(body) != int(length):

@@ -145,9 +145,14 @@ def look_over(path: Path) -> None:
             size = os.fstat(file.fileno()).st_size
             total += size
             if total > TREE:
-                raise IntegrityError(f"{path} must have at most {TREE} bytes, got more; write less")
+                raise IntegrityError(
+                    f"an output must have at most {TREE} bytes in all, and {path} has more; write fewer or smaller "
+                    "files"
+                )
             if size > HOLES and _holes(file.fileno(), size) > HOLES:
-                raise IntegrityError(f"{one} has {size} bytes, of which over {HOLES} were never written; write them")
+                raise IntegrityError(
+                    f"{one} has {size} bytes, of which over {HOLES} were never written (a sparse file); write all bytes"
+                )
 
 
 def _holes(opened: int, size: int) -> int:
@@ -233,7 +238,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable. The contents are synced by the writers of the files."""
+    """Sync the names in `folder`. The writers of the files sync the contents."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -242,7 +247,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make a folder durable with everything below it, for files that a library wrote without syncing.
+    """Sync a folder and everything below it, for files that a library wrote without syncing.
 
     Raises:
         WorkspaceError: the disk failed; the folder may not be durable.

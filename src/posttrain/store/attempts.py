@@ -133,7 +133,7 @@ class AttemptFolder:
         write_json(self.path / "job.json", order.to_json())
 
     def has_order(self) -> bool:
-        """Whether `job.json` was written."""
+        """Return whether `job.json` was written."""
         return (self.path / "job.json").exists()
 
     def read_order(self) -> JobOrder:
@@ -163,7 +163,7 @@ class AttemptFolder:
             write_json(path, {"checkpoint": 0, **(said if isinstance(said, dict) else {}), "stop": True})
 
     def stop_requested(self) -> bool:
-        """Whether a stop of the job was requested."""
+        """Return whether a stop of the job was requested."""
         return any(control.kind is ControlKind.STOP for control in self.mailbox.controls())
 
     def request_checkpoint(self) -> None:
@@ -171,7 +171,7 @@ class AttemptFolder:
         self.mailbox.order(ControlKind.CHECKPOINT)
 
     def checkpoints_requested(self) -> int:
-        """The number of checkpoints requested so far; the job writes one if it has written fewer."""
+        """Return the number of checkpoints requested so far; the job writes one if it has written fewer."""
         return sum(control.kind is ControlKind.CHECKPOINT for control in self.mailbox.controls())
 
     def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
@@ -219,7 +219,7 @@ class AttemptFolder:
         return self._said(EVENTS, after_segment, unreadable)
 
     def recorded_samples(self, unreadable: Callable[[IntegrityError], None] = refuse) -> list[Sample]:
-        """Return the samples whose path was recorded, in order of report; empty if the job recorded none.
+        """Return the samples whose path was recorded, in the order of the reports; empty if no path was recorded.
 
         Args:
             unreadable: see `facts`.

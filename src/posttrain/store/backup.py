@@ -136,13 +136,13 @@ def read_backup(folder: Path) -> BackedUp:
         raise InputError(f"{folder}: contains no complete backup (backup.json); name the folder of a backup")
     ledger, blobs = folder / str(record["ledger"]), open_blobs(folder / BLOBS)
     if not ledger.is_file() or file_digest(ledger) != record["digest"]:
-        raise IntegrityError(f"{ledger}: is not the ledger that was backed up; back up again, or take another copy")
+        raise IntegrityError(f"{ledger}: is not the ledger that was backed up; back up again, or use another copy")
     size = 0
     for digest in record["blobs"]:
         try:
             size += blobs.check(digest)
         except (NotFoundError, IntegrityError) as error:
-            raise IntegrityError(f"{folder}: {error}; back up again, or take another copy") from error
+            raise IntegrityError(f"{folder}: {error}; back up again, or use another copy") from error
     return BackedUp(
         folder, record["at"], ledger, tuple(record["blobs"]), size, 0, record["events"], dict(record["settings"])
     )

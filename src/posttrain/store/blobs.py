@@ -356,8 +356,8 @@ def blob_key(digest: str) -> str:
     """
     if not is_digest(digest):
         raise IntegrityError(
-            f"a digest must be sha256: and 64 hex digits, got {digest!r}; a row that names it was altered: posttrain "
-            "doctor shows which"
+            f"a digest must be `sha256:` followed by 64 hex digits, got {digest!r}; a row that names it was altered: "
+            "posttrain doctor shows which"
         )
     body = digest.removeprefix(DIGEST_PREFIX)
     return f"sha256/{body[:2]}/{body[2:]}"

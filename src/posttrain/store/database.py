@@ -80,11 +80,11 @@ class SystemClock:
     """The wall clock of this machine."""
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the epoch."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for some seconds."""
         time.sleep(seconds)
 
 
@@ -405,7 +405,7 @@ class Database:
             yield
         except exc.IntegrityError as error:
             raise ConflictError(
-                f"the ledger rejected a row: {_line(error.orig)}; another process wrote it first; read it again"
+                f"the ledger rejected a row: {_line(error.orig)}; another process wrote the row first; read it again"
             ) from error
         except exc.DBAPIError as error:
             raise self._translate(error.orig) from error

@@ -59,7 +59,7 @@ class Keys:
 
     @classmethod
     def of_environment(cls) -> Keys | None:
-        """Return the keys in the environment; None if they come from elsewhere (e.g. a role of the machine)."""
+        """Return the keys in the environment; None if the environment has none (e.g. the machine has a cloud role)."""
         given = os.environ.get
         access, secret = given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")
         region = given("AWS_REGION") or given("AWS_DEFAULT_REGION") or _REGION
@@ -174,7 +174,7 @@ class Direct:
             try:
                 found = int(obstore.head(self._store, came)["size"])
             except FileNotFoundError as error:
-                raise NotFoundError(f"upload {digest}: no bytes have arrived; send it") from error
+                raise NotFoundError(f"upload {digest}: no bytes have arrived; send the bytes") from error
             if found != size:
                 self._drop(came)
                 raise UploadError(f"upload {digest}: must be {size} bytes, got {found}; send it again")

@@ -32,7 +32,7 @@ def refuse_no_endpoint(url: str) -> None:
         if value is not None and not _names_server(value):
             raise InputError(
                 f"{name} must be the address of an S3 server, http://HOST or https://HOST, got {value[:_LONGEST]!r}; "
-                "correct it, or unset it for Amazon's own"
+                "correct it, or unset it to use Amazon S3"
             )
 
 
@@ -79,7 +79,7 @@ class External:
 
     @property
     def of_this_machine(self) -> bool:
-        """Whether the URL is a local path, at which another machine may have a different file or none."""
+        """Whether the URL is a local path, at which another machine may have a different file, or no file."""
         return self.uri.startswith("file:")
 
 

@@ -43,7 +43,7 @@ class Grants:
         self._database, self._clock = database, clock
 
     def add(self, attempt: AttemptRecord, digest: str) -> None:
-        """Grant the holder of the secret with this digest the access of the attempt."""
+        """Grant the access of the attempt to the holder of the secret with this digest."""
         with self._database.write() as connection:
             until = now_in(connection, self._clock) + SECONDS
             key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}

@@ -398,7 +398,7 @@ class Ledger:
 
     @contextmanager
     def written(self) -> Iterator[list[Any]]:
-        """Collect the records of runs, stages and attempts that this thread's transactions in the block commit."""
+        """Yield a list of the run, stage and attempt records that this thread commits in the block."""
         found, outer = list[Any](), _WRITTEN.get()
         kept = _WRITTEN.set(found)
         try:

@@ -313,7 +313,7 @@ class Journal:
         facts: Mapping[str, Any] | None = None,
         said: Mapping[str, Any] | None = None,
     ) -> None:
-        """Append an event with changed rows and other facts (states, numbers, digests). `said` may be erased later.
+        """Append an event with changed rows and other facts (states, numbers, digests). Text in `said` is erasable.
 
         Raises:
             InputError: it contains a value that canonical JSON cannot hold.

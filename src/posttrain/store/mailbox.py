@@ -130,7 +130,7 @@ class Summary:
 
 
 class Mailbox:
-    """One attempt's mailbox over `objects`. The constructor does not access them.
+    """One attempt's mailbox over `objects`. The constructor does not access the objects.
 
     Args:
         pause: called with the seconds to wait between retries.
@@ -140,13 +140,13 @@ class Mailbox:
         self._objects, self._pause = objects, pause
 
     def start(self, epoch: int, process: str) -> Start | None:
-        """Begin the attempt; a job's first action. Return None, or the earlier start; the job must then end."""
+        """Begin the attempt, as a job's first action. Return None, or the earlier start: then the job must end."""
         mine = _start(epoch, process)
         held = self._held(mine)
         return None if held.token == mine.token else held
 
     def bury(self, epoch: int, why: str) -> Start | None:
-        """Leave a tombstone, so that a late job computes nothing.
+        """Write a tombstone, so a late job computes nothing; return the earlier start, if there is one.
 
         Returns:
             None: no job of this attempt has begun, and none will. Otherwise the start of the job that began earlier.
@@ -155,7 +155,7 @@ class Mailbox:
         return None if held.cancelled else held
 
     def started(self) -> Start | None:
-        """Return the start of the process that began the attempt; None if no process has begun it.
+        """Return the start of the process that began the attempt; None if no process has begun the attempt.
 
         Raises:
             IntegrityError: the object cannot be read.
@@ -270,7 +270,7 @@ class Mailbox:
             yield from reversed(self._unpacked(stream, group, whole) if whole is not None else [])
 
     def pack(self, stream: str, number: int) -> None:
-        """Pack a complete group of segments, the last of which is `number`, into one object; only for their writer."""
+        """Pack a complete group of segments, which ends with `number`, into one object; only for their writer."""
         if number % PACK:
             return
         group, members = _group(number), range(number - PACK + 1, number + 1)
@@ -335,7 +335,9 @@ class Mailbox:
                 if wait is None:
                     raise
             self._pause(wait or 0.0)
-        raise InfrastructureError(f"{self._objects.place}/{key} exists but cannot be read; try again")
+        raise InfrastructureError(
+            f"{self._objects.place}/{key}: the store reports that this object exists, but does not return it; try again"
+        )
 
     def _unpacked(self, stream: str, group: int, whole: bytes) -> list[bytes]:
         head, _, body = whole.partition(b"\n")

@@ -213,7 +213,7 @@ class IdempotencyKeys:
             connection.execute(update(requests).where(*self._of(key)).values(state=DONE, status=status, answer=answer))
 
     def leave(self, key: str, owner: str) -> None:
-        """Give up a partly written request, so that another process can continue it.
+        """Release a partly written request, so another process can continue the request.
 
         It has no effect if another process has taken the request over, e.g. because this server was suspended.
         """
@@ -256,7 +256,7 @@ class PartStore:
             self._backend.settle(f"{_UPLOADS}/{name}")
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """The bytes of a part.
+        """Return the bytes of a part.
 
         Raises:
             NotFoundError: the part does not exist.
@@ -363,7 +363,7 @@ def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> lis
 
 
 def named_parts(ledger: Ledger) -> frozenset[str]:
-    """The objects of unfinished uploads, in every project."""
+    """Return the objects of unfinished uploads, in every project."""
     with ledger.database.read(across="garbage of every project") as connection:
         return frozenset(connection.execute(select(parts.c.object)).scalars())
 
@@ -379,7 +379,7 @@ class PendingUploads:
         self._ledger = ledger
 
     def add(self, digest: str, *, shown: bool = False) -> None:
-        """Note that the project has sent these bytes.
+        """Record that the project has sent these bytes.
 
         Args:
             shown: whether every viewer of the project may read them.

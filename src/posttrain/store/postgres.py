@@ -119,7 +119,7 @@ def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
 
 
 def may_write(connection: Connection, table: str) -> bool:
-    """Whether this user may insert rows, on a server that accepts writes."""
+    """Return whether this user may insert rows, on a server that accepts writes."""
     asked = "SELECT has_table_privilege(:name, 'INSERT') AND NOT pg_is_in_recovery()"
     return bool(connection.execute(text(asked), {"name": table}).scalar_one())
 

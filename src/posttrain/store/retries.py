@@ -113,7 +113,7 @@ def tell(folder: Path, url: str, certificate: str) -> None:
 
 
 def read_access(folder: Path) -> JobAccess | None:
-    """Return a job's access from its folder; None if a file is missing. Never block, even on special files.
+    """Return a job's access from its folder; None if a file is missing. Special files do not block the call.
 
     Raises:
         IntegrityError: a file cannot be read.
@@ -153,7 +153,7 @@ class Reach:
     def again(
         self, ask: Callable[[JobAccess], T], trouble: Callable[[], None] = lambda: None, *, once: bool = False
     ) -> T:
-        """Call `ask` until the server answers, and return the answer.
+        """Call `ask` until the server answers; return the answer.
 
         Args:
             trouble: called after each failed try.
@@ -230,7 +230,7 @@ def connected(
 
 
 class KeptConnection(threading.local):
-    """A connection that a thread keeps between requests; each thread has a separate one."""
+    """A connection that is open between requests; each thread has a separate connection."""
 
     made: http.client.HTTPConnection | None = None
     _way: object = None

@@ -173,7 +173,7 @@ class PrincipalReading(Reading):
         return {name: Role(role) for name, role in self._connection.execute(_ROLES, {"of_project": self._project})}
 
     def people(self) -> set[str]:
-        """Return principals who have a role in this project or wrote an event there. Reads every event's author."""
+        """Return the principals who have a role in this project or wrote an event in it. Reads all events."""
         wrote = select(events.c.principal).where(events.c.project == self._project).distinct()
         named = self._connection.execute(select(principals.c.name).where(principals.c.id.in_(wrote)))
         return {*named.scalars(), *self.roles()}
@@ -183,7 +183,7 @@ class PrincipalReading(Reading):
         return self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
 
     def projects(self) -> list[str]:
-        """Every project of the ledger, by name."""
+        """Return every project of the ledger, by name."""
         return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
 
     def images(self) -> list[str] | None:
@@ -191,14 +191,14 @@ class PrincipalReading(Reading):
         return self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
 
     def roles_of(self, name: str) -> dict[str, Role]:
-        """Project → the role of a principal there."""
+        """Return project → the role of a principal in it."""
         query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
         query = query.where(principals.c.name == name).order_by(roles.c.project)
         found = self._connection.execute(across(query, "a principal has roles in several projects"))
         return {project: Role(role) for project, role in found}
 
     def tokens(self) -> list[Token]:
-        """Every token for this project, oldest first."""
+        """Return every token for this project, oldest first."""
         every = self._all(Token, _TOKENS.order_by(tokens.c.created_at, tokens.c.id))
         return [one for one in every if self._project in one.scopes]
 
@@ -216,7 +216,7 @@ class SinkReading(Reading):
     """The part of a snapshot that reads sinks."""
 
     def sinks(self) -> list[SinkRecord]:
-        """Every sink, by name."""
+        """Return every sink, by name."""
         return [_sink(row) for row in self._connection.execute(self._my_sinks().order_by(sinks.c.name))]
 
     def sink(self, name: str) -> SinkRecord:
@@ -228,15 +228,15 @@ class SinkReading(Reading):
         row = self._connection.execute(self._my_sinks().where(sinks.c.name == name)).one_or_none()
         if row is None:
             known = [one.name for one in self.sinks()]
-            raise NotFoundError(f"there is no sink {name!r}{nearest(name, known)}; posttrain sink ls shows them")
+            raise NotFoundError(f"there is no sink {name!r}{nearest(name, known)}; posttrain sink ls shows the sinks")
         return _sink(row)
 
     def cursors(self) -> dict[str, Cursor]:
-        """The cursor of each sink that has one."""
+        """Return the cursor of each sink that has one."""
         return {one.sink: one for one in self._all(Cursor, select(cursors).where(cursors.c.project == self._project))}
 
     def sink_counts(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
-        """Every sink with its cursor and the number of sealed events; one statement."""
+        """Return every sink with its cursor and the number of sealed events; one statement."""
         columns = [cursors.c[name] for name in Cursor.__dataclass_fields__]
         here = (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name)
         query = self._my_sinks().add_columns(*columns, select(tree_head.c.size).scalar_subquery().label("size"))
@@ -244,16 +244,16 @@ class SinkReading(Reading):
         return [(_sink(row), None if row.sink is None else to_record(Cursor, row), int(row.size)) for row in rows]
 
     def projects_with_sinks(self) -> set[str]:
-        """Projects with a sink that is not paused."""
+        """Return the projects with a sink that is not paused."""
         query = select(sinks.c.project).where(sinks.c.paused == "").distinct()
         return set(self._connection.execute(across(query, "one driver delivers for every project")).scalars())
 
     def sealed(self) -> int:
-        """The number of sealed events."""
+        """Return the number of sealed events."""
         return int(self._connection.execute(select(tree_head.c.size)).scalar_one())
 
     def events_after(self, after: int) -> tuple[int, float | None]:
-        """The number of sealed events of this project after a position, and the time of the first."""
+        """Return the number of sealed events of this project after a position, and the time of the first."""
         count, first = self._connection.execute(
             select(func.count(), func.min(leaves.c.sequence))
             .select_from(leaves)
@@ -266,7 +266,7 @@ class SinkReading(Reading):
         return int(count), float(self._connection.execute(told.where(events.c.project == self._project)).scalar_one())
 
     def envelopes(self, after: int, limit: int, *, words: bool) -> list[Envelope]:
-        """Sealed events with `sequence > after`, in order.
+        """Return the sealed events with `sequence > after`, in order.
 
         Args:
             words: include their free text, unless it was erased.
@@ -279,7 +279,7 @@ class SinkReading(Reading):
         return [_envelope(row, words) for row in rows]
 
     def run_facts(self, run_id: str) -> tuple[str, str]:
-        """Name and owner of a run; empty: no such run."""
+        """Return the name and the owner of a run; two empty strings: no such run."""
         query = select(runs.c.name, runs.c.owner).where(runs.c.project == self._project, runs.c.id == run_id)
         row = self._connection.execute(query).one_or_none()
         return ("", "") if row is None else (str(row.name), str(row.owner))
@@ -309,33 +309,33 @@ class ChannelReading(Reading):
     """The part of a snapshot that reads channels."""
 
     def channel(self, name: str) -> ReleaseEntry | None:
-        """Return the live release of a channel; None if it never had one."""
+        """Return the live release of a channel; None if the channel never had a release."""
         here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
         here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
         return self._one(ReleaseEntry, self._releases().join(deployments, here).where(releases.c.channel == name))
 
     def channel_record(self, name: str) -> ChannelRecord:
-        """The settings of a channel; an unused channel has generation 0."""
+        """Return the settings of a channel; an unused channel has generation 0."""
         query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
         return self._one(ChannelRecord, query) or ChannelRecord(name)
 
     def channel_records(self) -> list[ChannelRecord]:
-        """Every channel that has a release, a policy or a lock, by name."""
+        """Return every channel that has a release, a policy or a lock, by name."""
         return self._all(
             ChannelRecord, select(channels).where(channels.c.project == self._project).order_by(channels.c.name)
         )
 
     def deployments(self, name: str) -> list[Deployment]:
-        """The deployments of a channel, by role."""
+        """Return the deployments of a channel, by role."""
         query = select(deployments).where(deployments.c.project == self._project, deployments.c.channel == name)
         return self._all(Deployment, query.order_by(deployments.c.role))
 
     def history(self, name: str) -> list[ReleaseEntry]:
-        """Every release of a channel, oldest first; `channel` returns the live one."""
+        """Return every release of a channel, oldest first; `channel` returns the live one."""
         return self._all(ReleaseEntry, self._releases().where(releases.c.channel == name).order_by(releases.c.sequence))
 
     def last_release(self, name: str) -> int:
-        """The highest sequence of a channel's entries, whatever their action; 0: no entries."""
+        """Return the highest sequence of a channel's entries, whatever their action; 0: no entries."""
         query = select(func.max(releases.c.sequence)).where(releases.c.project == self._project)
         return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
 
@@ -397,7 +397,7 @@ class ChannelReading(Reading):
         return self._all(Measured, query.order_by("items", edges.c.slot, "results"))
 
     def channels(self) -> list[str]:
-        """The names of channels with a release."""
+        """Return the names of channels with a release."""
         query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
         return list(self._connection.execute(query.order_by(releases.c.channel)).scalars())
 
@@ -420,7 +420,7 @@ class ApprovalReading(Reading):
         return self._all(ApprovalRequest, query.order_by(approval_requests.c.at, approval_requests.c.digest))
 
     def approvals(self, request: str) -> list[Approval]:
-        """The answers to a request, oldest first."""
+        """Return the answers to a request, oldest first."""
         query = _SAID.where(approvals.c.project == self._project, approvals.c.request == request)
         return self._all(Approval, query.order_by(approvals.c.at, approvals.c.principal))
 

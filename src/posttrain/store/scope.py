@@ -121,7 +121,7 @@ def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> N
             kept[_VERDICT] = unscoped(compiled.statement), _projects(compiled)
         found, names = kept[_VERDICT]
     if found:
-        raise UnscopedStatementError(f"a statement reaches rows of {found} of every project: {sent}")
+        raise UnscopedStatementError(f"a statement reads or changes rows of {found} in every project: {sent}")
     mine = context.execution_options.get(OF)
     for given in context.compiled_parameters if mine and names else ():
         for name, value in given.items():  # of `IN`, each value has the parameter's name and a number

@@ -137,7 +137,7 @@ class _Erasures:
         return found
 
     def has(self, words: str) -> bool:
-        """Whether these words may be missing."""
+        """Return whether these words may be missing."""
         self.met += words in self._words
         return words in self._words
 
@@ -309,7 +309,7 @@ def _check_pending(connection: Connection, size: int, erased: _Erasures, *where:
     for row in connection.execute(query.order_by(events.c.id)).mappings():
         number = int(row["id"])
         if row["waits"] is None:
-            raise _broken(size + 1, f"event {number} is neither sealed nor waits to be")
+            raise _broken(size + 1, f"event {number} is neither sealed nor waiting to be sealed")
 
         def broken(what: str, number: int = number) -> IntegrityError:
             return _broken(size + 1, f"of event {number}, which waits to be sealed, {what}")
@@ -362,7 +362,7 @@ def _present(connection: Connection) -> str:
 
 
 def head_name(size: int, root: bytes) -> str:
-    """A head as `SIZE-ROOT`, the size with leading zeros, so that names sort by size."""
+    """Return a head as `SIZE-ROOT`, the size with leading zeros, so that names sort by size."""
     return f"{size:0{_DIGITS}d}-{root.hex()}"
 
 
@@ -416,7 +416,8 @@ def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor:
     lost = find_lost(ledger, blobs, log, root)
     if not lost or not reason.strip():
         raise InputError(
-            f"--accept-loss needs a loss and a reason, got {'no reason' if lost else 'no loss'}; leave it out"
+            f"--accept-loss needs a loss and a reason, got {'no reason' if lost else 'no loss'}; "
+            f"{'give the reason' if lost else 'leave it out'}"
         )
     with ledger.transaction(actor) as transaction:
         transaction.append_event(

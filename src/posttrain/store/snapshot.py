@@ -142,7 +142,7 @@ def no_run(now: Snapshot, word: str) -> str:
     else:
         listed = ", ".join(run.id for run in newest[:_LISTED])
         hint = meant(word, known) or (f" (the newest: {listed})" if listed else " (there are no runs yet)")
-    return f"there is no run {word!r}{hint}; `posttrain ls` shows them"
+    return f"there is no run {word!r}{hint}; `posttrain ls` shows the runs"
 
 
 def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live: ReleaseEntry | None) -> str:
@@ -197,7 +197,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         query, values = _run_on(self._connection.dialect.name), {"run_id": run_id, **self._here()}
         row = self._connection.execute(query, values).one_or_none()
         if row is None:
-            raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
+            raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows the runs")
         return to_record(RunRecord, row)
 
     def rows_of(self, run_id: str) -> RunRows:
@@ -218,7 +218,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """
         found = self._connection.execute(query, {"run_id": run_id, **self._here(), **(values or {})}).all()
         if not found:
-            raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
+            raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows the runs")
         tries = sorted(_of_kind(AttemptRecord, found), key=lambda one: (one.stage, one.number))
         run, below, seen = (_of_kind(RunRecord, found)[0], _of_kind(StageRecord, found), _of_kind(Watch, found))
         head = (found[0]._mapping["Head.size"], found[0]._mapping["Head.root"])
@@ -278,7 +278,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return found[0]
 
     def stages(self, *run_ids: str) -> list[StageRecord]:
-        """The stages of runs of this project, by run, then position."""
+        """Return the stages of runs of this project, by run, then position."""
         if len(run_ids) == 1:
             return self._all(StageRecord, _STAGES_OF_ONE, {"run_id": run_ids[0], "of_project": self._project})
         return self._each(StageRecord, _STAGES, stages.c.run_id, run_ids, {"of_project": self._project})
@@ -288,12 +288,12 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._each(StageRecord, _IN_BRIEF, stages.c.run_id, run_ids, {"of_project": self._project})
 
     def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
-        """The attempts of a run, or of one of its stages, oldest first."""
+        """Return the attempts of a run, or of one of its stages, oldest first."""
         query = _ATTEMPTS if stage is None else _ATTEMPTS.where(attempts.c.stage == stage)
         return self._all(AttemptRecord, query, {"run_id": run_id, "of_project": self._project})
 
     def attempts_of(self, *run_ids: str, live: bool = False) -> list[AttemptRecord]:
-        """The attempts of runs, by run, stage and number; `live`: those that have not ended."""
+        """Return the attempts of runs, by run, stage and number; `live`: those that have not ended."""
         query = _ATTEMPTS_OF_MANY.where(attempts.c.state.not_in(_OVER)) if live else _ATTEMPTS_OF_MANY
         return self._each(AttemptRecord, query, attempts.c.run_id, run_ids, {"of_project": self._project})
 
@@ -315,7 +315,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return held, self._all(AttemptRecord, left) if held < every else []
 
     def live_attempts(self) -> set[str]:
-        """The names of attempts that have not ended, in every project."""
+        """Return the names of attempts that have not ended, in every project."""
         live = select(attempts.c.name).where(attempts.c.state.not_in(_OVER))
         return set(self._connection.execute(across(live, "scratch folders of every project")).scalars())
 
@@ -338,7 +338,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         raise NotFoundError(f"there is no {kind}:{name}@{version}; versions are 1 to {versions[-1].version}")
 
     def latest_asset(self, kind: str, name: str) -> Asset | None:
-        """The newest version of that name; None: it has no versions."""
+        """Return the newest version of that name; None: it has no versions."""
         return self._one(
             Asset,
             self._assets()
@@ -356,7 +356,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         )
 
     def assets_by_digest(self, *digests: str) -> list[Asset]:
-        """Every asset version with these bytes."""
+        """Return every asset version with these bytes."""
         return self._each(
             Asset, self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version), assets.c.digest, digests
         )
@@ -371,7 +371,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(Asset, self._assets().where(assets.c.kind == wanted[0].kind, or_(same, named)))
 
     def asset_status(self, status: str | None = None) -> list[tuple[AssetStatus, str]]:
-        """The statuses of versions, each with the digest of its bytes, by kind, name and version.
+        """Return the statuses of versions, each with the digest of its bytes, by kind, name and version.
 
         Args:
             status: only this status; None: every status that is not empty.
@@ -388,7 +388,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         ]
 
     def artifacts(self, *digests: str) -> list[Artifact]:
-        """The artifacts of these digests; unknown digests are left out."""
+        """Return the artifacts of these digests; unknown digests are left out."""
         return self._each(Artifact, _ARTIFACTS.where(artifacts.c.project == self._project), artifacts.c.digest, digests)
 
     def find_artifact(self, prefix: str) -> Artifact:
@@ -407,23 +407,23 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return found[0]
 
     def used(self, *consumers: str) -> list[Edge]:
-        """The edges into stages, assets, releases or runs, in the order of consumers, then slots."""
+        """Return the edges into stages, assets, releases or runs, in the order of consumers, then slots."""
         return self._edges(edges.c.consumer, consumers)
 
     def made(self, *producers: str) -> list[Edge]:
-        """The outputs of stages or assets, used or not."""
+        """Return the outputs of stages or assets, used or not."""
         return self._edges(edges.c.producer, producers, edges.c.consumer == "")
 
     def uses(self, *producers: str) -> list[Edge]:
-        """The uses of outputs of these producers."""
+        """Return the uses of outputs of these producers."""
         return self._edges(edges.c.producer, producers, edges.c.consumer != "")
 
     def uses_of_bytes(self, *digests: str) -> list[Edge]:
-        """The uses of these bytes, under any name."""
+        """Return the uses of these bytes, under any name."""
         return self._edges(edges.c.digest, digests, edges.c.consumer != "")
 
     def holds(self, digest: str) -> list[Hold]:
-        """The holds of these bytes, oldest first."""
+        """Return the holds of these bytes, oldest first."""
         mine = (holds.c.project == self._project, holds.c.digest == digest, holds.c.released_at.is_(None))
         return self._all(Hold, select(holds).where(*mine).order_by(holds.c.at, holds.c.holder))
 
@@ -432,25 +432,25 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return sorted(found, key=lambda edge: (edge.consumer, edge.slot, edge.producer, edge.output, edge.digest))
 
     def events_about(self, subject: str, kind: str) -> list[Event]:
-        """The events of one kind with exactly this subject (a channel, a run), oldest first; unsealed events too."""
+        """Return the events of one kind with exactly this subject (a channel, a run), oldest first, sealed or not."""
         return self._told(self._events().where(*keyed(events, subject=subject, kind=kind)).order_by(events.c.id))
 
     def signals(self, *run_ids: str) -> list[Signal]:
-        """The signals sent to runs, oldest first."""
+        """Return the signals sent to runs, oldest first."""
         query = acted(signals).where(signals.c.project == self._project)
         return self._each(Signal, query.order_by(signals.c.at, signals.c.name), signals.c.run_id, run_ids)
 
     def notes(self, *run_ids: str, tags: bool = False) -> list[RunNote]:
-        """The notes and tags of runs, oldest first; `tags`: only tags."""
+        """Return the notes and tags of runs, oldest first; `tags`: only tags."""
         query = acted(notes).where(notes.c.project == self._project, *([notes.c.tag != ""] if tags else ()))
         return self._each(RunNote, query.order_by(notes.c.run_id, notes.c.number), notes.c.run_id, run_ids)
 
     def watches(self, run_id: str) -> list[Watch]:
-        """The watches of a run: how long its jobs have been silent."""
+        """Return the watches of a run: how long its jobs have been silent."""
         return self._all(Watch, _WATCHES, {"run_id": run_id, "of_project": self._project})
 
     def stages_by_key(self, cache_key: str) -> list[StageRecord]:
-        """Every stage with this cache key; newest run first."""
+        """Return every stage with this cache key; newest run first."""
         return self._all(StageRecord, _BY_KEY, {"of_key": cache_key, "of_project": self._project})
 
     def runs_that_wait_for(self, cache_key: str) -> set[str]:
@@ -512,7 +512,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._told(query.where(*_below(subject_prefix)))
 
     def has_request(self, request: str) -> bool:
-        """Whether a transaction of this request id was committed."""
+        """Return whether a transaction of this request id was committed."""
         query = self.scope.select(events, events.c.id).where(events.c.request == request).limit(1)
         return self._connection.execute(query).first() is not None
 

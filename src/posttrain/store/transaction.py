@@ -72,7 +72,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             key = int.from_bytes(bytes.fromhex(request[:16]), "big", signed=True)
             self._connection.execute(sql("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
         if self.snapshot.has_request(request):
-            raise ConflictError("the request was carried out already; check its result before you repeat it")
+            raise ConflictError("the request was carried out already; check the result before you repeat the request")
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:
         """Insert a new run and all its stages.
@@ -416,7 +416,7 @@ def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]
     unknown = sorted(name for name in columns if name not in before or name in _FIXED or name in _KEYS[machine])
     if unknown:
         allowed = ", ".join(sorted(set(before) - _FIXED - set(_KEYS[machine])))
-        raise InputError(f"column {unknown[0]!r} of a {machine} cannot be set; settable are {allowed}")
+        raise InputError(f"column {unknown[0]!r} of a {machine} cannot be set; columns that can be set: {allowed}")
     read = {
         name: plain(
             json.loads(json.dumps(value, default=lambda one: dict(one) if isinstance(one, Mapping) else str(one)))

@@ -152,7 +152,7 @@ def put_tree(
 
 
 def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False) -> str:
-    """The digest that `put_tree` would return, without storing anything. Raises its InputErrors."""
+    """Return the digest that `put_tree` would return, without storing anything. Raises its InputErrors."""
     return digest_bytes(_listing(folder, file_digest, follow_links, skip))
 
 
@@ -192,7 +192,7 @@ def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:
 
 
 def files_digest(files: Mapping[str, Path]) -> str:
-    """The digest that `put_files` would return, without storing anything. Raises its InputErrors."""
+    """Return the digest that `put_files` would return, without storing anything. Raises its InputErrors."""
     return digest_bytes(_of_files(files, file_digest))
 
 
@@ -224,7 +224,7 @@ def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, ski
         if skip(name):
             continue
         if (path.is_symlink() and not follow_links) or not path.is_file():
-            raise InputError(f"a tree contains plain files only, got {path}; replace it by a copy of its target")
+            raise InputError(f"a tree contains plain files only, got {path}; replace it with a copy of its target")
         files[name] = path
     return _of_files(files, store)
 
@@ -239,7 +239,7 @@ def _of_files(files: Mapping[str, Path], store: Callable[[Path], str]) -> bytes:
 
 
 def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
-    """The files of a tree by path, sorted.
+    """Return the files of a tree by path, sorted.
 
     Raises:
         NotFoundError: no such blob.
@@ -315,7 +315,7 @@ def stored_sizes(blobs: BlobStore, forms: Mapping[str, str]) -> dict[str, int]:
 
 
 def read_json(blobs: BlobStore, digest: str) -> Any:
-    """The JSON document stored as this blob.
+    """Return the JSON document stored as this blob.
 
     Raises:
         NotFoundError: no such blob.

@@ -138,7 +138,7 @@ class WorkQueue:
         return sorted(rows, key=lambda one: (-one.priority, one.due_at, one.id))
 
     def look(self, kind: str, name: str) -> Work | None:
-        """The current row of an object; None: it has no row."""
+        """Return the current row of an object; None: it has no row."""
         with self._ledger.database.read() as connection:
             at = self._moment(connection)
             values = {"of_project": self._ledger.project, "of_kind": kind, "of_object": name, **at}
@@ -146,7 +146,7 @@ class WorkQueue:
             return None if row is None else _work(row)
 
     def of_run(self, run_id: str) -> dict[str, Work]:
-        """The row of a run and those of its stages, by object."""
+        """Return the row of a run and those of its stages, by object."""
         with self._ledger.database.read() as connection:
             at = self._moment(connection)
             below = {"within": f"{run_id}/", "length": len(run_id) + 1}
@@ -228,7 +228,7 @@ class WorkQueue:
             mine = [self._named(kind, [name])] if held is None else [self._project, *_held(held)]
             changed = connection.execute(update(work).where(*mine).values(values).returning(*_told(now))).one_or_none()
             if changed is None:
-                raise StaleWriteError(f"{kind} {name}: another driver has leased it")
+                raise StaleWriteError(f"{kind} {name}: another driver has the lease")
             row = _work(changed)
             self._finish(connection, name.partition("/")[0])  # another driver may have ended it
             return row
@@ -239,7 +239,7 @@ class WorkQueue:
             connection.execute(delete(work).where(self._named(kind, [name])))
 
     def revive(self, kind: str, name: str) -> None:
-        """Make an object that was set aside due again.
+        """Schedule an object that was set aside.
 
         Raises:
             NotFoundError: no object with this name was set aside.
@@ -391,7 +391,7 @@ def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
 
 
 def _told(now: ColumnElement[float], rows: FromClause = work) -> tuple[Any, ...]:
-    """The columns of a row, and its times relative to now."""
+    """Return the columns of a row of `work`, and three times of the row in seconds relative to `now`."""
     far = (rows.c.due_at - now).label("due_in"), (rows.c.lease_until - now).label("lease_in")
     return *rows.c, *far, (now - rows.c.failed_since).label("failed_for")
 
@@ -401,7 +401,7 @@ def _work(row: Any) -> Work:
 
 
 def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
-    """The row of the queue in the columns `KIND.…`; None: there is no such row."""
+    """Return the row of the queue in the columns `KIND.…`; None: there is no such row."""
     if row[f"{kind}.id"] is None:
         return None
     return Work(
@@ -542,7 +542,7 @@ class Cursors:
         mine = (*self._here(held.sink), cursors.c.lease_owner == self.owner, cursors.c.sequence == held.sequence)
         with self.ledger.untold() as connection:
             if not connection.execute(update(cursors).where(*mine).values(values)).rowcount:
-                raise StaleWriteError(f"sink {held.sink}: another process delivers to it now")
+                raise StaleWriteError(f"sink {held.sink}: another process delivers its events now")
         return replace(held, **values)
 
     def _here(self, sink: str) -> tuple[Any, ...]:

@@ -118,7 +118,9 @@ class Writing:
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read the current rows and decide again") from error
         if not added:
-            raise ConflictError(f"{what} cannot be added: its key or its name is taken; read it and decide again")
+            raise ConflictError(
+                f"{what} cannot be added: its key or its name is in use; read the current rows and decide again"
+            )
         return Change(ADDED, table.name, {column.name: columns[column.name] for column in table.primary_key}, columns)
 
     def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
@@ -175,8 +177,8 @@ class GrantWriting(Writing):
         known = self.snapshot.images()
         if known is None or rule not in known:
             raise NotFoundError(
-                f"project {self._project}: does not allow image {rule[:120]!a}; posttrain project images shows those "
-                "that it does"
+                f"project {self._project}: does not allow image {rule[:120]!a}; posttrain project images shows the "
+                "allowed images"
             )
         self._set_images([one for one in known if one != rule])
 
@@ -198,7 +200,9 @@ class GrantWriting(Writing):
         known, own = self.snapshot.roles(), self._journal.author.name
         after: dict[str, Role | None] = {**(known or {own: Role.ADMIN}), name: role}
         if Role.ADMIN not in after.values():
-            raise ConflictError(f"project {self._project}: must have an admin, and {name} is the last; name another")
+            raise ConflictError(
+                f"project {self._project}: must have an admin, and {name} is the last one; name another admin first"
+            )
         for one, wanted in after.items():
             if known.get(one) != wanted:
                 self._set_role(self._journal.principal(one), wanted)
@@ -248,7 +252,9 @@ def end_access(connection: Connection, author: Author, clock: Clock, principal: 
         key = {"project": project, "principal": principal}
         others = select(roles.c.role).where(roles.c.project == project, roles.c.principal != principal)
         if role is Role.ADMIN and Role.ADMIN not in connection.execute(others).scalars().all():
-            raise ConflictError(f"project {project}: must have an admin, and this is the last; name another first")
+            raise ConflictError(
+                f"project {project}: must have an admin, and this is the last one; name another admin first"
+            )
         connection.execute(delete(roles).where(*keyed(roles, **key)))
         journal = Journal(connection, author, clock, project)
         journal.tell("role.withdrawn", principal, Change(REMOVED, "roles", key, {}))
@@ -474,7 +480,9 @@ class ReleaseWriting(Writing):
         else:
             change = self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         if change is None:
-            raise ConflictError(f"channel {record.name}: another user moved or changed it; check it again")
+            raise ConflictError(
+                f"channel {record.name}: another user moved or changed the channel; check it and decide again"
+            )
         # their approvals are obsolete; read after the write, because a run that starts to wait needs the row's lock
         self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
@@ -488,7 +496,7 @@ class ReleaseWriting(Writing):
             return self._added(deployments, {**key, **values, "generation": 1}, f"what channel {entry.channel} serves")
         change = self._moved(deployments, key, served[LIVE].generation, values)
         if change is None:
-            raise ConflictError(f"channel {entry.channel}: another user moved it; check it again")
+            raise ConflictError(f"channel {entry.channel}: another user moved the channel; check it and decide again")
         return change
 
     def _pass_quarantine(self, record: ChannelRecord, model: str, lift: str, approved: str) -> None:

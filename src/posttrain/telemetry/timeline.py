@@ -39,7 +39,7 @@ class AttemptSpans:
     spans: Sequence[Span]
 
     def phases(self) -> list[Span]:
-        """The controller's hand-offs."""
+        """Return the controller's hand-offs."""
         return [span for span in self.spans if not is_call(span)]
 
     def calls(self) -> list[Span]:
@@ -148,11 +148,11 @@ class StageTimeline:
         return len(self.steps) - len({step.step for step in self.steps})
 
     def slowest(self, most: int = 5) -> list[StepTime]:
-        """The longest steps, longest first."""
+        """Return the longest steps, longest first."""
         return sorted(self.steps, key=lambda step: -step.seconds)[:most]
 
     def typical(self) -> StepTime | None:
-        """The step of median length (the shorter of two); None without steps."""
+        """Return the step of median length (the shorter of two); None without steps."""
         ordered = sorted(self.steps, key=lambda step: step.seconds)
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
@@ -174,7 +174,7 @@ class StageTimeline:
 
 
 def is_call(span: Span) -> bool:
-    """Whether a span is a dispatch to a worker group."""
+    """Return whether a span is a dispatch to a worker group."""
     return span.attributes.get("kind") == "call"
 
 

@@ -103,7 +103,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ChannelState:
-    """A channel's models, oldest first, and the live one."""
+    """A channel's models, oldest first, and its live model."""
 
     channel: str
     versions: Sequence[Version]
@@ -219,7 +219,7 @@ class Registry(Protocol):
     """A tracker that also stores released models."""
 
     def follow(self, channel: ChannelState) -> None:
-        """Store every model of the channel as a version, and point the channel's alias at the live one."""
+        """Store every model of the channel as a version, and point the channel's alias at the live model."""
 
 
 def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
@@ -245,7 +245,7 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
         file = opened.enter_context(open(path, "a+b", buffering=0, opener=private))
         if not taken(file.fileno()):
             raise WorkspaceError(
-                f"{target}: another process writes run {run.id} there; wait for it, or name another place"
+                f"{target}: another process writes run {run.id} there; wait until it ends, or name another location"
             )
         file.seek(0)
         known = file.read(100).decode(errors="replace").strip()
@@ -267,7 +267,8 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
     """
     if run.workspace and _IDENTITY.fullmatch(known) and known != run.workspace:
         raise WorkspaceError(
-            f"{target}: another workspace wrote its run {run.id} there; name another place or experiment for this one"
+            f"{target}: another workspace wrote its run {run.id} there; name another location or experiment for this "
+            "run"
         )
 
 

@@ -173,7 +173,10 @@ def read_choice(words: Sequence[str]) -> dict[str, Any]:
     kinds = [word.partition("=")[0] for word in words]
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
     if twice is not None or (NONE in kinds and len(kinds) > 1):
-        raise InputError(f"--tracker: each must be named once, and none alone, got {' '.join(map(bare, words))}")
+        raise InputError(
+            "--tracker: each tracker must be named once, and `none` cannot be combined with others, got "
+            f"{' '.join(map(bare, words))}"
+        )
     chosen = parse_trackers(from_words(list(words)), "--tracker")
     given, full = chosen.to_json(), resolved(chosen, Path.cwd(), Path.cwd()).to_json()
     for kind, place in (("csv", "dir"), ("parquet", "dir"), ("tensorboard", "logdir"), ("mlflow", "tracking_uri")):

@@ -192,7 +192,7 @@ def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = 
 
 
 def follow(reopen: Reopen, run_id: str) -> None:
-    """Write a run's trackers until it ends; return immediately if another process writes them.
+    """Write a run's metrics to its trackers until the run ends; return immediately if another process does.
 
     Args:
         reopen: opens the workspace: once here, once for each tracker's thread.
@@ -356,7 +356,7 @@ def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
     except Exception as error:
         raise TrackerError(
             f"run {run_id}: tracker {kind}: {line(error, target(words))}; the run's trackers are unchanged; choose "
-            "another place"
+            "another location"
         ) from error
 
 

@@ -263,7 +263,7 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
 
 
 def not_here(attempt: AttemptRecord, host: Host | None) -> str:
-    """Return in one line the host of an attempt that runs elsewhere."""
+    """Return a line that names the host of an attempt on another host."""
     place = named(host) if host else attempt.host
     return f"attempt {attempt.number} of {attempt.stage} is on host {place}: read its log there"
 

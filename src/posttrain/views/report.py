@@ -76,7 +76,7 @@ def _read(workspace: OpenWorkspace, run_id: str) -> tuple[RunWatcher, RunStatus,
 
 
 def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Path, title: str = "") -> Path:
-    """Draw several runs in one picture.
+    """Draw several runs in one picture; return the path of the picture.
 
     Args:
         runs: (label, run id); the stage boundaries of the first run are drawn.

@@ -184,7 +184,7 @@ def _suite_accuracy(
 
 
 def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
-    """Compare runs, or single evaluate stages, with the first one.
+    """Return a comparison of runs, or of single evaluate stages, with the first of them.
 
     Args:
         words: `RUN` or `RUN/STAGE`, in which a run's id may be shortened; `history:NAME` for an imported run.

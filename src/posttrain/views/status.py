@@ -115,7 +115,7 @@ class StageStatus:
 
     @property
     def output(self) -> str | None:
-        """Digest of the stage's (last) model, else of its first output."""
+        """The digest of the stage's last model; for a stage without a model, of its first output."""
         made = self.record.outputs
         return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
 

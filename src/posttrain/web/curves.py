@@ -82,10 +82,14 @@ def draw_learning_curve(
 
 def _check(series: CurveSeries) -> None:
     sizes = {len(column) for column in (series.steps, series.values, series.low, series.high) if column is not None}
-    if len(sizes) != 1 or (series.low is None) != (series.high is None):
+    if (series.low is None) != (series.high is None):
+        given = "high" if series.low is None else "low"
         raise InputError(
-            f"learning curve: the columns of {series.quantity!r} must have one length, and low and high come together;"
-            f" got lengths {sorted(sizes)}"
+            f"learning curve: {series.quantity!r}: low and high must both be given or be left out, got only {given}"
+        )
+    if len(sizes) != 1:
+        raise InputError(
+            f"learning curve: the columns of {series.quantity!r} must have the same length, got lengths {sorted(sizes)}"
         )
 
 

@@ -97,7 +97,7 @@ def template(name: str) -> Template:
 
 
 def number(value: float | None, signed: bool = False) -> str:
-    """Format four significant digits, thousands separated; a dash for None."""
+    """Return a number with four significant digits and separated thousands; a dash for None."""
     if value is None:
         return "–"
     if float(value).is_integer() and abs(value) < 1e15:
@@ -248,5 +248,5 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return text as one line of a block of code that the text cannot close."""
+    """Return text as one line for a fenced code block, with its fences replaced, so it cannot end the block."""
     return " ".join(str(text).split("\n")).replace("```", "'''")

@@ -372,7 +372,7 @@ def panel(
     marked: Sequence[tuple[int, str]] = (),
     span: tuple[float, float] | None = None,
 ) -> Panel:
-    """Return the picture of one metric, on a linear axis and, if all values are positive, on a logarithmic one.
+    """Return the panel of one metric, with a linear axis and, if all values are positive, a logarithmic axis.
 
     Args:
         series: at least one series; each is a line of a separate colour.
@@ -440,7 +440,7 @@ def _path(curve: Curve, axes: _Axes) -> str:
 
 
 def _band(curve: Curve, low: Sequence[float], high: Sequence[float], axes: _Axes, most: int) -> str:
-    """Return the path of a filled strip, whose limits are thinned by extremes, so it is never too narrow."""
+    """Return the path of a filled strip; each limit is thinned so that every kept point is the extreme of its range."""
     upper = _strip(curve.steps, high, max(24, most // 2))
     lower = _strip(curve.steps, low, max(24, most // 2))
     there, back = _path(upper, axes), _path(Curve(lower.steps[::-1], lower.values[::-1]), axes)

@@ -139,8 +139,8 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "")
             _refuse_other_store(root, place, known[-1], store)
         if own and own[-1] != where and _still_there(own[-1], identity):
             raise WorkspaceError(
-                f"{root}: is a copy of the workspace {own[-1]}, which has the ledger {ledger.database.place}; "
-                "use that one, or move it away first"
+                f"{root}: is a copy of the workspace {own[-1]}, which has the ledger {ledger.database.place}; use "
+                "that workspace, or move it away first"
             )
         _refuse_twin(ledger, identity, where)
         transaction.append_event("workspace.bound", mine, {}, {"folder": where, "ledger": place, "store": store})
@@ -159,8 +159,8 @@ def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
     if known is not None and elsewhere and not known.gone:
         raise WorkspaceError(
             f"{where}: is a copy of {known.name}, which reported {known.silent:.0f} s ago and has the same id; use "
-            f"that one; if this one was moved, try again in {GONE_SECONDS:.0f} s; for a separate host, make another "
-            "with posttrain init in an empty folder"
+            f"{known.name}; if this folder was moved, try again in {GONE_SECONDS:.0f} s; for a separate host, create "
+            "a workspace with posttrain init in an empty folder"
         )
 
 
@@ -175,7 +175,7 @@ def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: s
         raise WorkspaceError(
             f"{root}: the ledger {place} is that of the workspace {holder}, whose artifacts are in "
             f"{theirs or 'its own folder'}, not in {store or 'this folder'}; name another ledger, or one store "
-            "(POSTTRAIN_STORE) for both when they are made"
+            "(POSTTRAIN_STORE) for both when you create them"
         )
 
 

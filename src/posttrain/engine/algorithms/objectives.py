@@ -182,7 +182,9 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
         raise ValueError(f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one per document")
     if not bool(scores.isfinite().all()):
         first = int((~scores.isfinite()).nonzero()[0])
-        raise ValueError(f"scores must be finite, got {scores[first].item()} at document {first}; drop it first")
+        raise ValueError(
+            f"scores must be finite, got {scores[first].item()} at document {first}; drop the document first"
+        )
     index = mask.nonzero()[:, 0]
     document = torch.arange(len(lengths), device=mask.device).repeat_interleave(
         torch.tensor(lengths, device=mask.device)
@@ -196,7 +198,7 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
         return rewards.index_copy(0, last, scores.to(rewards.dtype)[document[ends]])
     if bool(token_scores[~mask].any()):
         first = int((token_scores.masked_fill(mask, 0)).nonzero()[0])
-        raise ValueError(f"token scores must be at response tokens, got one at token {first}; move it")
+        raise ValueError(f"token scores must belong to response tokens, got a score at token {first}; move the score")
     earned = token_scores.detach().double()[index]
     rest = scores.double().index_add(0, document, -earned)
     rewards[index] = earned.to(rewards.dtype)

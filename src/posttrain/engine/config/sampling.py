@@ -48,9 +48,11 @@ class LagConfig(Frozen):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.cap is not None and self.correction != "tis":
-            raise ValueError(f"cap requires correction: tis, got cap {self.cap:g} with {self.correction}; drop it")
+            raise ValueError(f"cap requires correction: tis, got cap {self.cap:g} with {self.correction}; remove cap")
         if not self.steps and self.correction == "bypass":
-            raise ValueError("lag.steps 0 only corrects, got correction: bypass; use tis or decoupled, or no lag")
+            raise ValueError(
+                "lag.steps: 0 needs a correction, got correction: bypass; use tis or decoupled, or remove lag"
+            )
         return self
 
     @property
@@ -109,7 +111,8 @@ class PPOKLConfig(Frozen):
             raise ValueError("kl.estimator must be k2 or k3 in the loss, got k1, whose expected gradient is zero there")
         if self.place == "reward" and self.estimator == "k3-corrected":
             raise ValueError(
-                "kl.estimator must be k1, k2 or k3 in the reward, got k3-corrected: there is no gradient there"
+                "kl.estimator must be k1, k2 or k3 in the reward, got k3-corrected, which corrects a gradient that a "
+                "reward does not have"
             )
         return self
 
@@ -237,20 +240,20 @@ class OnPolicyConfig(SamplingConfig):
         at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
         if at["policy"] == at["rollout"]:
             raise ValueError(
-                f"lag needs a rollout in its own pool, got it in the pool {at['rollout']} with the policy; "
-                "write placement: {policy: {…}, rollout: {…}}"
+                f"lag needs a rollout in a pool without the policy, got both in pool {at['rollout']}; write "
+                "placement: {policy: {…}, rollout: {…}}"
             )
         if self.steps and self.lag.steps >= self.steps:
             raise ValueError(
                 f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: no batch would be sampled "
-                "by a trained policy; lower it"
+                "by a trained policy; lower lag.steps"
             )
         roles = [role for role in self.roles() if role in ("critic", "reference", "reward_model")]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
         if busy:
             raise ValueError(
-                f"lag needs a rollout that works while others do, got {', '.join(busy)} in its pool {at['rollout']}; "
-                f"write placement: {{{busy[0]}: {{with: policy}}}}"
+                f"lag needs a rollout whose pool has no other roles, got {', '.join(busy)} in the rollout's pool "
+                f"{at['rollout']}; write placement: {{{busy[0]}: {{with: policy}}}}"
             )
         return self
 
@@ -424,7 +427,7 @@ class TurnsConfig(SamplingConfig):
     def _turns_observe(self) -> Self:
         if (self.turns > 1) != (self.observation_tokens > 0):
             raise ValueError(
-                f"turns and observation_tokens go together, got turns {self.turns} and observation_tokens "
+                f"turns and observation_tokens must be set together, got turns {self.turns} and observation_tokens "
                 f"{self.observation_tokens}; set both, or neither"
             )
         return self
@@ -474,7 +477,9 @@ class DistillConfig(SamplingConfig):
     @model_validator(mode="after")
     def _beta_is_of_jsd(self) -> Self:
         if self.beta is not None and self.divergence != "jsd":
-            raise ValueError(f"beta requires divergence: jsd, got beta {self.beta:g} with {self.divergence}; drop it")
+            raise ValueError(
+                f"beta requires divergence: jsd, got beta {self.beta:g} with {self.divergence}; remove beta"
+            )
         return self
 
     @property

@@ -63,10 +63,10 @@ class SuiteConfig(Frozen):
     def _has_what_it_is_told(self) -> SuiteConfig:
         low, high = self.reward_range
         if not low < high:
-            raise ValueError(f"reward_range must be the least and the greatest value, got [{low:g}, {high:g}]")
+            raise ValueError(f"reward_range must be two numbers, the smaller one first, got [{low:g}, {high:g}]")
         for name in ("reward_range", "reward_timeout"):
             if self.reward is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} needs a reward, got one without; name the suite's reward")
+                raise ValueError(f"{name} needs a reward, got none; name the suite's reward")
         for name, unsaid in DRAWN.items():
             given = getattr(self, name)
             if not self.samples and given != unsaid:
@@ -211,7 +211,7 @@ def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
     """
     found = config_class(kind)
     if found is None:
-        raise InputError(f"kind must be one that the engine implements, got {kind!r}; see posttrain plan")
+        raise InputError(f"kind must be a kind that the engine implements, got {kind!r}; see posttrain plan")
     config: StageConfig = found.model_validate(params)
     return config
 

@@ -84,7 +84,9 @@ def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
     if isinstance(answer, str):
         return answer
     found = f"columns {', '.join(sorted(row))}" if answer is None else f"{answer!r:.60}"
-    raise InputError(f"{name} row {number} must have an answer (text or a number) to be compared with, got {found}")
+    raise InputError(
+        f"{name} row {number} needs `answer`, the text or number that responses are compared with, got {found}"
+    )
 
 
 def is_correct(extracted: str | None, answer: str) -> bool:
@@ -123,8 +125,8 @@ class Extractor:
                     last = match.group(1)
         except TimeoutError:
             raise InputError(
-                f"extract must find its answer within {_SECONDS:g} s, got {self._pattern.pattern!r} still searching a "
-                f"response of {len(response)} characters; avoid nested repetitions"
+                f"extract must search a response in at most {_SECONDS:g} s, but {self._pattern.pattern!r} took "
+                f"longer for one of {len(response)} characters; avoid nested repetitions"
             ) from None
         return last
 
@@ -402,7 +404,7 @@ class RewardJudge:
     def _refuse(self, item: Item, text: str, score: Score) -> None:
         what = f"suite {self._suite}: item {item.id[:19]}… ({shortened(item.text)})"
         if score.failed:
-            raise RewardError(f"{what}: {score.message}; an evaluation needs a score of every item")
+            raise RewardError(f"{what}: {score.message}; an evaluation needs a score for every item")
         if score.score is None:
             raise RewardError(
                 f"{what}: must have a score, but its reward returned none for {shortened(text)}; return one "

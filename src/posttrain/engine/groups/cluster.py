@@ -119,7 +119,7 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
         socket.create_connection((host.strip("[]"), int(port)), seconds).close()
     except OSError as error:
         raise InfrastructureError(
-            f"a Ray cluster must answer at {address} within {seconds:g} seconds, got {error}; start it, or remove "
+            f"no Ray cluster answered at {address} within {seconds:g} seconds: {error}; start the cluster, or remove "
             "ray_address for a local one"
         ) from error
     _init(
@@ -202,7 +202,8 @@ def _ray() -> Any:
         ) from error
     if ray.is_initialized():
         raise InputError(
-            "a process must be in at most one Ray cluster, got one that is already in a cluster; leave that one first"
+            "a process must be in at most one Ray cluster, but this process is already in a cluster; leave that "
+            "cluster first"
         )
     return ray
 

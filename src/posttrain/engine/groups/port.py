@@ -291,8 +291,8 @@ class RankContext:
         """
         if self.size > 1 and not self.collective:
             raise InputError(
-                f"{worker} on {self.size} ranks needs a process group, got ranks inside one process; "
-                "place it in a Ray pool or on 1 rank"
+                f"{worker} on {self.size} ranks needs a process group, but its ranks are in one process; place the "
+                "role in a Ray pool or on 1 rank"
             )
 
 

@@ -388,8 +388,8 @@ class WorkerGroup(Generic[W]):
         handle = self._handle
         if handle.sequence_parallel > 1:
             raise InputError(
-                f"{self.role} must have one shard for each rank, got {handle.sequence_parallel} ranks that share "
-                "one; start it in `pool.by_rank()`"
+                f"{self.role} must have one shard for each rank, got {handle.sequence_parallel} ranks that share a "
+                "shard; start it in `pool.by_rank()`"
             )
 
         def call(rank: int, part: K) -> Flow[R]:

@@ -440,7 +440,7 @@ class FromRows(Generic[R]):
         """Do nothing: no role samples."""
 
     def rewind(self) -> None:
-        """Do nothing: a step trains everything that it begins."""
+        """Do nothing, because no work outlasts a step."""
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write nothing: there is no state between two steps."""

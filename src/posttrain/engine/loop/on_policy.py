@@ -168,7 +168,9 @@ class OnPolicy:
             algorithm, roles, config.steps, seed, lag=lag, streams=streams, followed=followed, meanwhile=self._look
         )
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
-            raise InputError(f"lag {lag} needs a rollout with its own weights, got one that reads the policy's")
+            raise InputError(
+                f"lag {lag} needs a rollout with its own weights, got a rollout that reads the policy's weights"
+            )
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
             raise InputError(
                 f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, got "
@@ -181,7 +183,8 @@ class OnPolicy:
         buffer: Buffer[ScoredGroup] = Buffer(policy, source.prompts, config.steps, source.refills)
         if source.turns > 1 and environment is None:
             raise InputError(
-                f"{type(algorithm).__name__} samples {source.turns} turns, got no environment; give it one"
+                f"{type(algorithm).__name__} samples {source.turns} turns, which needs an environment; set the "
+                "stage's environment"
             )
         words = algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment
         self._ahead = Collector(*words, kept=self._offer, watch=self._watch)

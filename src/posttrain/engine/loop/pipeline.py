@@ -22,7 +22,7 @@ The data stream, never the clock, decides which groups are scored together and i
 stretch that ends first is scored first: a long response delays only its own stretch.
 
 Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch has as many kept
-groups, in the order of the data stream, as fill a micro-batch on every rank of the predicting role. The samples, never
+groups, in the order of the data stream, as fill a micro-batch on every rank of the computing role. The samples, never
 the speed of a process, decide which documents are computed together, and one process computes the same as several.
 Roles in the rollout's pool compute after the rollout has ended.
 
@@ -289,7 +289,9 @@ class Collector:
             if self._running is not None:
                 self._settle(trace, self._running)
             elif self.buffer.policy.select(self._pace(step)) is None:
-                raise InputError(f"policy version {self.version} may not sample batch {step}; publish newer weights")
+                raise InputError(
+                    f"policy version {self.version} is too old to sample batch {step}; publish newer weights"
+                )
         self._taken = groups = self.buffer.take(keys, step)
         self.buffer.trained(step)
         self._begin(step + 1, trace, reserve)

@@ -102,7 +102,7 @@ class Buckets:
         if expected != (published or expected):
             raise WorkerLostError(
                 f"no process still has the weights of policy version {version}, with which the lost ranks "
-                f"{sorted(ranks)} of the rollout sampled; start again from the last checkpoint"
+                f"{sorted(ranks)} of the rollout sampled; resume from the last checkpoint"
             )
         self._complete(expected, layout)
         if self.neighbours:

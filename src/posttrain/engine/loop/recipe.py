@@ -113,10 +113,10 @@ class Recipe(Protocol):
         """Return the maximum tokens that the coming step may spend."""
 
     def step(self, step: int, trace: Trace, reserve: Reserve = ...) -> StepReport:
-        """Do step `step` (0-based).
+        """Run training step `step` (0-based): sample, score, update.
 
         Args:
-            reserve: called before the step costs more than `max_tokens` returned.
+            reserve: called before the tokens of the step exceed what `max_tokens` returned.
         """
 
     def publish_weights(self, version: PolicyVersion) -> None:
@@ -186,7 +186,9 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
     """
     for name in (_ARRAYS, _REST):
         if not (path / name).is_file():
-            raise IntegrityError(f"checkpoint {path} must contain {name} (untrained samples); resume from another")
+            raise IntegrityError(
+                f"checkpoint {path} must contain {name} (untrained samples); resume from another checkpoint"
+            )
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
     lost = {int(batch): often for batch, often in found.get("lost", {}).items()}

@@ -57,7 +57,10 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
     for update in updates:
         if update.role not in roles.learners:
             trained = ", ".join(roles.learners)
-            raise InputError(f"{name} trains the role {update.role}, got {trained} that learn; open the roles with it")
+            raise InputError(
+                f"{name} trains the role {update.role}, but the roles that learn are {trained}; open {update.role} "
+                "as a role that learns"
+            )
     asked = [(column.role, column.need, f"{name} needs {column.need} for {column.name}") for column in columns]
     for update in updates:
         needs = sorted(update.objective(Totals(1, 1, 1, 1)).needs)

@@ -338,7 +338,8 @@ class Backbone:
         """
         if tokens > self.context_length:
             raise InputError(
-                f"a document must fit the model's context of {self.context_length} tokens, got {tokens}; shorten it"
+                f"a document must fit in the model's context of {self.context_length} tokens, got {tokens}; shorten "
+                "the document"
             )
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:

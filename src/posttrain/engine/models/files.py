@@ -152,7 +152,9 @@ def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreT
             f"model in {folder} cannot be loaded: {_first_line(error)}; check its config.json and weights"
         ) from error
     if info["missing_keys"]:  # transformers would fill missing weights with random numbers
-        raise InputError(f"weights in {folder} must be complete, got none for {min(info['missing_keys'])}; copy again")
+        raise InputError(
+            f"weights in {folder} must be complete, but {min(info['missing_keys'])} is missing; copy the model again"
+        )
     loaded: PreTrainedModel = module.to(device)
     return loaded
 

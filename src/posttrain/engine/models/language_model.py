@@ -213,9 +213,14 @@ def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
         with torch.device("meta"):  # without memory: backbone and head are replaced
             shell: PreTrainedModel = AutoModelForSequenceClassification.from_config(module.config)
     except ValueError as error:
-        raise InputError(f"{name} cannot score: transformers has no sequence classifier for it; use another") from error
+        raise InputError(
+            f"{name} cannot score: transformers has no sequence classifier for it; use another model"
+        ) from error
     if type(shell.base_model) is not type(backbone) or not _has_scalar_head(shell):
-        raise InputError(f"{name} cannot score: its sequence classifier {type(shell).__name__} has an unsupported form")
+        raise InputError(
+            f"{name} cannot score: the form of its sequence classifier {type(shell).__name__} is not supported; use "
+            "another model"
+        )
     weight = next(backbone.parameters())
     head = torch.zeros(shell.score.weight.shape, dtype=weight.dtype, device=weight.device)
     setattr(shell, shell.base_model_prefix, backbone)

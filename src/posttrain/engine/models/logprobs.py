@@ -110,7 +110,7 @@ def likeliest_tokens(
     """
     most = min(model.vocab_size, vocabulary or model.vocab_size)
     if not 1 <= top <= most:
-        raise InputError(f"top_k must be 1 to {most}, the tokens of the vocabulary, got {top}; change it")
+        raise InputError(f"top_k must be from 1 to {most}, the size of the vocabulary, got {top}; change top_k")
     _check(model, batch, temperature)
     index, head = batch.response_mask.nonzero()[:, 0], model.head
     if head is None:
@@ -186,7 +186,9 @@ def _warmths(batch: TokenBatch, index: Tensor, temperature: float) -> float | Te
     rows = batch.column("temperature")[batch.document_index[index]]
     least, most = torch.stack(rows.aminmax()).tolist()
     if not 0 < least < float("inf"):
-        raise InputError(f"the temperature of a document must be > 0, got {least}; pass the one it was sampled at")
+        raise InputError(
+            f"the temperature of a document must be > 0, got {least}; pass the temperature at which it was sampled"
+        )
     return least if least == most else rows[:, None]
 
 

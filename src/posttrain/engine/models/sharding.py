@@ -89,7 +89,7 @@ def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]
     for shard in shards:
         if wanted.get(shard.name) != shard.shape:
             raise IntegrityError(
-                f"published weights must fit the reader's model, got {shard.name} of {shard.shape} for "
+                f"published weights must match the reader's model, got {shard.name} of shape {shard.shape} for "
                 f"{wanted.get(shard.name)}; give both roles the same model"
             )
     return {entry.name: entry.dtype for entry in layout}

@@ -237,7 +237,8 @@ def pack(
         return None
     if many := next(((group.id_of(s), len(s.sequences)) for group, s in samples if len(s.sequences) != 1), None):
         raise InputError(
-            f"sample {many[0]} must be one sequence to be trained, got {many[1]}; form documents of them in form()"
+            f"sample {many[0]} must be one sequence to be trained, got {many[1]} sequences; build documents from "
+            "them in form()"
         )
     ids = [group.id_of(sample) for group, sample in samples]
     batch = TokenBatch.pack([sample.last.document for _, sample in samples], sample_ids=ids)
@@ -260,8 +261,8 @@ def with_temperature(batch: TokenBatch | None, groups: Sequence[ScoredGroup]) ->
     found = sorted(one for one in told if one is not None)
     if len(found) > 1:
         raise InputError(
-            f"documents of groups sampled at several temperatures must each have its own, got {found} and a batch "
-            "without the column temperature; pack them with Trajectory.document"
+            f"documents of groups sampled at several temperatures must each have a temperature, got {found} and a "
+            "batch without the column temperature; create the documents with Trajectory.document"
         )
     every = [torch.full((len(batch),), one, dtype=torch.float64) for one in found]
     return batch.with_document_columns(temperature=every[0]) if every else batch

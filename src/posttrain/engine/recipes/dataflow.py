@@ -38,7 +38,7 @@ class Dataflow(Sampling[DataflowConfig]):
         Raises:
             InputError: the algorithm does not define `updates`.
         """
-        raise InputError(f"dataflow {type(self).__name__} must define its objective, got no updates(step); define it")
+        raise InputError(f"dataflow {type(self).__name__} must define its objective; add the method updates(step)")
 
 
 def load_dataflow(file: Path, entry: str) -> Entry:

@@ -99,8 +99,8 @@ class FusedWeights:
         for name, parameter in self.module.named_parameters():
             if parameter.data_ptr() != self.addresses[name]:
                 raise IntegrityError(
-                    f"parameter {name} must stay where the zero-copy decoder reads it, but it was re-pointed; "
-                    "reopen the rollout engine"
+                    f"parameter {name} must stay where the zero-copy decoder reads it, but it was moved; reopen the "
+                    "rollout engine"
                 )
 
     def views(self) -> Iterator[tuple[str, Tensor]]:

@@ -52,7 +52,7 @@ class SamplingParams:
                 raise InputError(f"sampling {name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.temperature < float("inf"):
             raise InputError(
-                f"sampling temperature must be > 0, got {self.temperature}; for the most likely token set greedy"
+                f"sampling temperature must be > 0, got {self.temperature}; to take the most likely token, set greedy"
             )
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
             raise InputError(
@@ -88,7 +88,9 @@ class Generation:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            raise InputError(f"generation {self.id} must continue at least one token, got none; give it a prompt")
+            raise InputError(
+                f"generation {self.id} must have a prompt of at least one token, got none; give it a prompt"
+            )
         if not 1 <= self.limit <= self.sampling.max_new_tokens:
             raise InputError(
                 f"the limit of generation {self.id} must be in 1..{self.sampling.max_new_tokens}, got {self.limit}"

@@ -173,7 +173,10 @@ class Intake:
         for generation in work:
             self._served(generation.policy)
             if generation.id in self._ids or generation.id in ids:
-                raise InputError(f"generation {generation.id} must have a unique id, got one in use; use another")
+                raise InputError(
+                    f"generation {generation.id} must have a unique id, but another generation uses this id; choose "
+                    "another"
+                )
             if generation.sampling.stop and not self._reads_text:
                 raise InputError(
                     f"generation {generation.id} must have no stop strings, got {generation.sampling.stop[0]!r}: "
@@ -181,8 +184,8 @@ class Intake:
                 )
             if len(generation.tokens) + generation.limit > self._context_length:
                 raise InputError(
-                    f"generation {generation.id} must fit the context of {self._context_length} tokens, "
-                    f"got {len(generation.tokens)} + {generation.limit}; shorten the prompt or the limit"
+                    f"generation {generation.id} must fit in the context of {self._context_length} tokens, got "
+                    f"{len(generation.tokens)} + {generation.limit}; shorten the prompt or the limit"
                 )
             ids.add(generation.id)
         self._ids |= ids
@@ -201,8 +204,9 @@ class Intake:
             )
         if begun and in_flight == "finish":
             raise InputError(
-                f"rollout engine {self._name} reads weights in place, so begun samples cannot finish with the old "
-                f"weights, got {begun} of them; update with recompute or keep_kv, or take them first"
+                f"rollout engine {self._name} reads weights in place and has {begun} unfinished samples, which "
+                "cannot finish with the old weights; update with in_flight=recompute or keep_kv, or collect them "
+                "first"
             )
         self.version = version
 

@@ -189,8 +189,8 @@ def plan_generations(
             raise InputError(f"prompt {index} must contain at least one token, got none")
         if len(prompt) + longest > context_length:
             raise InputError(
-                f"prompt {index} and its response must fit the context of {context_length} tokens, "
-                f"got {len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
+                f"prompt {index} and its response must fit in the context of {context_length} tokens, got "
+                f"{len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
             )
     call = next(_CALLS)
     return [
@@ -224,8 +224,8 @@ def _next(
         if time.monotonic() >= end:
             first = next(iter(waiting.values()))
             raise SilentError(
-                f"rollout engine {engine.name} must answer every sample, got none in {patience:g} s with "
-                f"{len(waiting)} waiting, first {_sample(first)}; see its log"
+                f"rollout engine {engine.name} returned no sample within {patience:g} s, with {len(waiting)} "
+                f"waiting, the first {_sample(first)}; see the engine's log"
             )
 
 
@@ -357,7 +357,8 @@ class RolloutWorker:
         model = source.open(context.device) if lent is None and source else lent
         if model is None:
             raise InputError(
-                f"rollout rank {context.rank} needs a model, got no shared one and no source; place it with policy"
+                f"rollout rank {context.rank} needs a model, got neither a shared model nor a source; place the "
+                "rollout with policy"
             )
         self._neighbour = context.borrow(WeightSource)
         beside: View = "copy" if self._neighbour is None else "neighbour"
@@ -365,7 +366,7 @@ class RolloutWorker:
         self._module = model.module
         texts = self._texts(source, context.rank) if source and reads_text else None
         if engine is not None and not hasattr(engine, "counts"):
-            raise InputError(f"rollout engine {engine.name} must have counts(), got none; see RolloutEngine.counts")
+            raise InputError(f"rollout engine {engine.name} has no method counts(); see RolloutEngine.counts")
         self._engine = engine or open_rollout(model, kv_cache, texts=texts)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._patience = patience
@@ -428,7 +429,9 @@ class RolloutWorker:
     def exchange(self, count: int) -> None:
         """Copy the shards of the policy's ranks into place, `count` buckets from each. Collective."""
         if self._neighbour is None:
-            raise InputError(f"rollout rank {self._rank} must be in a process of the policy, is not; send it buckets")
+            raise InputError(
+                f"rollout rank {self._rank} is not in a process of the policy; send the weights in buckets"
+            )
         exchange(self._neighbour, count, self._put)
 
     def attest(self) -> AttestedWeights:
@@ -440,8 +443,8 @@ class RolloutWorker:
         views = self._engine.views()
         if views is None:
             raise InputError(
-                f"rollout engine {self._engine.name} of rank {self._rank} must attest its weights, and cannot; use one "
-                "that can, or place it with the policy"
+                f"rollout engine {self._engine.name} of rank {self._rank} cannot attest its weights; use an engine "
+                "that can, or place the rollout with the policy"
             )
         found = attest_views(views)
         if self._served is None:
@@ -488,7 +491,7 @@ class RolloutWorker:
         """
         _refuse_truncated(sampling)
         if prompts.first:
-            raise InputError("samples that continue must be generated, got them in feed; call generate")
+            raise InputError("samples that continue cannot be fed; call generate instead of feed")
         engine, work, before = self._engine, list[Generation](), self._engine.counts()
         if len(prompts):
             work = plan_generations(
@@ -545,6 +548,6 @@ def _whole(rows: _Rows, found: Sequence[tuple[Generation, Trajectory]], samples:
 def _refuse_truncated(sampling: SamplingParams) -> None:
     if sampling.truncates:
         raise InputError(
-            "training must sample from the whole distribution, got top_k, top_p or min_p: the ratio of the loss would "
-            "be that of another distribution; use them in evaluation only"
+            "training must sample from the whole distribution, got top_k, top_p or min_p: the loss would compare "
+            "probabilities of different distributions; use these settings only in evaluation"
         )

@@ -258,7 +258,7 @@ def read_state(path: Path) -> TrainState:
     files = {file.name for kind in ("*.safetensors", "*.json") for file in path.glob(kind)} - {_STATE}
     unlisted = sorted(files - shards.keys())
     if unlisted:
-        raise IntegrityError(f"checkpoint shard {path / unlisted[0]} must be listed in COMMIT, and is not; remove it")
+        raise IntegrityError(f"checkpoint shard {path / unlisted[0]} is not listed in COMMIT; remove the file")
     for name, expected in shards.items():
         found = digest_file(path / name) if (path / name).is_file() else "nothing"
         if found != expected:
@@ -305,7 +305,9 @@ def _read_commit(path: Path) -> Mapping[str, str]:
     except IntegrityError as error:
         raise IntegrityError(f"checkpoint {path}: {error}; resume from another") from error
     if _STATE not in shards or len(shards) < 3:
-        raise IntegrityError(f"checkpoint {path} must contain {_STATE} and the shards of a role, got {sorted(shards)}")
+        raise IntegrityError(
+            f"checkpoint {path} must contain {_STATE} and the shards of at least one role, got {sorted(shards)}"
+        )
     return shards
 
 

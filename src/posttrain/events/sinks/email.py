@@ -63,7 +63,9 @@ class EmailSink(NetworkSink):
             raise InputError(f"email: --smtp-security must be {STARTTLS} or {NONE}, got {self._security!a}")
         self._user, self._password = settings.get("user_env"), settings.get("password_env")
         if bool(self._user) != bool(self._password):
-            raise InputError("email: --smtp-user-env and --smtp-password-env go together, got only one")
+            raise InputError(
+                "email: --smtp-user-env and --smtp-password-env must be set together, got only one of them"
+            )
         refuse_variable(self._user, "email: --smtp-user-env")
         refuse_variable(self._password, "email: --smtp-password-env")
         if self._user and self._security == NONE:

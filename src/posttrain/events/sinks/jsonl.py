@@ -33,7 +33,7 @@ class JsonLinesSink:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         if set(settings) != {"path"}:
-            raise InputError(f"jsonl: must have only the setting path, got {', '.join(sorted(settings)) or 'none'}")
+            raise InputError(f"jsonl: must have exactly one setting, path, got {', '.join(sorted(settings)) or 'none'}")
         self._path = absolute(str(settings["path"]), "jsonl: path")
         if self._path.suffix != SUFFIX:  # no program executes a file with this suffix
             raise InputError(f"jsonl: path must end with {SUFFIX}, got {self._path.name!a}")
@@ -80,7 +80,7 @@ class JsonLinesSink:
             return size
         half = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST)).rpartition(b"\n")[2]
         if not (half.startswith(_BEGINS) or _BEGINS.startswith(half)):
-            raise SinkError(f"{self._path}: must end with a whole line, got a partial line; complete it")
+            raise SinkError(f"{self._path}: must end with a whole line, got a partial line; complete the line")
         if _whole(half):
             return size + os.write(handle, b"\n")
         os.ftruncate(handle, size - len(half))
@@ -91,7 +91,9 @@ class JsonLinesSink:
         try:
             yield
         except BlockingIOError as error:
-            raise SinkError(f"{self._path}: another process writes it; wait for it, or name another path") from error
+            raise SinkError(
+                f"{self._path}: another process writes this file; wait until it ends, or name another path"
+            ) from error
         except OSError as error:
             raise SinkError(f"{self._path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
 

@@ -124,7 +124,9 @@ class WebhookSink(NetworkSink):
         if patience.over:
             raise SinkError(f"{where}: no answer within {patience.seconds:g} s")
         if 300 <= answer.status < 400:
-            raise SinkError(f"{where}: answers {answer.status}, and redirects are not followed; name its target")
+            raise SinkError(
+                f"{where}: answers {answer.status}, and redirects are not followed; use the URL to which it redirects"
+            )
         if not 200 <= answer.status < 300:
             raise SinkError(f"{where}: answers {answer.status}")
 
@@ -133,7 +135,9 @@ class WebhookSink(NetworkSink):
             return _parts(self._url)
         found = os.environ.get(self._url_env, "").strip()
         if not found:
-            raise SinkError(f"variable {self._url_env} must contain the URL where events are delivered, got none")
+            raise SinkError(
+                f"variable {self._url_env} must be set, in the process that delivers events, to the URL, got no value"
+            )
         try:
             return _parts(found)
         except InputError:  # the message of the error would reveal the URL
@@ -156,8 +160,8 @@ def _parts(url: str) -> SplitResult:
         raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got a malformed one") from None
     if parts.username is not None or parts.password is not None:
         raise InputError(
-            f"webhook: URL must contain no user and password, got {_shown(parts)} with them; remove them, as "
-            "requests are signed"
+            f"webhook: URL must contain no user and password, as in {_shown(parts)}; remove them: a signature "
+            "identifies the sender"
         )
     if not proper:
         raise InputError(f"webhook: URL must be http://HOST[:PORT]/PATH or https://…, got {_shown(parts)!a}")

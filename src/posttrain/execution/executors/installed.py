@@ -143,9 +143,11 @@ def _make(plugin: Plugin, runs: Path) -> Executor:
         lacks = [verb for verb in _VERBS if not callable(getattr(made, verb, None))]
         lacks += [flag for flag in _FLAGS if not isinstance(getattr(made, flag, None), bool)]
     if lacks:
-        raise InputError(f"{plugin}: an executor must have {', '.join((*_VERBS, *_FLAGS))}, lacks {', '.join(lacks)}")
+        raise InputError(
+            f"{plugin}: an executor must have {', '.join((*_VERBS, *_FLAGS))}, this executor lacks {', '.join(lacks)}"
+        )
     if (called := getattr(made, "name", None)) != plugin.name:
-        raise InputError(f"{plugin}: its executor must have the entry point's name, got {called!r}")
+        raise InputError(f"{plugin}: its executor must be named like the entry point, got {called!r}")
     return made
 
 

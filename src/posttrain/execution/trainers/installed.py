@@ -39,7 +39,7 @@ class InstalledTrainer:
         if lacks := [verb for verb in _VERBS if not callable(getattr(self._trainer, verb, None))]:
             raise InputError(f"{plugin}: a trainer must have {', '.join(_VERBS)}, this one lacks {', '.join(lacks)}")
         if (called := getattr(self._trainer, "name", None)) != plugin.name:
-            raise InputError(f"{plugin}: its trainer must have the entry point's name, got {called!r}")
+            raise InputError(f"{plugin}: its trainer must be named like the entry point, got {called!r}")
 
     def code_digest(self) -> str:
         """See `Trainer.code_digest`: includes its package."""

@@ -449,8 +449,8 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
         )
     if not is_sequence_classifier(judge):
         raise InputError(
-            f"reward model {name} must score responses, got a model that is not a sequence classifier; "
-            "name one of kind reward_model"
+            f"reward model {name} must score responses, got a model that is not a sequence classifier; name the "
+            "output of a reward_model stage"
         )
 
 
@@ -462,7 +462,8 @@ def _check_teacher(policy: Path, teacher: Path, name: str) -> None:
     """
     if load_tokenizer(policy).get_vocab() != load_tokenizer(teacher).get_vocab():
         raise InputError(
-            f"teacher {name} must have the policy's tokenizer, got another vocabulary; name one of the policy's family"
+            f"teacher {name} must have the policy's tokenizer, got another vocabulary; name a teacher of the "
+            "policy's model family"
         )
     if is_sequence_classifier(teacher):
         raise InputError(f"teacher {name} must generate text, got a model that scores; name a model that generates")

@@ -248,7 +248,7 @@ def home(visit: Visit) -> Response:
 def _channel(visit: Visit) -> ChannelView:
     found = visit.control.channel(visit.named("channel"))
     if not found.record.generation and not found.moves:
-        raise NotFoundError("the channel does not exist; a release or a policy creates it")
+        raise NotFoundError("the channel does not exist; the first release to it, or a policy for it, creates it")
     return found
 
 

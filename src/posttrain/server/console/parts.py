@@ -27,7 +27,7 @@ def drawn(control: Control, sent: Mapping[str, Any]) -> str:
     words = dict(sent)
     draw = _PARTS.get(words.pop("page"))
     if draw is None:
-        raise NotFoundError("there is no such page")
+        raise NotFoundError("the console has no page of this name; reload the page")
     return draw(control, **words)
 
 

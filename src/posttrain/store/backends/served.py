@@ -40,7 +40,7 @@ class ServedBlobs:
         self._direct = True
 
     def holding(self) -> AbstractContextManager[None]:
-        """Hold no lock: the run keeps the blobs of its inputs."""
+        """Hold no lock, because `gc` deletes no input of a live run."""
         return nullcontext()
 
     def put(self, data: bytes) -> str:
@@ -123,7 +123,7 @@ class ServedBlobs:
             UnavailableError, InfrastructureError: see `Reach.again`.
         """
         if not is_digest(digest):
-            raise IntegrityError(f"a digest must be sha256: and 64 hex digits, got {digest!r}")
+            raise IntegrityError(f"a digest must be `sha256:` followed by 64 hex digits, got {digest!r}")
         return self._reach.again(ask, self._leave_direct)
 
     def _leave_direct(self) -> None:

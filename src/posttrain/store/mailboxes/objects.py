@@ -52,8 +52,8 @@ def checked_url(url: str) -> str:
     place.remove(key)
     if not first or second:
         raise InputError(
-            f"mailboxes {url}: the store must reject a PUT with If-None-Match: * of an existing object; "
-            "use a store that does"
+            f"mailboxes {url}: the store must reject a PUT with If-None-Match: * if the object exists; use a store "
+            "that does this"
         )
     return place.place
 

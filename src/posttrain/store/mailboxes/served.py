@@ -84,7 +84,10 @@ class ServedObjects:
             if status in REFUSED:
                 raise refusal()
             if status == TOO_MUCH:
-                raise InputError(f"{key}: the attempt has written more to its mailbox than is allowed; write less")
+                raise InputError(
+                    f"{key}: the attempt has written more to its mailbox than its server allows; report fewer or "
+                    "smaller values"
+                )
             if status not in (*_OK, _MISSING, _THERE):
                 raise UnavailableError(f"status {status}")
             return status, body

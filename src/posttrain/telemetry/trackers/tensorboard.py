@@ -133,5 +133,5 @@ def _event(at: float, step: int, **content: Any) -> Event:
 
 
 def _float32(value: float) -> float:
-    """Return infinity for a value that float32 cannot represent."""
+    """Return the value, or ±infinity if its magnitude exceeds float32's range."""
     return value if abs(value) < 3.4e38 or value != value else float("inf") * (1 if value > 0 else -1)

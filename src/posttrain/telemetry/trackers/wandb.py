@@ -126,7 +126,7 @@ class WandbTracker(Tracker):
             if time.monotonic() >= until:
                 break
             time.sleep(0.1)
-        raise WorkspaceError(f"{target}: wandb did not write all data; check the free space of its disk")
+        raise WorkspaceError(f"{target}: wandb did not write all data; check the free space on its disk")
 
     def close(self) -> None:
         """See `Tracker.close`."""

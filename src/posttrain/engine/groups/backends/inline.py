@@ -190,4 +190,6 @@ class InlineBackend:
 
     def _refuse_closed(self, role: str, rank: int) -> None:
         if self._closed:
-            raise WorkerLostError(f"{role} rank {rank} has ended: its pool {self.pool} was closed; start a new pool")
+            raise WorkerLostError(
+                f"{role} rank {rank} has ended, since its pool {self.pool} was closed; start a new pool"
+            )

@@ -304,7 +304,8 @@ class RayBackend:
             return pack(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InputError(
-                f"arguments of {role}.{method} must be sent between processes, got {error}; pass plain values"
+                f"arguments of {role}.{method} cannot be sent to another process: {error}; pass values that can be "
+                "pickled"
             ) from error
 
     def _sent(self, parcel: Parcel, ranks: Sequence[int]) -> Any:

@@ -171,7 +171,9 @@ class Host:
 
     def _worker(self, role: str) -> Any:
         if role not in self._workers:
-            raise InputError(f"pool {self._context.pool} must have started role {role}, has {sorted(self._workers)}")
+            raise InputError(
+                f"pool {self._context.pool} must have started role {role}, got only {sorted(self._workers)}"
+            )
         return self._workers[role]
 
     def _tcp_store(self, address: tuple[str, int], seconds: float, descriptor: int | None = None) -> Any:
@@ -382,7 +384,7 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
     if silent:
         give_up(f"{_named(silent)} did not answer in time")
         raise DeadlineError(
-            f"{_named(silent)} must answer {silent[0].method} before its deadline, waited {timeout:.3g} seconds; check "
+            f"{_named(silent)} must answer {silent[0].method} within {timeout:.3g} seconds, but did not; check "
             "what the rank does, or raise runtime.call_timeout"
         )
 

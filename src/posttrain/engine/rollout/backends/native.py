@@ -97,7 +97,7 @@ class KeptPrompts:
         return True
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """Drop these prompts; the rows that begin with them stay."""
+        """Drop the stored keys and values of these prompts; rows in progress that begin with such a prompt remain."""
         self._store.forget(prompts)
         for prompt in prompts:
             del self._hidden[prompt]
@@ -146,10 +146,10 @@ class NativeRollout:
         reason = why_not_fusable(model.module)
         if reason is not None:
             raise InputError(
-                f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
+                f"native rollout needs a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
             )
         if read_every is not None and not 1 <= read_every <= _UNSEEN:
-            raise InputError(f"native read_every must be in 1..{_UNSEEN} steps, got {read_every}; set it")
+            raise InputError(f"native read_every must be from 1 to {_UNSEEN} steps, got {read_every}; change it")
         if model.device.type == "cpu":
             keep_freed_memory()
         self._model, self.context_length = model, model.context_length
@@ -278,7 +278,7 @@ class NativeRollout:
             needed = tokens * self._decoder.shape.position_bytes
             if needed > most:
                 raise InputError(
-                    f"runtime.kv_cache must hold generation {asked.id} of {tokens} tokens ({needed} bytes), "
+                    f"runtime.kv_cache must have room for generation {asked.id} of {tokens} tokens ({needed} bytes), "
                     f"got {most}; raise it, or lower max_new_tokens"
                 )
 

@@ -285,7 +285,7 @@ def contained(spec: JobSpec, folder: Path) -> dict[str, Any]:
     mounts = [[str(folder), str(folder), "rw"], _mount(folder)]
     for source, _, _ in mounts:
         if "," in source:
-            raise InputError(f"job {spec.name}: podman mounts no folder with a comma in its name, got {source}")
+            raise InputError(f"job {spec.name}: podman cannot mount a folder with a comma in its name, got {source}")
     place = str(spec.labels.get(WORKSPACE) or "alone")[:_PLACE_DIGITS]
     return {
         "name": f"{spec.name}-{place}-{secrets.token_hex(4)}",  # a copy of the workspace has the same digits

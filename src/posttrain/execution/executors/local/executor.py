@@ -82,7 +82,9 @@ class LocalExecutor:
     def submit(self, spec: JobSpec) -> Submission:
         """See `Executor.submit`; the handle is the supervisor's pid. It never returns `Unknown`."""
         if not os.path.exists("/proc/self/stat"):
-            raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
+            raise InfrastructureError(
+                "the local executor needs Linux's /proc, which this machine does not have; run on Linux"
+            )
         refuse_elsewhere(spec, self._own(spec), images=self.images)
         folder = _folder(spec)
         make_folder(folder)
@@ -210,7 +212,7 @@ def refuse_elsewhere(spec: JobSpec, own: Mapping[str, str] | None = None, *, ima
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
         if needed > has:
-            raise InputError(f"job {spec.name} requests {needed} {what}, this machine has {has}; request less")
+            raise InputError(f"job {spec.name} requests {needed} {what}, but this machine has {has}; request less")
     if lacking := [name for name in spec.secrets if name not in job_environment({}, own)]:
         raise InputError(
             f"job {spec.name} needs {', '.join(lacking)} in the environment of the process that drives its run, "

@@ -347,7 +347,7 @@ class _Limit:
 def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> int:
     """Wait for the job, kill its process group, and return the exit code, negative for a signal.
 
-    A job that has left its result has `LEAVING_SECONDS` to end, since no other job of its run starts before its end.
+    A job that has written its result must end within `LEAVING_SECONDS`, since its run starts no other job before.
     """
     ended, since = os.pidfd_open(job), math.inf
     while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
