@@ -166,7 +166,7 @@ def test_a_database_that_lost_its_tables_is_no_new_ledger(make: Make, postgres: 
     for words in (["ls"], ["init"], ["init", "--ledger", postgres_ledger]):
         refused = world(*words)
         assert refused.exit_code == 10, words
-        assert "holds nothing" in " ".join(refused.stderr.split())
+        assert "is empty: it was truncated" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.postgres

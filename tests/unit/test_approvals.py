@@ -636,7 +636,7 @@ def test_a_background_driver_keeps_a_run_that_waits_and_goes_on_when_it_is_appro
     [
         ({"approvals": 1}, "approvals: needs approvers, got none"),
         ({"self_approval": True}, "self_approval: needs approvers, got none"),
-        ({"quarantine": {"lift": "approval"}}, "quarantine.lift: approval: must come with approvers"),
+        ({"quarantine": {"lift": "approval"}}, "quarantine.lift: approval: needs approvers, got none"),
         ({"approvers": ["user:ann"], "approvals": 2}, "approvals: must be at most 1, the number of approvers, got 2"),
         ({"approvers": ["user:ann"], "approvals": 0}, "approvals"),
         ({"approvers": ["user:ann"], "approval": 1}, "did you mean 'approvals'?"),

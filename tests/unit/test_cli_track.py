@@ -121,8 +121,8 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
         ("['http://u:secret@h', 'http://u:secret@h']", "must name each tracker once, got 'http://…' twice"),
         ("{'http://u:secret@h': {}}", "trackers.http://…: unknown key"),
         ("{mlflow: {'tracking_uri=http://u:secret@h': 1}}", "did you mean 'tracking_uri'?"),
-        ("{wandb: 'http://u:secret@h'}", "trackers.wandb.project: must be letters"),
-        ("{mlflow: {experiment: 'http://u:secret@h'}}", "trackers.mlflow.experiment: must be letters"),
+        ("{wandb: 'http://u:secret@h'}", "trackers.wandb.project: must be at most 128 letters"),
+        ("{mlflow: {experiment: 'http://u:secret@h'}}", "trackers.mlflow.experiment: must be at most 128 letters"),
         ("{mlflow: 'ftp://u:secret@h'}", "must contain no credentials"),
     ],
 )

@@ -296,8 +296,8 @@ class TestLimits:
     @pytest.mark.parametrize(
         ("answer", "got"),
         [
-            ({}, "columns prompt;"),
-            ({"answer": None}, "columns prompt;"),
+            ({}, "no answer in the columns prompt;"),
+            ({"answer": None}, "no answer in the columns prompt;"),
             ({"answer": ["1"]}, 'answer ["1"] (list);'),
             ({"answer": True}, "answer true (bool);"),
             ({"answer": ["é" * 99]}, f'answer ["{"é" * 58}… (list);'),

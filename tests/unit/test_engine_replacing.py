@@ -153,7 +153,7 @@ def test_audit_18_a_rank_of_a_pool_that_works_together_is_not_replaced() -> None
 
 def test_ranks_that_share_a_shard_cannot_be_fed() -> None:
     group = ResourcePool(Mortal(2), sequence_parallel=2).start("rollout", Doubling)
-    with pytest.raises(InputError, match="must have one shard for each rank, got 2 ranks that share one"):
+    with pytest.raises(InputError, match="must have one shard for each rank, got 2 ranks that share a shard"):
         group.feed(covers, Doubling.feed, items(1))
 
 

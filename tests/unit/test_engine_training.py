@@ -371,7 +371,7 @@ class TestProbe:
     @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ["1"]}])
     def test_a_row_without_a_usable_answer_is_refused(self, row: dict[str, Any]) -> None:
         items = [PROMPTS[0], replace(PROMPTS[1], row=row)]
-        with pytest.raises(InputError, match="dataset:p@1 row 2 must have an answer"):
+        with pytest.raises(InputError, match="dataset:p@1 row 2 needs `answer`"):
             AccuracyProbe(items, TOKENIZER, extract=r"(\d)", max_new_tokens=3, name="dataset:p@1")
 
 

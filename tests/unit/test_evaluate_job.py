@@ -182,7 +182,7 @@ class TestSuite:
             items_of(tokenizer, config, ("q1", "1"), ("q1", "1"))
 
     def test_refused_rows(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        with pytest.raises(InputError, match=r"x row 1 must have an answer .* got columns prompt"):
+        with pytest.raises(InputError, match=r"x row 1 needs `answer`, .* got columns prompt"):
             suite_items([{"prompt": "q"}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99)
         for odd in (["1"], True, {"a": "1"}):
             with pytest.raises(InputError, match=r"x row 1 needs `answer`, the text or number"):
@@ -492,8 +492,8 @@ def test_budget_is_never_passed(bench: Bench, answered: Answered) -> None:
 @pytest.mark.parametrize(
     ("rows", "suite", "message"),
     [
-        ([{"prompt": "q"}], {}, "dataset:heldout@1 row 1 must have an answer"),
-        ([{"prompt": "q", "answer": None}], {}, "dataset:heldout@1 row 1 must have an answer"),
+        ([{"prompt": "q"}], {}, "dataset:heldout@1 row 1 needs `answer`"),
+        ([{"prompt": "q", "answer": None}], {}, "dataset:heldout@1 row 1 needs `answer`"),
         (
             [{"prompt": "q" * 60, "answer": "1"}],
             {},

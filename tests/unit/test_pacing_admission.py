@@ -167,12 +167,12 @@ def test_what_happens_twice_is_refused() -> None:
     with pytest.raises(InputError, match="at most 2 groups, got one more for prompt 2"):
         buffer.start([2], 0, 0)
     buffer.complete(0, "a")
-    with pytest.raises(InputError, match="prompt 0 must be running"):
+    with pytest.raises(InputError, match="prompt 0 is not running"):
         buffer.complete(0, "a")
     with pytest.raises(InputError, match="prompt 1 is not ready to be trained"):
         buffer.take([1], 0)
     buffer.drop(1)
-    with pytest.raises(InputError, match="prompt 1 must be running"):
+    with pytest.raises(InputError, match="prompt 1 is not running"):
         buffer.drop(1)
     assert buffer.take([0], 0) == ["a"]
     with pytest.raises(InputError, match="prompt 0 is not ready"):

@@ -150,7 +150,7 @@ def test_audit_29_a_lock_does_not_name_what_a_run_file_may_not(world: World, mon
         manifest = workspace.stores.manifest(workspace.ledger.run(world.newest()))
         stages = [stage for stage in manifest.stages if stage.name == "grpo"]
         stages[0].inputs["reward"].meta["secrets"][:] = ["PATH"]
-        with pytest.raises(InputError, match="secrets: PATH: other programs or stores read it"):
+        with pytest.raises(InputError, match="secrets: PATH: other programs or stores read this variable"):
             refuse_missing_secrets(workspace, manifest, Path("run.lock.json"))
 
 

@@ -88,13 +88,17 @@ def test_odd_series_still_make_a_picture(series: CurveSeries) -> None:
     "series",
     [
         CurveSeries("reward", "a", (0, 1), (0.5,)),
-        CurveSeries("reward", "a", (0,), (0.5,), low=(0.4,)),
         CurveSeries("reward", "a", (0,), (0.5,), low=(0.4,), high=(0.6, 0.7)),
     ],
 )
 def test_lengths_that_differ_are_refused(series: CurveSeries) -> None:
-    with pytest.raises(InputError, match="columns of 'reward' must have one length"):
+    with pytest.raises(InputError, match=r"columns of 'reward' must have the same length, got lengths \[1, 2\]"):
         draw_learning_curve([series])
+
+
+def test_one_bound_alone_is_refused() -> None:
+    with pytest.raises(InputError, match="'reward': low and high must both be given or be left out, got only low"):
+        draw_learning_curve([CurveSeries("reward", "a", (0,), (0.5,), low=(0.4,))])
 
 
 def test_nothing_to_draw_is_refused() -> None:
