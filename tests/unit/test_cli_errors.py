@@ -280,7 +280,7 @@ def test_ctrl_c_while_it_loads_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
 def test_audit_2_a_project_is_checked_before_a_workspace_is_opened(world: World) -> None:
     """A slip would open a project that no list shows."""
     data = world.write("few.jsonl", '{"prompt": "q", "completion": "a"}\n')
-    for name, words in (("../x", "must be 1-63 of a-z 0-9 -"), ("typo", "there is no project 'typo', known: ")):
+    for name, words in (("../x", "must be 1-63 of a-z 0-9 -"), ("typo", "there is no project 'typo', only ")):
         result = world("--project", name, "asset", "add", "dataset:few", data)
         assert (result.exit_code, words in one_line(result)) == (2, True), result.stderr
     with sqlite3.connect(world.root / ".posttrain" / "ledger.db") as ledger:

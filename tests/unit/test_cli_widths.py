@@ -67,7 +67,7 @@ def test_ls_keeps_ids_whole_and_what_succeeded_asks_for_nothing(
 ) -> None:
     _, good, bad = story
     text = terminal("ls")
-    assert "…" not in text.replace("look 4 at …", ""), "but for the end of a sentence of 200 characters"
+    assert "…" not in text.replace("(look 4…", ""), "but for the end of a sentence of 200 characters"
     assert re.search(rf"✔  {good}  succeeded", text)
     assert re.search(rf"✘  {bad}  rejected", text)
     assert "lineage" not in text

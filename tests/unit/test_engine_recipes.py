@@ -320,7 +320,7 @@ class TestPPO:
             def updates(self, step: int) -> Sequence[Update]:
                 return (Update("teacher", SupervisedObjective),)
 
-        with pytest.raises(InputError, match="Nobody trains the role teacher, got policy that learn"):
+        with pytest.raises(InputError, match="Nobody trains the role teacher, but the roles that learn are policy"):
             best_of_n(Nobody)
 
 

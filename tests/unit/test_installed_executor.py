@@ -87,7 +87,7 @@ def test_an_executor_of_an_installed_package_is_an_executor(site: Path) -> None:
         ("Far = 3", "must name a class or a function that creates an executor, got 3"),
         ("class Far:\n    name = 'far'\n    def __init__(self, runs): pass", "lacks submit, observe, signal, kill"),
         ("class Far:\n    pass", "making it raised TypeError"),
-        (FAR.replace('"far"', '"near"'), "must have the entry point's name, got 'near'"),
+        (FAR.replace('"far"', '"near"'), "must be named like the entry point, got 'near'"),
     ],
     ids=["raises", "no-class", "no-executor", "no-argument", "other-name"],
 )

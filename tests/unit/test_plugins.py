@@ -76,7 +76,7 @@ def test_a_name_that_posttrain_has_itself_looks_at_no_package(site: Path, monkey
         ("coach = 1", "raised AttributeError: module '{}' has no attribute 'Coach'"),
         ("Coach = 3", "must name a class or a function that creates a trainer, got 3"),
         ("class Coach: name = 'coach'", "this one lacks code_digest, check, devices, compile, collect"),
-        (COACH.replace('"coach"', '"other"'), "its trainer must have the entry point's name, got 'other'"),
+        (COACH.replace('"coach"', '"other"'), "its trainer must be named like the entry point, got 'other'"),
     ],
     ids=["raises", "imports", "exits", "lacks-it", "no-class", "no-trainer", "other-name"],
 )

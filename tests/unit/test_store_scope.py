@@ -130,7 +130,7 @@ def test_audit_1_every_connection_refuses_and_sends_nothing(ledger: Ledger) -> N
         engine = connection.engine
         event.listen(engine, "after_cursor_execute", lambda *words: sent.append(words[2]))
         for statement in UNSCOPED.values():
-            with pytest.raises(UnscopedStatementError, match="of every project"):
+            with pytest.raises(UnscopedStatementError, match="in every project"):
                 connection.execute(statement)
         with pytest.raises(UnscopedStatementError, match="runs"):
             connection.exec_driver_sql("SELECT * FROM runs")

@@ -247,7 +247,7 @@ def test_a_command_that_is_said_asks_the_project_that_was_asked(
     said = world(*of, "token", "issue", "user:eve", "--role", "viewer").stderr
     assert "until posttrain --project research member set user:eve" in said
     assert "posttrain --project research member set user:cy ROLE" in refused(world, *of, "token", "issue", "user:cy")
-    assert "`posttrain --project research ls` shows them" in refused(world, *of, "why", "nosuch")
+    assert "`posttrain --project research ls` shows the runs" in refused(world, *of, "why", "nosuch")
     assert "next: posttrain --project research run RUN.yaml" in world.ok(*of, "ls")
     at = ("--server", served.url, *of)
     assert f"next: posttrain --server {served.url} --project research run RUN.yaml" in world.ok(*at, "ls")
