@@ -229,8 +229,18 @@ class TestBounds:
         assert "more bytes of the reward's output were dropped" in seen
 
     def test_prints_do_not_disturb_the_answers(self, opened: Opener, capfd: pytest.CaptureFixture[str]) -> None:
-        reward = opened("def score(completion):\n    print('seen', completion, flush=True)\n    return 1\n")
+        reward = opened("def score(completion):\n    print('seen', completion)\n    return 1\n")
         assert reward.score(call("12"))[0].score == 1.0
+        reward.close()
+        assert "seen 12" in capfd.readouterr().err
+
+    def test_a_worker_killed_at_once_loses_no_printed_line(
+        self, opened: Opener, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        source = "import os\ndef score(completion):\n    print('seen', completion)\n    os.kill(os.getpid(), 9)\n"
+        reward = opened(source)
+        with pytest.raises(RewardError):
+            reward.score(call("12"))
         reward.close()
         assert "seen 12" in capfd.readouterr().err
 

@@ -356,6 +356,7 @@ def main() -> None:
     """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id,
     names of secrets."""
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
     descriptor, shared, cell, parent, *secrets = sys.argv[1:]
     _SECRETS.update((name, os.environ[name]) for name in secrets)
     marker = mmap.mmap(int(shared), 8)
