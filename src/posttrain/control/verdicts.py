@@ -250,7 +250,7 @@ def _baseline(blobs: BlobStore, inputs: Mapping[str, InputBlob], word: str) -> B
 
 
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
-    """Return the evaluator of a stage: code, parameters, and the suites' data."""
+    """Return the part of a report's evaluator digest for a stage: code, parameters, and the suites' data."""
     suites = {slot: [ref.digest, ref.meta] for slot, ref in stage.inputs.items() if slot != "model"}
     return {"code": manifest.code[stage.trainer], "params": deciding(stage.params), "suites": suites}
 

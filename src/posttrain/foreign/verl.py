@@ -107,14 +107,17 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     steps = _length(settings, draft, stage, rows)
     stage["optimizer"] = _optimizer(settings, draft, f"{_ACTOR}.", 1e-6, steps)
     if kind == "ppo":
-        critic = stage["critic"]["optimizer"] = _optimizer(settings, draft, "critic.", 1e-5, steps)
-        draft.carry("critic.optim", f"lr {critic['learning_rate']:g}", "critic.optimizer", critic["schedule"])
-    draft.carry(
-        f"{_ACTOR}.optim", f"lr {stage['optimizer']['learning_rate']:g}", "optimizer", stage["optimizer"]["schedule"]
-    )
+        stage["critic"]["optimizer"] = _optimizer(settings, draft, "critic.", 1e-5, steps)
+        _carry_optimizer(draft, "critic.optim", "critic.optimizer", stage["critic"]["optimizer"])
+    _carry_optimizer(draft, f"{_ACTOR}.optim", "optimizer", stage["optimizer"])
     runtime = _runtime(settings)
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     return draft.close(settings, _CHANGES, _HARMLESS)
+
+
+def _carry_optimizer(draft: Draft, theirs: str, ours: str, became: dict[str, Any]) -> None:
+    rate = f"{became['learning_rate']:g}"
+    draft.carry(theirs, f"lr {rate}", ours, f"learning_rate {rate}, schedule {became['schedule']}")
 
 
 def _data(settings: Settings, draft: Draft) -> str:
@@ -163,6 +166,7 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
     draft.carry("data.train_batch_size", prompts, "prompts_per_step", prompts)
     draft.carry(f"{_ROLLOUT}.n", group, "group_size", stage["group_size"])
     draft.carry(f"{_ACTOR}.ppo_mini_batch_size", mini, "mini_batches", stage["mini_batches"])
+    draft.carry("data.max_response_length", stage["max_new_tokens"], "max_new_tokens", stage["max_new_tokens"])
     return stage
 
 

@@ -17,7 +17,7 @@ from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
-from posttrain.control.channels import approval_statuses
+from posttrain.control.channels import approval_statuses, recall_of
 from posttrain.control.launch import trained_elsewhere
 from posttrain.control.release_plan import ADDED, choice_warnings, selection_words
 from posttrain.domain.approvals import ApprovalStatus
@@ -432,6 +432,9 @@ class RunWatcher:
         warnings = [*_job_warnings(stages), *(choice_warnings(self._manifest, metrics) if self._manifest else ())]
         if self._manifest and not (self._brief or is_final("run", run.state)):
             warnings += _policy_moved(self._workspace, self._manifest)
+        if self._manifest and not self._brief:
+            with self._workspace.ledger.snapshot() as ledger:
+                warnings += filter(None, [recall_of(ledger, self._manifest)])
         image = (self._manifest and self._manifest.image) or ""
         return RunStatus(
             run, stages, max(0.0, seconds), driver, action, self._trouble, tuple(warnings), signals, asked, image
