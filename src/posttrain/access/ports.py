@@ -21,8 +21,8 @@ class Identity:
 class Authenticator(Protocol):
     """Identifies a principal by a proof.
 
-    Every implementation returns the same identity for the same valid proof. Any other proof raises an AccessError of
-    one line that does not contain the proof. Nothing is written, so no log contains a proof.
+    Every implementation returns the same identity for the same valid proof. For any other proof it raises a one-line
+    AccessError that does not contain the proof. It writes nothing, so no log contains a proof.
     """
 
     @property

@@ -11,7 +11,7 @@ from posttrain.store.hosts import Ledger
 
 
 def role_of(ledger: Ledger, identity: Identity) -> Role | None:
-    """Return an identity's current role in the ledger's project; None: it has no role.
+    """Return an identity's current role in the ledger's project; None: the identity has no role.
 
     In a ledger without any roles (a workspace of one user), each user of the operating system who can open the ledger
     is an admin. A token never grants more than its scopes.

@@ -43,11 +43,11 @@ class Assets(Verbs):
 
     @verb("POST /assets/external", Role.SUBMITTER, "app.models", heavy=True, command="asset add", seals=True)
     def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
-        """Register an external data set: one object, whose bytes stay in place.
+        """Register an external data set: one object in an object store, whose bytes stay there.
 
         Args:
-            checksum: of the object.
-            version: of the object in its store, or empty.
+            checksum: the object's checksum.
+            version: the object's version in its store, or empty.
         """
 
     @verb("POST /assets/models", Role.SUBMITTER, ".catalog.add_model", heavy=True, command="asset add", seals=True)
@@ -60,11 +60,11 @@ class Assets(Verbs):
 
     @verb("POST /assets/rewards", Role.SUBMITTER, ".catalog.add_reward", heavy=True, command="asset add", seals=True)
     def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
-        """Register the source file of a reward, with the guideline that it implements."""
+        """Register the source file of a reward and, optionally, the guideline that the reward implements."""
 
     @verb("POST /assets/made-models", Role.SUBMITTER, "app.models", heavy=True, command="init", seals=True)
     def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
-        """Create a small base model from random weights in a one-stage run; return the model and the run's id."""
+        """Create a small base model with random weights, in a one-stage run; return the model and the run's id."""
 
     @verb(
         "GET /assets",
@@ -81,7 +81,7 @@ class Assets(Verbs):
         """Return an asset: `KIND:NAME@VERSION`, or the latest version of `KIND:NAME`.
 
         Raises:
-            NotFoundError: there is no such asset; the message names the nearest existing one.
+            NotFoundError: there is no such asset; the message names the nearest existing asset.
         """
 
     @verb("GET /asset-status", Role.VIEWER, "app.queries", key=lambda one: (one.kind, one.name, one.version))
@@ -90,14 +90,14 @@ class Assets(Verbs):
 
     @verb("POST /recalled", Role.VIEWER, "app.queries")
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
-        """Return digest → recall, for those digests whose bytes were recalled or made from recalled bytes."""
+        """Return a map from digest to recall, for digests whose bytes were recalled or made from recalled bytes."""
 
     @verb("POST /assets/marks", Role.APPROVER, "app.models", heavy=True, command="asset recall", seals=True)
     def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
         """Set or clear the status of an asset version; return the version, its status and its uses.
 
         Args:
-            status: `approved`, `recalled`, or empty, which clears it.
+            status: `approved`, `recalled`, or empty to clear the status.
         """
 
     @verb("GET /curves", Role.VIEWER, "app.models", heavy=True)
@@ -106,7 +106,7 @@ class Assets(Verbs):
 
     @verb("POST /imports/trl", Role.SUBMITTER, "app.models", heavy=True, command="import trl-output", seals=True)
     def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
-        """Register the output of a TRL or transformers trainer in its `output_dir`."""
+        """Register the output folder (`output_dir`) of a TRL or transformers trainer."""
 
     @verb(
         "POST /imports/mlflow",
@@ -119,7 +119,7 @@ class Assets(Verbs):
         seals=True,
     )
     def import_mlflow(self, where: str, run: str | None, name: Word | None) -> Imported:
-        """Register a run of an MLflow store."""
+        """Register a run from an MLflow store."""
 
     @verb("POST /imports/wandb", Role.SUBMITTER, "app.models", heavy=True, command="import wandb-export", seals=True)
     def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
@@ -148,11 +148,11 @@ class Models(Verbs):
         top_p: float = 1.0,
         min_p: float = 0.0,
     ) -> Asked:
-        """Sample responses of a model, which is named as on the command line. Nothing is recorded.
+        """Sample responses from a model, which is named as on the command line; nothing is recorded.
 
         Args:
-            chat: prompts are user's messages (true) or plain text (false); None: the form of the training rows, else
-                that of the chat template.
+            chat: whether the prompts are a user's messages (true) or plain text (false); None: the form of the model's
+                training rows, or else chat if the model has a chat template.
             stop: a response ends with the token that completes one of these in its text.
             top_k: draw among the k most likely tokens; 0: all tokens.
             top_p: draw among the most likely tokens that together have this probability.
@@ -164,14 +164,14 @@ class Models(Verbs):
         """Write a model as a Hugging Face folder.
 
         Args:
-            progress: called with each file.
+            progress: called with the name of each file.
         """
 
     @verb("POST /sweeps/plans", Role.VIEWER, "app.runs", heavy=True, command="sweep", run_file=True)
     def plan_sweep(
         self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
     ) -> Sweep:
-        """Resolve every point of a sweep. Writes nothing; one infeasible point rejects the whole sweep."""
+        """Resolve every point of a sweep without writing anything; one infeasible point rejects the whole sweep."""
 
     @verb(
         "POST /sweeps/runs",
@@ -183,7 +183,7 @@ class Models(Verbs):
         meant="app.runs:sent_point",
     )
     def submit_point(self, point: Point) -> Submitted:
-        """Submit the run of a sweep's point, or attach to the existing run."""
+        """Submit the run for one point of a sweep, or attach to the existing run."""
 
     @verb(
         "POST /sweeps/ranks",
@@ -198,7 +198,7 @@ class Models(Verbs):
         """Return the settings of a sweep, ranked by the measurements so far.
 
         Args:
-            runs: (place of a setting, seed) → run id.
+            runs: a map from (place of a setting, seed) to run id.
         """
 
 
@@ -209,8 +209,8 @@ class Whoami:
     principal: str
     auth: str  # how the caller was identified: os | token
     project: str
-    role: str | None  # viewer | submitter | approver | admin; None: no role there
-    projects: Mapping[str, str]  # project → role, of every project where the caller has one
+    role: str | None  # viewer | submitter | approver | admin; None: no role in this project
+    projects: Mapping[str, str]  # project → role, for every project in which the caller has a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,8 @@ class Access(Verbs):
     def images(self) -> list[str] | None:
         """Return the images that runs of the project may name, `NAME@sha256:…` or `NAME@*`.
 
-        None: never set. Then runs over a server may name no image, and users of a local workspace may name any.
+        If no image was ever listed, there is no list: runs on a server may then name no image, and users of a local
+        workspace may name any image.
         """
 
     @verb("POST /images", Role.ADMIN, "app.access", command="project allow-image", seals=True)
@@ -262,7 +263,7 @@ class Access(Verbs):
 
     @verb("GET /members", Role.ADMIN, ".ledger.roles", command="member ls", key=lambda one: (one[0],))
     def members(self) -> dict[str, str]:
-        """Return principal → role, of every member of the project."""
+        """Return the members of the project, as a map from principal to role."""
 
     @verb("PUT /members/{principal}", Role.ADMIN, "app.access", command="member set", seals=True)
     def set_member(self, principal: Principal, role: str | None) -> dict[str, str]:
@@ -290,12 +291,12 @@ class Access(Verbs):
 
     @verb("POST /tokens/{token_id}/rotation", Role.ADMIN, "app.access", command="token rotate", seals=True)
     def rotate_token(self, token_id: TokenId, days: float) -> Issued:
-        """Create a token that replaces another one, which is revoked immediately."""
+        """Create a token that replaces another token, which is revoked immediately."""
 
     @verb("DELETE /tokens/{token_id}", Role.ADMIN, "app.access", command="token revoke", seals=True)
     def revoke_token(self, token_id: TokenId) -> list[Token]:
         """Revoke a token; return the tokens of the project.
 
         Raises:
-            NotFoundError: the project has no token of that id.
+            NotFoundError: the project has no token with this id.
         """

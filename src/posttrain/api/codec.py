@@ -30,7 +30,7 @@ class _Names(dict[str, Any]):
         self._rooms: dict[str, str] = {}  # name → the module that exports it
 
     def enter(self, module: str) -> None:
-        """Record the imports of a module; of two equal names the first one counts."""
+        """Record the imports of a module; of two equal names, the name that was recorded first counts."""
         self._rooms = {**_imported(module), **self._rooms}
 
     def __missing__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class _Names(dict[str, Any]):
 
 @functools.cache
 def _imported(module: str) -> dict[str, str]:
-    """Return name → module for the imports of a module, including those under `if TYPE_CHECKING`, from its bytecode."""
+    """Return name → exporting module, for all imports in a module's bytecode, even those under `if TYPE_CHECKING`."""
     found, room = {}, ""
     for step in dis.get_instructions(import_module(module).__loader__.get_code(module)):  # type: ignore[union-attr]
         if step.opname == "IMPORT_NAME":
@@ -81,7 +81,7 @@ def signature(declared: Callable[..., Any]) -> inspect.Signature:
 
 @functools.cache
 def answer(declared: Callable[..., Any]) -> TypeAdapter[Any]:
-    """Return the reader of a verb's answer. It loads the packages of the values, which a server need not do."""
+    """Return the reader of a verb's answer, which a server does not need: it loads the packages of the values."""
     return adapter(_hints(declared, lambda name: name == "return")["return"])
 
 

@@ -1,7 +1,7 @@
 """`Control`: the verbs that the command line and the Python API call, in process or on a server.
 
 Arguments are strings, numbers and files of this machine; answers are values (`api.values`, `domain`). Callers cannot
-see whether there is a ledger. Each verb is declared once, here or in `api.assets`.
+see whether a local ledger or a server answers. Each verb is declared once, here or in `api.assets`.
 
 The verbs of `Sinks` configure, show, test, pause and remove receivers of events. `Control` returns a `Watcher` or a
 `RunWatch` to a caller that reads a run repeatedly.
@@ -76,13 +76,13 @@ class Sinks(Verbs):
 
         Args:
             kind: webhook | jsonl | email.
-            settings: its address, and the names of the variables or files with its secrets; see its back-end.
-            rule: which events it receives; see `domain.sinks.Rule`.
-            from_start: whether to deliver also the events that are already in the log.
+            settings: the sink's address, and the names of the variables or files with its secrets; see the back-end.
+            rule: selects the events that the sink receives; see `domain.sinks.Rule`.
+            from_start: whether to also deliver the events that are already in the log.
 
         Raises:
             InputError: the name, the settings or the rule are invalid.
-            ConflictError: there is a sink of this name.
+            ConflictError: a sink of this name already exists.
         """
 
     @verb("POST /sinks/{name}/test", Role.ADMIN, "app.sinks", heavy=True, command="sink test")
@@ -90,19 +90,19 @@ class Sinks(Verbs):
         """Send a message marked as a test to a sink; return the sink's address.
 
         Raises:
-            SinkError: the sink did not accept it.
+            SinkError: the sink did not accept the message.
         """
 
     @verb("POST /sinks/{name}/pause", Role.ADMIN, "app.sinks", command="sink pause")
     def pause_sink(self, name: Name) -> SinkView:
-        """Pause deliveries to a sink until `resume_sink`; events that occur in between are delivered afterwards."""
+        """Pause deliveries to a sink; events that occur during the pause are delivered when deliveries resume."""
 
     @verb("POST /sinks/{name}/resume", Role.ADMIN, "app.sinks", heavy=True, command="sink resume")
     def resume_sink(self, name: Name, *, skip: bool = False) -> SinkView:
         """Resume deliveries to a sink immediately, even during a back-off.
 
         Args:
-            skip: omit the events that were not delivered so far.
+            skip: whether to omit the events that have not been delivered so far.
         """
 
     @verb("DELETE /sinks/{name}", Role.ADMIN, "app.sinks", command="sink remove", seals=True)
@@ -115,7 +115,7 @@ class Submissions(Verbs):
 
     @verb("POST /plans", Role.VIEWER, "app.runs:view_plan", heavy=True, run_file=True)
     def plan(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
-        """Return what submitting a run file would do. Writes nothing.
+        """Return what submitting a run file would do; nothing is written.
 
         Raises:
             InputError: the run file is invalid; the message names file, field, constraint and value.
@@ -140,10 +140,10 @@ class Submissions(Verbs):
         note: str = "",
         tags: Sequence[Tag] = (),
     ) -> Submitted:
-        """Submit a run file or a locked manifest as a run; one submitted before attaches to its existing run.
+        """Submit a run file or a locked manifest as a run, or attach to the run of an earlier submission.
 
         Args:
-            note, tags: added to the run, as `note` does; invalid ones are rejected before anything is recorded.
+            note, tags: a note and tags for the run; invalid values are rejected before anything is recorded.
         """
 
     @verb(
@@ -165,7 +165,7 @@ class Submissions(Verbs):
         seed: int,
         again: bool,
     ) -> Submitted:
-        """Submit a run of one evaluate stage, which measures a model on suites."""
+        """Submit a run with one evaluate stage, which measures a model on suites."""
 
     @verb("", Role.SUBMITTER, "app.driver", command="attach")
     def drive(
@@ -181,7 +181,7 @@ class Submissions(Verbs):
         Args:
             timeout: seconds; None: no limit.
             watch: called with the run about ten times a second.
-            report: the caller will call `write_report` when the run has ended.
+            report: whether the caller will call `write_report` when the run has ended.
 
         Raises:
             DeadlineError: `timeout` passed; this does not stop the run.
@@ -194,25 +194,25 @@ class Submissions(Verbs):
         Raises:
             InputError: the run has ended.
             WorkspaceError: the workspace cannot be written.
-            InfrastructureError: no driver could be started; neither driver nor request is left.
+            InfrastructureError: no driver could be started; neither a driver nor a request to it remains.
         """
 
     @verb("POST /runs/{run_id}/signals", Role.SUBMITTER, "control.actions:send_signal")
     def signal(self, run_id: RunId, name: Name, reason: str = "") -> tuple[Signal, bool]:
-        """Send a signal that a run waits for; return the signal, and whether this call sent it first."""
+        """Send a signal that a run waits for; return the signal, and whether this call was the first to send it."""
 
     @verb("POST /runs/{run_id}/notes", Role.SUBMITTER, "control.actions")
     def note(self, run_id: RunId, text: str = "", tags: Sequence[Tag] = (), untag: Sequence[Tag] = ()) -> list[RunNote]:
-        """Add a note to a run, add and remove tags; return its tags and newest note.
+        """Add a note to a run, and add or remove tags; return the run's tags and newest note.
 
         Raises:
-            InputError: nothing to change, a text that is too long, too many texts or tags, a tag that is both added
-                and removed, or a tag to remove that the run does not have.
+            InputError: there is nothing to change, the text is too long, there are too many notes or tags, a tag is
+                both added and removed, or a tag to remove is not a tag of the run.
         """
 
     @verb("POST /runs/{run_id}/stop", Role.SUBMITTER, "control.actions")
     def stop(self, run_id: RunId) -> RunRecord:
-        """Request a stop of a run; its driver carries it out."""
+        """Request that a run stop; the run's driver carries out the request."""
 
     @verb("POST /runs/{run_id}/retry", Role.SUBMITTER, "app.runs")
     def retry(self, run_id: RunId) -> RunRecord:
@@ -232,7 +232,7 @@ class Runs(Verbs):
 
     @verb("GET /runs/{words}", Role.VIEWER, ".ledger.find_run", command="get")
     def run(self, words: Word) -> RunRecord:
-        """Return a run: by its id, by a prefix of the id, or the newest run of a name.
+        """Return a run, named by its id, by a prefix of the id, or by its name (the newest run with this name).
 
         Raises:
             NotFoundError: there is no such run.
@@ -249,12 +249,12 @@ class Runs(Verbs):
 
         Args:
             before: the id of a run; only older runs are returned.
-            tag: only runs with this tag.
+            tag: a tag; only runs with this tag are returned.
         """
 
     @verb("GET /queue", Role.VIEWER, "views.status:read_unfinished")
     def queue(self, limit: int) -> list[RunSummary]:
-        """Return summaries of unfinished runs: pending ones first, newest first within each state.
+        """Return summaries of unfinished runs: pending runs first, and the newest first within each state.
 
         Args:
             limit: the maximum number of runs of each state.
@@ -270,7 +270,7 @@ class Runs(Verbs):
 
     @verb("GET /runs/{run_id}/driver", Role.VIEWER, "app.queries")
     def driver(self, run_id: RunId) -> RunDriver | None:
-        """Return the driver of a run; None: the run has ended."""
+        """Return the driver of an unfinished run; a run that has ended has no driver."""
 
     @verb("GET /runs/{run_id}/why", Role.VIEWER, "app.queries", heavy=True)
     def why(self, run_id: RunId) -> Why:
@@ -285,7 +285,7 @@ class Runs(Verbs):
         """Return a comparison of runs or of their evaluate stages.
 
         Args:
-            page: also write the comparison to this HTML file.
+            page: an HTML file, to which the comparison is also written.
         """
 
     @verb("", Role.VIEWER, "app.queries")
@@ -311,7 +311,7 @@ class Runs(Verbs):
         """Yield the output of a run's jobs, piece by piece.
 
         Args:
-            follow: continue until the run ends.
+            follow: the run to wait for: continue until it ends; None: only the existing output.
         """
 
     @verb("", Role.VIEWER, "views.report:read_report")
@@ -346,7 +346,7 @@ class Runs(Verbs):
         """Return the samples that a run recorded.
 
         Args:
-            say: called with a line for each thing that cannot be read.
+            say: called with one line for each error in reading the samples.
         """
 
     @verb("GET /runs/{run_id}/samples/{sample}", Role.VIEWER, "views.trace:recorded_sample", heavy=True)
@@ -359,15 +359,15 @@ class Runs(Verbs):
 
     @verb("POST /runs/{run_id}/trackers", Role.SUBMITTER, "app.queries", heavy=True)
     def track(self, run_id: RunId, chosen: Mapping[str, Any]) -> list[TrackerState]:
-        """Write the missing points of a run's trackers; return their states.
+        """Write the missing points of a run's trackers; return the trackers' states.
 
         Args:
-            chosen: add these trackers to the run, and write only these.
+            chosen: trackers to add to the run; if there are any, only these are written.
         """
 
     @verb("", Role.SUBMITTER, "app.queries")
     def follow(self, run_id: RunId) -> None:
-        """Write a run's metrics to its trackers until the run ends; return immediately if another process does."""
+        """Write a run's metrics to its trackers until the run ends; return immediately if another process does so."""
 
 
 class Channels(Verbs):
@@ -383,7 +383,7 @@ class Channels(Verbs):
 
     @verb("GET /channels/{name}/record", Role.VIEWER, ".ledger.channel_record")
     def channel_record(self, name: Word) -> ChannelRecord:
-        """Return a channel's protection, freeze and policy digest; generation 0 if it does not exist."""
+        """Return a channel's protection, freeze and policy digest; for an unused channel, `generation` is 0."""
 
     @verb("GET /channels/{name}", Role.VIEWER, "app.channels", command="get")
     def channel(self, name: Name) -> ChannelView:
@@ -391,7 +391,7 @@ class Channels(Verbs):
 
     @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.rows:channel_states", heavy=True)
     def channel_trackers(self, name: Name) -> list[TrackerState]:
-        """Return the states of the registries that follow a channel."""
+        """Return the states of the model registries that follow a channel."""
 
     @verb(
         "POST /channels/{name}/trackers",
@@ -401,7 +401,7 @@ class Channels(Verbs):
         command="track",
     )
     def track_channel(self, name: Name) -> list[TrackerState]:
-        """Update every registry that follows a channel to the channel's current state."""
+        """Update every model registry that follows a channel to the channel's current state."""
 
     @verb("POST /channels/{channel}/releases", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def promote(self, run_id: RunId, channel: Name, lift_quarantine: str = "") -> ReleaseEntry:
@@ -424,7 +424,7 @@ class Channels(Verbs):
 
         Args:
             to: a release number, run id or digest prefix; None: the newest release that is not quarantined.
-            since: the release that must be live now.
+            since: the number of the release that must be live now.
             reason: the reason for the rollback.
             lift_quarantine: the reason why the quarantined model that `to` names may return.
         """
@@ -434,8 +434,8 @@ class Channels(Verbs):
         """Approve a pending request as the current principal; return the status of the request.
 
         Args:
-            what: the id of a run whose model is to be released, or the digest of a request or a prefix of it.
-            channel: of a run: overrides the channel that its run file names.
+            what: the id of a run whose model is to be released, or the digest of a request (or a prefix of the digest).
+            channel: if `what` is a run: the channel to use instead of the channel that the run file names.
 
         Raises:
             AccessError: the policy does not name the principal, or the request is the principal's own.
@@ -443,7 +443,7 @@ class Channels(Verbs):
 
     @verb("POST /rejections", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def reject(self, what: Word, channel: Name | None, reason: str) -> ApprovalStatus:
-        """Reject a pending request; arguments and errors as for `approve`."""
+        """Reject a pending request as the current principal; parameters and errors are those of an approval."""
 
     @verb(
         "GET /channels/{channel}/approvals",
@@ -457,10 +457,12 @@ class Channels(Verbs):
 
     @verb("GET /channels/{name}/policy", Role.VIEWER, "app.channels", heavy=True, command="channel policy")
     def policy(self, name: Name, request: Word | None = None) -> PinnedPolicy | None:
-        """Return the policy that every release of a channel must pass; None: the gates of its run.
+        """Return the policy that every release of a channel must pass, if the channel has a policy.
+
+        Without a policy, a release must pass only the gates of its run.
 
         Args:
-            request: the digest of an approval request: return the policy that it would set instead.
+            request: the digest of an approval request; the policy that this request would set is then returned instead.
         """
 
     @verb("GET /channels/{name}/policies", Role.VIEWER, "app.channels", key=lambda one: (one.id,))
@@ -475,7 +477,7 @@ class Channels(Verbs):
         newest=lambda move: str(move.entry.sequence),
     )
     def history(self, name: Name, limit: int | None = None, before: Word | None = None) -> list[Move]:
-        """Return the moves of a channel, newest first: state, reason and approvers of each.
+        """Return the moves of a channel, newest first, each with its state, reason and approvers.
 
         Args:
             before: the number of a release; only older moves are returned.
@@ -489,7 +491,7 @@ class Channels(Verbs):
         "PUT /channels/{name}/policy", Role.ADMIN, "app.channels", heavy=True, command="channel set-policy", seals=True
     )
     def set_policy(self, name: Word, path: Path) -> tuple[PinnedPolicy, list[str]]:
-        """Set the policy of a channel from a YAML file; return it with hints about its limits."""
+        """Set the policy of a channel from a YAML file; return the policy, with hints about possible problems."""
 
     @verb(
         "DELETE /channels/{name}/policy",
@@ -500,15 +502,16 @@ class Channels(Verbs):
         seals=True,
     )
     def remove_policy(self, name: Word) -> ChannelRecord:
-        """Delete the policy of a channel: releases then need to pass only the gates of their runs."""
+        """Delete the policy of a channel; releases then need to pass only the gates of their runs."""
 
     @verb(
         "PUT /channels/{name}/protection", Role.ADMIN, "app.channels", heavy=True, command="channel protect", seals=True
     )
     def protect(self, name: Word, *, protected: bool = True, why: str = "") -> ChannelRecord:
-        """Require another person's approval for releases to a channel, or stop requiring it.
+        """Require another person's approval for releases to a channel, or remove this requirement.
 
-        Changes of its policy and quarantine require it too. The approver neither submitted nor owns the released run.
+        Changes of the channel's policy and quarantine then require an approval too. The approver must be neither the
+        submitter nor the owner of the released run.
 
         Args:
             protected: false removes the protection.
@@ -548,12 +551,12 @@ class Records(Verbs):
         """Return the lineage of a channel, a run or an asset: everything it was made from.
 
         Args:
-            target: `channel:NAME` means the channel even if a run or an asset has the same name.
+            target: a name; `channel:NAME` means the channel even if a run or an asset has the same name.
         """
 
     @verb("GET /downstream", Role.VIEWER, "app.queries", heavy=True)
     def downstream(self, target: Word, limit: int = 200) -> Downstream:
-        """Return everything made from an asset, a digest, the model that a channel serves, or a run.
+        """Return everything that was made from an asset, a digest, a run, or the model that a channel points at.
 
         Args:
             limit: the maximum number of nodes in the tree; the nearest come first.
@@ -564,16 +567,16 @@ class Records(Verbs):
         """Verify a lineage and the event log by hashing them again.
 
         Args:
-            target: empty: the lineages of the models that all channels serve.
+            target: a channel, run or asset; empty: the models that all channels point at.
         """
 
     @verb("GET /dead", Role.VIEWER, "app.runs", heavy=True, key=lambda one: (one.object, one.kind))
     def dead(self, within: Word | None) -> list[Dead]:
-        """Return the objects that were set aside: all of them, or those of one RUN or RUN/STAGE."""
+        """Return the objects that were set aside: all of them, or those of one run or stage (RUN or RUN/STAGE)."""
 
     @verb("POST /dead/retry", Role.SUBMITTER, "app.runs", heavy=True, command="dead --retry")
     def look_again(self, within: Word) -> list[Dead]:
-        """Resume the objects of a RUN or RUN/STAGE that were set aside; return them."""
+        """Resume the objects of a RUN or RUN/STAGE that were set aside; return these objects."""
 
     @verb("POST /dead/assume", Role.ADMIN, "app.runs", heavy=True, command="dead --assume-dead")
     def assume_dead(self, stage: Word) -> AttemptRecord:
@@ -581,20 +584,20 @@ class Records(Verbs):
 
     @verb("POST /erasures", Role.ADMIN, "app.garbage", heavy=True, seals=True)
     def erase(self, what: Word, reason: str) -> Erasure:
-        """Erase the words of a run, the words of an asset version, or the name of a person."""
+        """Erase the free text of a run or of an asset version, or the name of a person."""
 
     @verb("POST /garbage-collections", Role.ADMIN, "app.garbage:collect_garbage", heavy=True, seals=True)
     def gc(self, older_than: float, *, dry_run: bool) -> Collected:
-        """Delete artifacts that no record needs and that are older than a limit; return their numbers.
+        """Delete artifacts that no record needs and that are older than a limit; return counts and sizes.
 
         Args:
             older_than: the limit in seconds.
-            dry_run: whether to delete nothing and return the numbers that would be deleted.
+            dry_run: whether to delete nothing and only return the counts and sizes of what would be deleted.
         """
 
 
 class Control(Submissions, Runs, Channels, Records, Assets, Sinks, Models, Access):
-    """All verbs."""
+    """The complete set of verbs."""
 
     def close(self) -> None:
         """Close the connection or workspace; no verb may be called afterwards."""
@@ -616,7 +619,7 @@ class RunWatch(Protocol):
     """Waits for a run that another process drives."""
 
     def look(self) -> RunRecord:
-        """Return the current run. Raises DeadlineError after the time-out."""
+        """Return the current run; raise DeadlineError after the time-out."""
 
     def rest(self, seconds: float) -> None:
         """Sleep until the next time to read the run."""

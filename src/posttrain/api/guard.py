@@ -31,7 +31,7 @@ class Guard:
         """Carry a verb out, and return its result.
 
         Raises:
-            AccessError: the caller's role does not cover it.
+            AccessError: the caller's role does not cover the verb.
             InputError: an id or name is invalid, or a parameter is unknown or missing.
         """
         self.refuse(verb)
@@ -75,7 +75,7 @@ def check_ids(verb: Verb[..., Any], given: Mapping[str, Any]) -> None:
 
 
 def refuse(control: Control, verb: str) -> None:
-    """Raise AccessError if the role behind a guarded control does not cover a verb. Does not carry out the verb."""
+    """Raise AccessError if the role behind a guarded control does not cover a verb; the verb is not carried out."""
     guard = control.asks
     assert isinstance(guard, Guard), "a server asks guarded controls only"
     guard.refuse(VERBS[verb])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry, RunRecord
 
 
-_LOOK = 2.0  # seconds between two checks whether a run waits for a person
+_LOOK = 2.0  # seconds between two checks of whether a run waits for a person
 
 
 class Bound(Generic[P, R]):
@@ -50,8 +50,8 @@ class Run:
 
     control: Control = field(repr=False)
     id: str
-    attached: bool = False  # the run was submitted before, and this submit started nothing
-    warnings: tuple[str, ...] = ()  # from this submit's plan, or from attaching
+    attached: bool = False  # the run was submitted before, and this call of `submit` started nothing
+    warnings: tuple[str, ...] = ()  # from planning, or from attaching
 
     @property
     def word(self) -> str:
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`stage/metric` → value, of every stage that has ended."""
+        """`stage/metric` → value, for every stage that has ended."""
         stages = [stage.record for stage in self.control.status(self.id).stages]
         return {f"{stage.name}/{name}": value for stage in stages for name, value in stage.metrics.items()}
 
@@ -139,7 +139,7 @@ class Run:
 
 
 class _Asked:
-    """Warns a waiting Python caller, once for each action, that the run requires a person's action."""
+    """Warns a waiting Python caller that the run waits for a person's action, once for each action."""
 
     def __init__(self, control: Control, run_id: str) -> None:
         self._control, self._run_id, self._at = control, run_id, -_LOOK
@@ -196,7 +196,7 @@ class Channel:
 
     @property
     def policy(self) -> PinnedPolicy | None:
-        """The policy that every release must pass; None: the gates of its run."""
+        """The policy that every release must pass; None: a release must pass only the gates of its run."""
         return self.control.policy(self.name)
 
     @property
@@ -205,7 +205,7 @@ class Channel:
         return self.control.policies(self.name)
 
     def told(self, kind: str) -> Event | None:
-        """Return the last event of a given kind about the channel, such as `channel.frozen`."""
+        """Return the last event of one kind about the channel, such as `channel.frozen`; None: no such event."""
         return next(reversed(self.control.channel_events(self.name, kind)), None)
 
     def set_policy(self, path: str | Path) -> ChannelRecord:
@@ -213,7 +213,7 @@ class Channel:
 
         Raises:
             InputError: the policy file is invalid; the message names file, field, constraint and value.
-            ApprovalError: the channel is protected and the change is not approved yet; this call requests it.
+            ApprovalError: the channel is protected and the change is not approved yet; this call requests the approval.
             ChannelClosedError: the channel is protected, and no approver is named.
         """
         self.control.set_policy(self.name, Path(path))

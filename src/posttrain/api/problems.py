@@ -51,8 +51,8 @@ def _name(kind: type[BaseException]) -> str:
 def problem(error: BaseException, request: str = "", status: int | None = None) -> dict[str, Any]:
     """Return the document that describes an error.
 
-    With a status of 500 or more the document contains only the kind of the error and the request's id: messages of such
-    errors name databases, users, endpoints and objects.
+    With a status of 500 or more, the document contains only the kind of the error and the request's id, because the
+    messages of such errors name databases, users, endpoints and objects.
 
     Args:
         request: id of the request, which is also in the server's log.
@@ -80,7 +80,7 @@ def raised(document: Mapping[str, Any]) -> PosttrainError:
     word, detail = str(document.get("type", "")), str(document.get("detail") or document.get("title") or "")
     found = known.get(word)
     code = document.get("exit_code")
-    if found is None and detail and code != PosttrainError.exit_code:  # a type of a newer server
+    if found is None and detail and code != PosttrainError.exit_code:  # a type that only a newer server has
         found = next((one for one in _classes() if one.exit_code == code), None)
     if found is not None:
         return found(detail)

@@ -1,7 +1,7 @@
 """Values that `Control` returns.
 
-Values of lower packages are re-exported for modules that may not import these packages; at run time this imports
-nothing.
+Values of lower packages are re-exported for modules that must not import these packages; at run time, this module
+imports nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Submitted:
 
     run: RunRecord
     attached: bool = True  # the run was submitted before, and nothing was started
-    warnings: tuple[str, ...] = ()  # from its plan, or from attaching
+    warnings: tuple[str, ...] = ()  # from planning, or from attaching
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Why:
     report: GateReport | None
     lost: tuple[AttemptRecord, ...]  # attempts that failed, were lost or were stopped
     scores: Scores
-    compared_with: str | None  # the run that produced the baseline model of its gates
+    compared_with: str | None  # the run that produced the baseline model of the run's gates
     next_action: str
     trackers: tuple[TrackerState, ...]
 
@@ -99,8 +99,8 @@ class RunDiff:
     first: str
     second: str
     differences: tuple[Difference, ...]
-    metrics: tuple[Mapping[str, float], Mapping[str, float]]  # `stage/metric` → value, of each run
-    measured: frozenset[str]  # stages of the first run that measure
+    metrics: tuple[Mapping[str, float], Mapping[str, float]]  # for each run: `stage/metric` → value
+    measured: frozenset[str]  # stages of the first run that measure a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """The result of an erasure, and the places with further copies."""
+    """The result of an erasure, and the places that may still contain copies."""
 
     target: str
     done: Erased
@@ -145,9 +145,9 @@ class Collected:
 
     dry_run: bool
     blobs: SweptBlobs
-    folders: int  # of cached copies, and of checkpoints of ended runs
+    folders: int  # number of deleted folders: cached copies, and checkpoints of ended runs
     folder_bytes: int
-    requests: int  # answers to requests that are too old to be repeated
+    requests: int  # number of deleted answers to requests that are too old to be repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ class Marked:
     said: AssetStatus | None
     runs: tuple[str, ...] = ()  # runs that used the version, or anything made from it
     running: tuple[str, ...] = ()  # those that have not ended
-    live: tuple[tuple[str, int | None], ...] = ()  # channel that serves such a model, release to return to
-    still: AssetStatus | None = None  # another recall that still bars its bytes
+    live: tuple[tuple[str, int | None], ...] = ()  # channel that points at such a model, release to return to
+    still: AssetStatus | None = None  # another recall that still bars the version's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Answer:
     text: str
     tokens: int
     truncated: bool  # by max_new_tokens
-    logprob: float  # of the whole response, under the temperature (1 for the most likely tokens)
+    logprob: float  # of the whole response, at its temperature (at 1 if the temperature is 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Exported:
     files: tuple[str, ...]
     bytes: int
     card: bool  # false: no run of this workspace made the model, so its own model card was copied
-    opened_by: str  # the class of transformers that loads it
+    opened_by: str  # the transformers class that loads the folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +203,10 @@ class Asked:
 class Point:
     """One run of a sweep."""
 
-    place: int  # of its setting
+    place: int  # position of the setting in the sweep, from 0
     setting: Setting
     seed: int
-    planned: Planned  # its resolved run
+    planned: Planned  # the resolved run
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 A verb is declared once (`api.control`, `api.assets`). The declaration is a function without a body: parameters, return
 type and documentation. Its decorator adds the request, the lowest role, and the function that answers the verb in
-process. The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a
-client and the page of the reference are derived from the declaration.
+process. The in-process call, the check of roles and ids, the route, the entry in the OpenAPI document, the client's
+request and the reference page are derived from the declaration.
 
 Each parameter travels by name: in the path, in the query of a GET, or in the JSON body of any other request. The
 caller's files are first uploaded by digest, and a `FileRef` or a `RunFile` names them; files that a verb writes are
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 API_VERSION = 1  # the client's version, which is in the path of every request
 API_VERSIONS = (1,)  # the versions that a server accepts: its own and that of the previous release
-UNKNOWN_PARAMETER = "unknown parameter"  # in the error message
+UNKNOWN_PARAMETER = "unknown parameter"  # part of the error message
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
@@ -68,7 +68,7 @@ _NAMED = re.compile(r"{(\w+)}")
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file or a folder of the caller, in the store: `FileRef("train.jsonl", "sha256:…", "file")`."""
+    """A file or a folder of the caller that was uploaded to the store: `FileRef("train.jsonl", "sha256:…", "file")`."""
 
     name: str  # the last part of its path on the client
     digest: str
@@ -77,9 +77,9 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A run file with the local files that it names; their paths in it are rewritten to their names in `files`."""
+    """A run file and the local files that it names; in `text`, their paths are replaced by their names in `files`."""
 
-    name: str  # in errors
+    name: str  # the run file's name in errors
     text: str
     files: Mapping[str, FileRef] = field(default_factory=dict)  # relative path in the text → file
 
@@ -91,7 +91,7 @@ class Asks(Protocol):
         """Carry a verb out."""
 
     def close(self) -> None:
-        """Close it; no verb may be called afterwards."""
+        """Close the component; no verb may be called afterwards."""
 
 
 class Verbs:
@@ -103,25 +103,25 @@ class Verbs:
 
 @dataclass(frozen=True, eq=False)
 class Verb(Generic[P, R]):
-    """One verb."""
+    """One declared verb."""
 
     function: Callable[Concatenate[Any, P], R]  # its declaration
     method: str  # GET | POST | PUT | DELETE; empty: not an HTTP request
-    path: str  # below the project
+    path: str  # the part of the URL's path below the project
     needs: Role  # the lowest role that may call the verb
     answered_by: str  # MODULE[:FUNCTION] of this package, or a path in a workspace: `.ledger.find_run`
     heavy: bool = False  # the verb reads files or computes: a server's worker answers it
     command: str = ""  # the command of the command line, if it is not the verb's name
     newest: Callable[[Any], str] | None = None  # for a list with the newest item first: returns an item's id
     key: Callable[[Any], tuple[Any, ...]] | None = None  # for a list sorted by a unique key: returns an item's key
-    run_file: bool = False  # its path is a run file
+    run_file: bool = False  # the parameter `path` is a run file
     writes: str = ""  # the parameter with the folder to write; the client fetches the files into that folder
     file: str = ""  # the file's name on the server, if `writes` is an optional file instead of a folder
-    streams: str = ""  # the field of its answer whose items may be streamed
+    streams: str = ""  # the field of the answer whose items may be streamed
     along: Mapping[str, str] = field(
         default_factory=dict
-    )  # parameters that may name local files, which are sent → their kind
-    sent: Mapping[str, Any] | None = None  # the parameters to send instead, if the verb's own are values of the server
+    )  # parameter that may name local files, which are then sent → kind of these files
+    sent: Mapping[str, Any] | None = None  # parameters that are sent instead of the verb's own, if those cannot be sent
     meant: str = ""  # MODULE:FUNCTION that converts the sent parameters to the verb's own
     seals: bool = False  # the event log is sealed after the verb
 
@@ -152,7 +152,7 @@ class Verb(Generic[P, R]):
 
     @property
     def typed(self) -> str:
-        """The command of the command line."""
+        """The command that calls the verb on the command line."""
         return f"posttrain {self.command or self.name.replace('_', ' ')}"
 
     @property
@@ -172,7 +172,7 @@ class Verb(Generic[P, R]):
         return own.replace(parameters=list(own.parameters.values())[1:])
 
     def given(self, words: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return its arguments by name.
+        """Return the verb's arguments by name.
 
         Raises:
             InputError: an argument is unknown, missing or surplus.
@@ -192,14 +192,14 @@ class Verb(Generic[P, R]):
 
     @property
     def answer(self) -> TypeAdapter[Any]:
-        """The reader of the verb's answer. It loads the packages of the values, which a server need not do."""
+        """The reader of the verb's answer, which a server does not need: it loads the packages of the values."""
         from posttrain.api.codec import answer
 
         return answer(self.function)
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Name → parameter in its sent form, including those in the path."""
+        """Name → parameter in its sent form, including the parameters in the path."""
         return dict(self._sent())
 
     @property
@@ -305,7 +305,7 @@ def verb(
     """Declare a verb; the other arguments are fields of `Verb`.
 
     Args:
-        request: method and path below the project; empty: no request, since a client composes the verb from others.
+        request: method and path below the project; empty: no request; a client composes the verb from others.
     """
     method, _, path = request.partition(" ")
     how = (heavy, command, newest, key, run_file, writes, file, streams, along, sent, meant, seals)
@@ -318,7 +318,7 @@ def answers(verb: Verb[P, R]) -> Callable[[Callable[Concatenate[W, P], R]], Call
 
 
 def verbs_of(kind: type[Verbs]) -> dict[str, Verb[..., Any]]:
-    """Return name → verb, of a set and its base classes, in the order of declaration."""
+    """Return a map from name to verb for a set of verbs and its base classes, in the order of declaration."""
     found = [one for part in kind.__mro__ for one in vars(part).values() if isinstance(one, Verb)]
     return {one.name: one for one in found}
 

@@ -1,1 +1,1 @@
-"""Composition root: it connects the packages of the control side to concrete back-ends, and never imports torch."""
+"""Composition root: connects the packages of the control side to concrete back-ends, and never imports torch."""

@@ -2,13 +2,13 @@
 
 Loops and what each one starts::
 
-    detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes this environment's requests, and records that
+    detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes this environment's requests
                                                    │ wanted runs
                                                    ▼
     main thread: `app.driver`, until no request is left
 
-It may be killed at any line: requests and ledger contain the remaining work, jobs continue, and the next driver (a
-command in the foreground, or the next background driver of this environment) continues from there.
+The process may be killed at any line: the requests and the ledger contain the remaining work, jobs continue, and the
+next driver (a command in the foreground, or the next background driver of this environment) continues from there.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _LOGS = 8  # logs of former drivers that are retained
 
 
 class Ears(threading.Thread):
-    """Takes requests while the main thread drives a run, since `detach` waits for the answer.
+    """Takes requests while the main thread drives a run, because `detach` waits until its request is taken.
 
     Args:
         project: the project of the runs.
-        let_go: called when no run is wanted: releases the lock for the next driver.
+        let_go: releases the lock for the next driver; called when no run is wanted.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Ears(threading.Thread):
                 self._say(f"requests cannot be read: {error}")
 
     def _held(self) -> AbstractContextManager[None]:
-        """Lock the requests; without effect if the workspace was removed or moved."""
+        """Lock the requests; lock nothing if the workspace was removed or moved."""
         return requests_held(self._root) if runs_folder(self._root).is_dir() else nullcontext()
 
     def wanted(self) -> dict[str, list[str]]:
-        """See `Wanted.wanted`: in the order of the requests."""
+        """See `Wanted.wanted`; the runs are in the order of the requests."""
         return {self._project: self._wanted}
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
@@ -117,7 +117,7 @@ class Ears(threading.Thread):
         self._deaf = True
 
     def over(self) -> bool:
-        """End if no run is wanted; later requests start another driver."""
+        """Stop accepting requests if no run is wanted, and return True; later requests start another driver."""
         if self._wanted:
             return False
         try:
@@ -158,7 +158,7 @@ def main(root: Path, key: str) -> int:
         print("error: a background driver is started by posttrain run --detach", file=sys.stderr)
         return InputError.exit_code
     lock = int(given)
-    os.set_inheritable(lock, False)  # no job inherits it
+    os.set_inheritable(lock, False)  # no job inherits the lock
     log = DriverLog(log_path(root, key), Veil(os.environ))
     log.take_over()
     try:

@@ -164,8 +164,8 @@ def unfreeze(workspace: Workspace, name: str, *, why: str = "") -> ChannelRecord
 def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
     """Return every evaluation of the data that the live release was judged on, oldest first.
 
-    The gate also counts evaluations of other files with the same items. They are omitted here, since finding them
-    requires reading results.
+    A gate also counts evaluations of other files with the same items. Those evaluations are omitted here, because
+    finding them requires reading results.
     """
     if live is None or live.run_id is None:
         return ()
@@ -177,10 +177,10 @@ def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look,
 
 
 def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> ChannelPolicy:
-    """Return a policy with the digest of every suite's data; relative paths in it start at its folder.
+    """Return a policy with the digest of every suite's data; relative paths start at the folder of the policy's file.
 
     Raises:
-        InputError: missing data, or data whose digest differs from the written one.
+        InputError: data is missing, or its digest differs from the digest in the policy.
     """
     find, suites = workspace.catalog.resolver(source.parent), {}
     for name, suite in policy.suites.items():
@@ -208,9 +208,9 @@ def policy_notes(
     """Yield hints about the limits of a policy that was just set.
 
     Args:
-        known: channels that existed before.
-        people: principals who have a role in the project, or did something there.
-        roles: of its members; empty: any user of the workspace may do everything.
+        known: channels that existed before the policy was set.
+        people: principals who have a role in the project or have acted in it.
+        roles: principal → role, for the project's members; if it is empty, any user of the workspace may do everything.
     """
     names = list(known)
     if pinned.channel not in names:

@@ -29,7 +29,7 @@ class Local:
             return verb.answers(self.workspace)(*words, **options)
         finally:  # also after a verb that records an event and then raises: a requested approval
             if verb.seals:
-                with suppress(PosttrainError):  # the verb has succeeded; the next seal includes its events
+                with suppress(PosttrainError):  # the verb has already run; the next seal includes its events
                     self.workspace.seal()
 
     def close(self) -> None:
@@ -50,12 +50,14 @@ def control_of(given: Workspace | Control) -> Control:
 
 
 def open_control() -> Control:
-    """Return `Control` over the environment's server; else over the nearest workspace, through its server if served.
+    """Return `Control` over the server that the environment names, or else over the nearest workspace.
+
+    A served workspace is reached through its server.
 
     Raises:
-        WorkspaceError: there is no workspace, or it cannot be opened.
+        WorkspaceError: there is no workspace, or the workspace cannot be opened.
         NotFoundError: the workspace has no project with the name in the environment.
-        InputError: the project's name is not valid; the environment names a server without a login.
+        InputError: the project's name is not valid, or the environment names a server for which there is no login.
     """
     project = os.environ.get(PROJECT_VARIABLE, "")
     TYPES["ProjectId"].check(project or None, f"--project or {PROJECT_VARIABLE}")

@@ -1,7 +1,7 @@
-"""Checks of `doctor`: whether this machine, the workspace, its server, database and store are ready.
+"""Checks of `doctor`: whether this machine and the workspace, with its server, database and store, are ready.
 
-Each check has a finding and a remedy. Nothing here imports the engine: versions come from package metadata, and torch
-and Ray are queried in another process.
+Each check has a finding and a remedy. This module does not import the engine: versions come from package metadata, and
+torch and Ray are queried in another process.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from posttrain.store.sealer import Lost, verify_chain
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS, OpenWorkspace
 
-_APART = 60.0  # seconds of difference between two clocks that are reported
+_APART = 60.0  # seconds; a larger difference between two clocks is reported
 _LATE = 300.0  # seconds that a run may wait for a driver, and an event to be sealed
 _PROBE = digest_bytes(b"is anybody there?")
 _ENGINE = ("torch", "transformers", "safetensors")
-_LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes: warn, fail
+_LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes of free space below which the check warns or fails
 _FSYNCS = 15
-_SLOW_FSYNC = 0.05  # seconds: a stage takes about twenty ledger commits
+_SLOW_FSYNC = 0.05  # seconds; a stage makes about twenty ledger commits
 _RUNS_LOOKED_AT = 50
 
 
 def remote_checks(url: str) -> Iterator[Check]:
-    """Check whether a server answers, its release, readiness and clock, and the principal of the token."""
+    """Check whether a server answers; check its version, readiness and clock, and the token's principal."""
     try:
         reply = Transport(url, "").look("/readyz")
     except PosttrainError as error:
@@ -98,7 +98,7 @@ def _token(url: str) -> Check:
 
 
 def server_checks(root: Path) -> Iterator[Check]:
-    """Check the server of a served workspace: whether it answers, its release, and whether it drives runs."""
+    """Check whether the server of a served workspace answers and drives runs; check its version."""
     if not is_served(root):
         return
     place = served_at(root)
@@ -122,7 +122,7 @@ def server_checks(root: Path) -> Iterator[Check]:
 
 
 def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
-    """Check queue, sinks and store of a workspace, whether it is served or not."""
+    """Check the queue, the sinks and the store of a workspace, which may be served or not."""
     try:
         now = ledger_counts(workspace.ledger.database, workspace.ledger.clock)
     except PosttrainError as error:
@@ -148,13 +148,13 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
 
 
 def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: str | None = None) -> list[Check]:
-    """Run every check: first the machine's, then those of the server in the environment, or else of the workspace.
+    """Run every check: first those of the machine, then those of the environment's server or else of the workspace.
 
     Args:
-        probe: also start the engine in another process to query GPUs (seconds).
-        ray: address of a running Ray cluster to query whether it accepts this machine (seconds).
+        probe: also start the engine in another process to query GPUs, which takes seconds.
+        ray: address of a running Ray cluster; the check whether it accepts this machine takes seconds.
         end: also end the workspace's jobs that no live attempt owns.
-        accept: the reason why the loss of the ledger is accepted.
+        accept: the reason why the loss of part of the ledger is accepted.
     """
     facts = read_machine(probe=probe)
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
@@ -256,7 +256,7 @@ def _rewards() -> Check:
 
 
 def _packages() -> Check:
-    """List the additions of installed packages, without importing them."""
+    """List what installed packages add, without importing the packages."""
     found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS})
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "the rest of Posttrain is not affected")
@@ -270,7 +270,7 @@ def _disk(root: Path) -> Check:
 
 
 def _fsync(root: Path) -> Check:
-    """Check the median time until a small write is on the disk: every ledger commit waits for one."""
+    """Check the median time until a small write is on the disk; every ledger commit waits for such a write."""
     times = []
     try:
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
@@ -300,7 +300,7 @@ def _ledger(workspace: Workspace) -> Check:
 
 
 def _heads(workspace: Workspace, accepted: Lost) -> Check:
-    """Check whether the ledger contains every head of the event log that is stored outside it."""
+    """Check whether the ledger contains every head of the event log that is stored outside the ledger."""
     lost = workspace.lost()
     found = [*accepted.lines(), *lost.lines()]
     if not found and not lost.kept:
@@ -340,7 +340,7 @@ def _orphans(workspace: Workspace, end: bool) -> Check:
 
 
 def _runs(workspace: Workspace) -> Iterator[Check]:
-    """Check which driver drives which runs, undriven runs, and unreadable runs."""
+    """Check which driver drives which runs, which runs have no driver, and which runs are unreadable."""
     idle, at_work = [], defaultdict(list)
     now = workspace.ledger.clock.now()
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):

@@ -1,4 +1,4 @@
-"""The loop that drives runs, in a command that waits, a background driver or a server.
+"""The loop that drives runs, in a command that waits, in a background driver or in a server.
 
 Loops and what each one starts::
 
@@ -50,9 +50,9 @@ _JUDGING = (
     "scipy.optimize",
     "scipy.special",
     "scipy.stats",
-)  # modules that gates import
+)  # modules that the judging of gates imports
 _PAUSE, _MOST_PAUSE = 0.1, 1.5  # seconds between passes that change nothing
-_SHARE = 8.0  # the pause after a pass, in durations of that pass
+_SHARE = 8.0  # the pause after a pass, as a multiple of the pass's duration
 _TRACKERS = 1.0  # seconds between two checks of the processes that write trackers
 _SEAL = 2.0  # seconds between two checks for events to seal
 _SINKS = 5.0  # seconds between two checks for projects that have sinks
@@ -65,13 +65,13 @@ class Wanted(Protocol):
     """Decides which runs are driven, and receives their outcomes."""
 
     def wanted(self) -> Mapping[str, Sequence[str]]:
-        """Return project → the runs to drive, in the order of the passes."""
+        """Return project → runs to drive; the driver makes its passes in this order."""
 
     def over(self) -> bool:
         """Return whether the driver is to end; called after every pass."""
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
-        """Remove a run if `over` still returns True: a user may have resumed it."""
+        """Remove a run if `over` still returns True; a user may have resumed the run."""
 
     def give_up(self, run_id: str, trouble: str) -> None:
         """Stop driving a run and leave it to a person."""
@@ -79,12 +79,12 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """The state that a driver keeps for one run."""
+    """A driver's record of one run."""
 
     workspace: OpenWorkspace
     scribe: Scribe
-    loading: Iterator[Any] = field(default_factory=lambda: iter(()))  # imports of modules that its end needs
-    said: dict[str, str] = field(default_factory=dict)  # run and stages → state last reported
+    loading: Iterator[Any] = field(default_factory=lambda: iter(()))  # imports of modules that the end of the run needs
+    said: dict[str, str] = field(default_factory=dict)  # label of the run or a stage → state last reported
     troubled_since: float | None = None
     tries: int = 0
     again_at: float = 0.0
@@ -95,12 +95,14 @@ class Driver:
     """Drives every wanted run, one pass after the other.
 
     Args:
-        say: receives reports, one line at a time.
-        watch: the callback of a waiting caller, which receives the run after each pass. With it, errors are raised, and
-            the caller writes the report; without it, the driver tries again after an error, and writes the report.
-        reports: whether a report is written at the end of a run: the modules that it needs are loaded ahead.
-        served: whether to drive every project of a served workspace, and deliver to their sinks; false: only the
-            workspace's own project.
+        say: receives the driver's messages, one line at a time.
+        watch: the callback of a waiting caller, which receives the run after each pass. If it is given, errors are
+            raised and the caller writes the report; otherwise the driver tries again after an error and writes the
+            report itself.
+        reports: whether a report is written at the end of a run; if so, the modules that the report needs are loaded
+            ahead.
+        served: whether to drive every project of a served workspace and deliver to the projects' sinks; otherwise only
+            the workspace's own project is driven.
     """
 
     def __init__(
@@ -121,18 +123,18 @@ class Driver:
         self._seen: dict[str, OpenWorkspace] = {}  # by project
         self._deliverers: dict[str, Deliverer] = {}  # by project
         self._sealed = self._asked = self._kept = self._stepped = 0.0
-        self._leases = ExitStack()  # renewed also during a long pass
-        self._away = ""  # why the ledger cannot be used, as last reported
+        self._leases = ExitStack()  # renewed even during a long pass
+        self._away = ""  # the last reported reason why the ledger cannot be used
         self.told: int | None = None  # the number of the signal that ended the driver
 
     def end(self, number: int, _: object = None) -> None:
-        """End after this pass, for a signal."""
+        """Record the signal, which ends the driver after the current pass."""
         self.told = number
 
     def drive(self) -> None:
         """Drive until no run is wanted or `end` is called; then release the leases. Jobs continue.
 
-        Pending events are delivered to sinks for a few seconds, unless a person interrupts.
+        Pending events are delivered to sinks for a few seconds, unless a person interrupts the delivery.
         """
         seconds, most = 0.0, _MOST_PAUSE if self._watch is None else _PAUSE
         try:
@@ -144,7 +146,7 @@ class Driver:
                 if not changed:
                     self._rest(min(max(_PAUSE, _SHARE * (time.monotonic() - began)), most))
             seconds = LEAVE
-        except PosttrainError:  # sinks receive why a run failed
+        except PosttrainError:  # sinks receive the reason why a run failed
             seconds = LEAVE
             raise
         finally:
@@ -172,7 +174,7 @@ class Driver:
         return self._seen[project]
 
     def _look_after(self) -> None:
-        """Do the periodic work other than runs; if the ledger is unreachable, try again a second later."""
+        """Do the periodic work other than driving runs; if the ledger is unreachable, try again a second later."""
         now = time.monotonic()
         if now - self._kept >= _TRACKERS:
             self._kept = now
@@ -208,7 +210,7 @@ class Driver:
             self._deliverers[project] = deliverer(self._of(project), served=self._served)
 
     def _leave(self, seconds: float) -> None:
-        """Release the leases, so the next driver need not wait; then deliver pending events for some seconds."""
+        """Release the leases, so the next driver need not wait; then deliver pending events for `seconds`."""
         self._loader.shutdown(wait=False)
         self._drop(set(self._known))
         self._leases.close()
@@ -238,10 +240,10 @@ class Driver:
         seen = list(self._seen.values()) or [self._workspace]
         for _ in range(round(seconds / _PAUSE)):
             if self.told is not None or any(one.reconciler.rest(_PAUSE / len(seen)) for one in seen):
-                return  # the results of background work are pending
+                return  # background work has results to process
 
     def _look(self, seen: OpenWorkspace, run_id: str) -> bool:
-        """Make one pass over a run; return whether anything changed. Its errors do not affect other runs."""
+        """Make one pass over a run; return whether anything changed. An error of the run does not affect other runs."""
         known = self._known.get(run_id)
         if known is not None and time.monotonic() < known.again_at:
             return False
@@ -271,7 +273,7 @@ class Driver:
         return self._known.setdefault(run_id, _Known(seen, Scribe(seen, run_id), loading))
 
     def _goes_on(self, run: RunRecord, known: _Known, *, tell: bool) -> None:
-        """Report the result of a pass: to a waiting caller every time, else only changed states."""
+        """Report the result of a pass: a waiting caller receives every result, the log only changed states."""
         for _ in known.loading:  # loads now: files may be replaced while a driver runs for days
             pass
         if known.troubled_since is not None:
@@ -288,7 +290,7 @@ class Driver:
                 self._say(f"run {run.id}: {name}{state}")
 
     def _finish(self, seen: OpenWorkspace, run_id: str) -> None:
-        """Finish a run that has ended: seal, write its report, remove it."""
+        """Finish a run that has ended: seal its events, write its report and remove the run."""
         with suppress(PosttrainError):  # a read-only ledger has no lease to release
             seen.reconciler.release(run_id)
         seen.seal()
@@ -297,7 +299,7 @@ class Driver:
 
             try:
                 self._say(f"run {run_id}: report: {write_report(seen, run_id).report}")
-            except PosttrainError as error:  # the outcome does not depend on its report
+            except PosttrainError as error:  # the run's outcome does not depend on the report
                 self._say(f"run {run_id}: no report: {error}")
             crashpoint("driver.before_done")
         self._wanted.done(run_id, lambda: is_final("run", seen.ledger.run(run_id).state))
@@ -356,9 +358,9 @@ def drive(
     """Drive a run in this process until it ends, or watch it while another process drives it.
 
     Args:
-        timeout: seconds; None: no limit here, so only a `wall_clock` budget bounds the jobs.
+        timeout: seconds; None: no limit, except for a `wall_clock` budget, which limits the jobs.
         watch: receives the run about ten times a second.
-        report: load the modules of its report while its first job starts.
+        report: whether to load the modules that the run's report needs while the run's first job starts.
 
     Raises:
         DeadlineError: `timeout` passed; the run continues.

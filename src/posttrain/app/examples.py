@@ -1,4 +1,4 @@
-"""The examples in the package, each with a `demo.yaml` that describes its steps; the code contains no task."""
+"""The examples in the package. Each has a `demo.yaml` that describes its steps; this code is the same for all."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def _file_or_map(value: Any) -> Any:
 
 
 class DemoModel(Frozen):
-    """The base model, which `posttrain asset create` makes from random weights."""
+    """The base model, which `posttrain asset create` makes with random weights."""
 
     name: str
-    file: str  # parameters, next to demo.yaml
+    file: str  # the model's parameters; the file is next to demo.yaml
 
 
 class DemoReward(Frozen):
-    """A reward's source; a file name alone is enough."""
+    """A reward's source; demo.yaml may give the file name alone."""
 
     file: str
     entry: str | None = None
 
 
 class DemoChange(Frozen):
-    """A new version of a reward, registered before a run, as its vendor would."""
+    """A new version of a reward, registered before a run, as if the reward's vendor had released it."""
 
     reward: str
     file: str
@@ -51,15 +51,18 @@ class DemoChange(Frozen):
 class DemoRun(Frozen):
     """One run of the demo (`demo.yaml`)."""
 
-    label: str  # A, B, C: in the legend of the picture
+    label: str  # A, B or C, as in the picture's legend
     say: str  # a description for the person who watches
     file: str  # the run file
     before: DemoChange | None = None
-    exit: int = 0  # the exit code it must end with
+    exit: int = 0  # the exit code with which the run must end
 
 
 class DemoPlan(Frozen):
-    """`demo.yaml`: the assets to register and the runs to make, in order. File names are relative to its folder."""
+    """The file `demo.yaml`: the assets to register and the runs to make, in order.
+
+    File names are relative to the file's folder.
+    """
 
     title: str
     seed: int = Field(ge=0)
@@ -72,7 +75,7 @@ class DemoPlan(Frozen):
 
 
 def find_example(name: str | None, start: Path | None = None) -> Path:
-    """Return the folder of an example: below `./examples`, else the package's own.
+    """Return the folder of an example: a folder below `./examples` if it exists, else the folder in the package.
 
     Raises:
         NotFoundError: there is no such example.
@@ -86,23 +89,23 @@ def find_example(name: str | None, start: Path | None = None) -> Path:
 
 
 def examples(start: Path | None = None) -> list[Path]:
-    """Return the folders of all examples, by name: those below `./examples` if it has any, else the package's own."""
+    """Return the folders of all examples, by name: those below `./examples`, or else those in the package."""
     here = (start or Path.cwd()) / "examples"
     found = (sorted(path.parent for path in root.glob(f"*/{PLAN}")) for root in (here, OWN))
     return next(filter(None, found), [])
 
 
 def copy_example(folder: Path, target: Path) -> list[str]:
-    """Copy an example and the files of other examples that it names into a new folder, which is self-contained.
+    """Copy an example, and the files of other examples that it names, into a new folder, which is self-contained.
 
     Returns:
-        The names of its files.
+        The names of the files in the new folder.
 
     Raises:
-        InputError: `target` exists, the example is broken, or two of its files would have one name.
+        InputError: `target` exists, the example is broken, or two files would have the same name.
         WorkspaceError: `target` cannot be written.
     """
-    load_demo(folder)  # before anything is made
+    load_demo(folder)  # before anything is written
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     words = (folder / PLAN).read_text(encoding="utf-8")
     for place, name in _ELSEWHERE.findall(words):
@@ -124,7 +127,7 @@ def preparation(plan: DemoPlan, place: str, seed: int) -> list[list[str]]:
     """Return the commands that follow `posttrain init`: they make the data and register the assets.
 
     Args:
-        place: the example's folder in the commands.
+        place: the path of the example's folder, as the commands contain it.
     """
     return [
         ["python", f"{place}/{plan.make_data}", "--seed", str(seed), "--out", "data"],
@@ -165,10 +168,10 @@ def confined() -> Confinement:
 
 
 def overlaid(folder: Path, runs: list[tuple[str, str]], picture: Path, title: str) -> Path:
-    """Draw the curves of several runs of a folder's workspace into one picture; return its path.
+    """Draw the curves of several runs of a folder's workspace into one picture; return the picture's path.
 
     Args:
-        runs: label and run id of each.
+        runs: the label and the id of each run.
     """
     from posttrain.app.workspace import open_workspace
     from posttrain.views.report import overlay

@@ -39,7 +39,7 @@ from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
 _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0
 _CARD, _LINEAGE = "README.md", "lineage.json"
-_PARTIAL = ".posttrain-export-"  # the next export to the same place deletes the leftovers of a killed one
+_PARTIAL = ".posttrain-export-"  # the next export to the same place deletes the leftovers of a killed export
 _PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
@@ -52,11 +52,11 @@ def export(
     """Write a model's files into a new folder, which appears complete or not at all.
 
     Args:
-        dtype: convert the weights; None: keep them byte for byte.
+        dtype: the dtype to which the weights are converted; None: copy the weights byte for byte.
         progress: receives each file name.
 
     Raises:
-        InputError: `folder` exists and is not empty, the dtype is unknown, or it cannot represent the weights.
+        InputError: `folder` exists and is not empty, or the dtype is unknown or cannot represent the weights.
         NotFoundError: a file of the model is missing.
         IntegrityError: a file of the model is corrupt.
         WorkspaceError: `folder` cannot be written.
@@ -88,11 +88,11 @@ def export(
 
 
 def _place(target: Path, workspace: Workspace) -> Path:
-    """Return the path of the target folder, and make its parents.
+    """Return the path of the target folder, and create its parents.
 
     Raises:
         InputError: the folder exists and is not empty, or is in the workspace.
-        WorkspaceError: a parent cannot be made.
+        WorkspaceError: a parent cannot be created.
     """
     try:
         target = Path(os.path.normpath(target.expanduser().absolute()))
@@ -118,7 +118,7 @@ def _refuse_occupied(target: Path) -> None:
 
 
 def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Copy the model's files into `folder` and verify their hashes; they get the permissions of new files there."""
+    """Copy the model's files into `folder` and verify their hashes; the copies get the permissions of new files."""
     folder.mkdir()
     mode = folder.stat().st_mode & 0o666
     for name, file in tree_listing(workspace.blobs, digest).items():
@@ -224,7 +224,7 @@ def _write_lineage(folder: Path, said: Mapping[str, object]) -> None:
 
 
 def _chain(manifest: Manifest, name: str) -> Iterator[StageManifest]:
-    """Yield the stages of this run that the model passed through, first to last."""
+    """Yield the stages of this run that made the model and its predecessors, first to last."""
     stage = manifest.stage(name)
     before = stage.inputs.get("model")
     if before is not None and before.source == "stage":

@@ -1,7 +1,7 @@
 """Garbage collection and erasure in a workspace.
 
-Collection deletes artifacts that no row needs, and leftovers next to them. Erasure removes words from a workspace, and
-lists the places that may contain copies of the words and that no command empties.
+Collection deletes artifacts that no row needs, and other leftovers. Erasure removes free text from a workspace, and
+lists the places that may still contain copies of the text, which the user must delete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from posttrain.store.operations import PartStore, forget_parts, forget_pending_u
 from posttrain.store.trees import scratch
 from posttrain.trackers.choice import describe, of_workspace
 
-ANSWERS_SECONDS = 86400.0  # for which an answer over HTTP is stored for repeats
+ANSWERS_SECONDS = 86400.0  # the time for which an HTTP response is stored, for a client that repeats the request
 _CACHED = ("trees", "files")  # folders of the cache whose entries have digests as names
 _PERSON = ("user:", NOBODY)
 
@@ -41,16 +41,16 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     """Delete artifacts that no row of any project needs.
 
     Args:
-        older_than: seconds; younger artifacts stay.
-        dry_run: delete nothing, and report what would be deleted.
+        older_than: seconds; younger artifacts are kept.
+        dry_run: whether to delete nothing and only report what would be deleted.
 
     Raises:
-        InputError: the project is not the default one.
+        InputError: the project is not the default project.
         ConflictError: another workspace uses the same store.
         IntegrityError, DeadlineError, WorkspaceError: see `store.garbage.sweep`.
     """
     project = workspace.ledger.project
-    if project != DEFAULT_PROJECT:  # all projects share the store: an admin of one project may not sweep it
+    if project != DEFAULT_PROJECT:  # all projects share the store, so an admin of only one project must not sweep it
         raise InputError(
             f"gc: only an admin of {DEFAULT_PROJECT} may run it, since it sweeps the store of all projects, got "
             f"project {project}; use --project {DEFAULT_PROJECT}"
@@ -58,13 +58,13 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
     actor, ledger = workspace.actor, workspace.ledger
-    kept = max(older_than, ANSWERS_SECONDS)  # a client that lost an answer may request it again
+    kept = max(older_than, ANSWERS_SECONDS)  # a client that did not receive a response may repeat the request
     answers = forget_answers(ledger, ledger.clock.now() - kept, dry_run=dry_run)
     if dry_run:
         leftovers = list(_leftovers(workspace, Marker(ledger, blobs).mark().needed, older_than))
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)
     else:
-        folders, size = _clear(workspace, blobs, older_than)  # before the sweep: no answer may name deleted bytes
+        folders, size = _clear(workspace, blobs, older_than)  # first: no stored response may name deleted bytes
     folders += _end_unfinished(workspace, blobs.url, older_than, dry_run)
     done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
     return Collected(dry_run, done, folders, size, answers)
@@ -102,9 +102,10 @@ def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: 
 
 
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:
-    """Move leftovers away while no process can start using them, then delete them; return numbers of folders and bytes.
+    """Delete leftovers; return the numbers of files and folders, and of bytes.
 
-    The records of unused uploads are deleted first, so no client uses an upload whose bytes are then deleted.
+    The leftovers are moved away while no process can start to use them, and deleted afterwards. The records of unused
+    uploads are deleted first, so no client uses an upload whose bytes are deleted later.
     """
     with scratch(workspace.root / "cache" / "scratch", ".gc-") as bin_:
         with workspace.lock.alone(PATIENCE):
@@ -133,25 +134,26 @@ def _size(path: Path) -> int:
 def _bytes(path: Path) -> int:
     try:
         return path.lstat().st_size
-    except OSError:  # a path that is too long, or was deleted
+    except OSError:  # the path is too long or was deleted
         return 0
 
 
 @answers(Control.erase)
 def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
-    """Erase the words of a run, of a version of an asset, or the name of a person.
+    """Erase the free text of a run or of an asset's version, or the name of a person.
 
     Args:
-        what: a run's name or id, `dataset:NAME@VERSION`, `user:NAME`, or `erased:ID` to write the file again.
+        what: a run's name or id, `dataset:NAME@VERSION`, `user:NAME`, or `erased:ID` to rewrite the ledger's file for
+            a person whose name was already erased.
 
     Raises:
-        InputError: there is no reason or no version, or the run has not ended.
+        InputError: the reason or the version is missing, or the run has not ended.
         NotFoundError: there is no such subject.
     """
     if not reason.strip():
         raise InputError("erase: --reason must not be empty; give the reason, which is stored with the event")
     if what.startswith(_PERSON):
-        if workspace.ledger.project != DEFAULT_PROJECT:  # it removes their roles and tokens in every project
+        if workspace.ledger.project != DEFAULT_PROJECT:  # this removes the person's roles and tokens in every project
             raise InputError(
                 f"erase {what}: only an admin of {DEFAULT_PROJECT} may erase a person's name, got project "
                 f"{workspace.ledger.project}; use --project {DEFAULT_PROJECT}"
@@ -194,7 +196,10 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
 
 
 def _policies(workspace: Workspace, who: str) -> Iterator[str]:
-    """Yield policies that name a person or cannot be read: pending approvals under such a policy repeat the name."""
+    """Yield a line for each policy that names a person or cannot be read.
+
+    Pending approvals under a policy that names a person contain the name too.
+    """
     for record in workspace.ledger.channel_records():
         try:
             pinned = policy_of(workspace.stores, record.name)

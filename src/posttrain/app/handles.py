@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def connect(url: str, token: str | None = None, *, project: str | None = None) -> Control:
-    """Return a server's `Control`, for use as `workspace` below.
+    """Return a server's `Control`, which the functions below accept as `workspace`.
 
     Args:
         token: None: the value of POSTTRAIN_TOKEN, or the token of `posttrain login`.
@@ -36,15 +36,15 @@ def connect(url: str, token: str | None = None, *, project: str | None = None) -
 def plan(
     path: str | Path, workspace: Workspace | Control | None = None, *, seed: int | None = None, setting: Setting = ()
 ) -> PlanView:
-    """Validate a run file, resolve it to a manifest and estimate its run. Writes nothing.
+    """Validate a run file, resolve it to a manifest and estimate the cost of its run, without writing anything.
 
     Args:
-        workspace: None: the nearest one.
-        seed: replaces the file's.
-        setting: values that replace the file's.
+        workspace: None: the nearest workspace.
+        seed: replaces the seed in the file.
+        setting: values that replace those in the file.
 
     Raises:
-        InputError: the run file is invalid; the message names file, field, constraint and value.
+        InputError: the run file is invalid; the message names the file, the field, the constraint and the value.
     """
     return _control(workspace).plan(Path(path), seed=seed, setting=setting)
 
@@ -57,9 +57,9 @@ def submit(
     seed: int | None = None,
     setting: Setting = (),
 ) -> Run:
-    """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
+    """Record a run of a run file or of a locked manifest; if it was submitted before, return the existing run.
 
-    Nothing computes until a process drives the run: `run.wait()`, or `posttrain run` in any terminal.
+    No stage starts until a process drives the run: `run.wait()`, or `posttrain run` in any terminal.
 
     Raises:
         InputError: the file is invalid (see `plan`), or a seed or a setting was given for a locked manifest.
@@ -70,18 +70,18 @@ def submit(
 
 
 def run(prefix: str, workspace: Workspace | Control | None = None) -> Run:
-    """Return the run with this id or this prefix of an id, or the newest run with this name.
+    """Return the run whose id is or begins with `prefix`, or the newest run of that name.
 
     Raises:
         NotFoundError: there is no such run.
-        InputError: several runs have the prefix.
+        InputError: the ids of several runs begin with the prefix.
     """
     control = _control(workspace)
     return Run(control, control.run(prefix).id, attached=True)
 
 
 def channel(name: str, workspace: Workspace | Control | None = None) -> Channel:
-    """Return a release channel; it need not exist yet."""
+    """Return a release channel, which need not exist yet."""
     return Channel(_control(workspace), name)
 
 

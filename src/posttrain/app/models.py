@@ -1,8 +1,8 @@
 """Models and data: registration, marks, base models, models by name, evaluation and sampling without a run file.
 
 A base model is the output of a run like any other, with a manifest, a job and a ledger entry. A person names a model by
-a channel, a run, a run's stage, or a ref as in run.yaml. An evaluation without a run file is a run of one stage, like
-any other in ledger, cache and reports.
+a channel, a run, a run's stage, or a ref as in run.yaml. An evaluation without a run file is a run with one stage; the
+ledger, the cache and reports treat it like any other run.
 
 Sampling from a model records nothing. Data sets, models, rewards and imported run histories are registered here, and
 people mark their versions.
@@ -47,7 +47,7 @@ STAGE = "init"
 _HEADS = ("model", "channel", "run", "hf")
 _STAGE = "evaluate"
 _REWARD = "reward"  # the reward's name in the generated run
-_USUAL_TOKENS = 256  # the default maximum of a response
+_USUAL_TOKENS = 256  # the default maximum length of a response
 _SOURCE = Path("posttrain eval")  # the name of the generated run file in errors; relative paths start here
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 _PROGRAM = "posttrain.jobs.sample"
@@ -59,14 +59,14 @@ Form = Literal["chat", "text"]
 def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tuple[Asset, str]:
     """Run a one-stage `init_model` run and register its model as `model:NAME`.
 
-    The same configuration and seed attach to the run that made it, and register nothing new.
+    A repeated call with the same configuration and seed returns the existing run's model, and registers nothing new.
 
     Args:
         config: YAML with the parameters of the `init_model` stage.
 
     Raises:
         InputError: a parameter is unknown or ill-typed, or the name is invalid.
-        PosttrainError: the run did not succeed; the class is that of its outcome.
+        PosttrainError: the run did not succeed; the exception's class depends on the run's outcome.
     """
     params = read_yaml(config)
     for key in ("kind", "trainer"):
@@ -96,7 +96,7 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
 class NamedModel:
     """A model that a user named, pinned to its bytes."""
 
-    word: str  # as run.yaml would name it: channel:prod, run:sort/sft, model:base, hf:org/name@revision, a path
+    word: str  # the model's ref in run.yaml: channel:prod, run:sort/sft, model:base, hf:org/name@revision or a path
     ref: AssetRef
     pinned: InputRef
     made: MadeModel | None  # None: no run of this workspace made it
@@ -107,11 +107,11 @@ class NamedModel:
         return str(self.pinned.digest)
 
     def folder(self, workspace: Workspace) -> Path:
-        """Return the folder with its files, in Hugging Face format; it must not be written to.
+        """Return the folder with the model's files, in Hugging Face format; the folder must not be written to.
 
         Raises:
             NotFoundError: bytes are missing.
-        IntegrityError: bytes are corrupt.
+            IntegrityError: bytes are corrupt.
         """
         if self.ref.on_disk:
             return local_path(self.ref, Path.cwd())
@@ -121,7 +121,8 @@ class NamedModel:
 def named_model(workspace: Workspace, text: str) -> NamedModel:
     """Return the model that `prod`, `prod@3`, `sort-b0ed9b49`, `sort/sft` or a ref such as `model:base` names.
 
-    A channel takes precedence over a run with the same name, and a run over a folder; relative paths start here.
+    A channel takes precedence over a run with the same name, and a run over a folder. Relative paths start at the
+    current folder.
 
     Raises:
         NotFoundError: there is no such model.
@@ -142,7 +143,7 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
 
 
 def model_word(workspace: Workspace, text: str) -> str:
-    """Return the ref of run.yaml for a user's name of a model."""
+    """Return the run.yaml ref for a model that a user named."""
     if text.partition(":")[0] in _HEADS or text.startswith((".", "~", "/")):
         return text
     head = "channel" if text.partition("@")[0] in workspace.ledger.channels() else "run"
@@ -152,7 +153,7 @@ def model_word(workspace: Workspace, text: str) -> str:
 
 
 def measured_word(workspace: Workspace, word: str) -> str:
-    """Return the digest of a model folder, by which `compare` finds its evaluations; else the word."""
+    """Return the digest of a model folder, by which `compare` finds its evaluations; return other words unchanged."""
     path = model_word(workspace, word)
     return named_model(workspace, path).digest if path.startswith((".", "~", "/")) else word
 
@@ -160,7 +161,7 @@ def measured_word(workspace: Workspace, word: str) -> str:
 def _is_run(workspace: Workspace, word: str) -> bool:
     try:
         return bool(workspace.ledger.find_run(word))
-    except PosttrainError:  # no run, or several with that prefix
+    except PosttrainError:  # no run, or several runs, with that prefix
         return False
 
 
@@ -179,18 +180,18 @@ def submit_evaluation(
     """Record a run that measures `model` on each of `suites`; an equal request attaches to the existing run.
 
     Args:
-        model: a channel, run, run/stage, or a ref of run.yaml.
+        model: a channel, RUN, RUN/STAGE, or a ref as in run.yaml.
         suites: data sets: `heldout`, `dataset:heldout@1`, a path or a hub ref.
-        settings: of every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
+        settings: for every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
             `top_k`, `top_p`, `min_p`, `stop`, `pass_at`, `extract`, and with a reward `reward_range` and
             `reward_timeout`.
         runtime: `device`, `dtype`, `threads`.
-        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), and fields of a
-            reward of run.yaml: `entry`, `dialect`, `secrets`, `network`.
-        again: submit a new run even if an equal one exists.
+        reward: the reward that scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), and
+            the fields `entry`, `dialect`, `secrets` and `network` of a reward in run.yaml.
+        again: whether to submit a new run even if an equal run exists.
 
     Raises:
-        InputError: a model, suite, setting or reward is invalid; the message has its name, constraint and value.
+        InputError: a model, suite, setting or reward is invalid; the message contains its name, constraint and value.
     """
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
@@ -222,7 +223,7 @@ def _room(workspace: Workspace, model: str) -> int:
 
 
 def _suite_names(suites: Sequence[str]) -> dict[str, str]:
-    """Return suite name → ref: the name of the data set, or of its file."""
+    """Return suite name → ref; a suite's name is the name of its data set or file."""
     found: dict[str, str] = {}
     for suite in suites:
         ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
@@ -302,7 +303,7 @@ def _refuse_unusable(
 def _answers(
     workspace: Workspace, model: NamedModel, request: Mapping[str, Any], timeout: float
 ) -> Iterator[Answer | str]:
-    """Yield responses as they arrive, prompt by prompt; a string among them is a warning."""
+    """Yield responses as they arrive, prompt by prompt; a string among the responses is a warning."""
     folder = str(model.folder(workspace).resolve())
     yield from filter(None, [workspace.catalog.not_taken.get(model.digest)])
     said = foreground.answers(_PROGRAM, {**request, "folder": folder}, timeout=timeout)
@@ -314,7 +315,7 @@ def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, An
     """Return a prompt as a row of a data set.
 
     Raises:
-        InputError: there is a system prompt for plain text.
+        InputError: a system prompt was given for plain text.
     """
     if form == "text":
         if system is not None:
@@ -325,12 +326,15 @@ def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, An
 
 
 def usual_form(workspace: Workspace, model: NamedModel) -> tuple[Form, str]:
-    """Return the default form of a prompt, and the reason: the form of the training rows, else of the chat template."""
+    """Return the default form of a prompt, with the reason.
+
+    The form is that of the model's training rows; otherwise it is `chat` if the model has a chat template.
+    """
     trained = _training_data(workspace, model)
     if trained is not None:
         try:
             row = first_row(workspace, trained)
-        except NotFoundError:  # the bytes of the training rows were deleted, those of the model were not
+        except NotFoundError:  # the bytes of the training rows were deleted, but the model's bytes were not
             row = {}
         form: Form = "text" if isinstance(row.get("prompt", ""), str) and "messages" not in row else "chat"
         if row:
@@ -384,7 +388,10 @@ def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asse
 
 
 def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
-    """Yield runs that used the bytes, and every unfinished run, whose future inputs are only in its manifest."""
+    """Yield the runs that used the asset's bytes, and every unfinished run.
+
+    The inputs that an unfinished run has not used yet are recorded only in its manifest.
+    """
     yield from (workspace.ledger.run(one) for one in of_bytes(workspace.ledger, asset.digest).runs)
     for state in RunState:
         if not is_final("run", state):
@@ -392,7 +399,7 @@ def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
 
 
 def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
-    """Return the newest release that a channel may go back to."""
+    """Return the number of the newest release to which a channel may be rolled back."""
     return next((entry.sequence for entry in reversed(moves(history)) if entry.model_digest not in barred), None)
 
 
@@ -401,7 +408,7 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> i
     """Register the output of a TRL or transformers trainer in its `output_dir`.
 
     Raises:
-        InputError: there is no such run, or nothing usable.
+        InputError: there is no such run, or the folder contains nothing usable.
         WorkspaceError: the workspace cannot be written.
     """
     return _imported(workspace, read_trl_output(folder), name)
@@ -409,13 +416,13 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> i
 
 @answers(Control.import_mlflow)
 def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> imports.Imported:
-    """Register a run of an MLflow store, or a client's copy of one.
+    """Register a run from an MLflow store, or a client's copy of such a run.
 
     Raises:
-        InputError: there is no such run, nothing usable, or mlflow is not installed.
+        InputError: there is no such run, the run contains nothing usable, or mlflow is not installed.
         WorkspaceError: the workspace cannot be written.
     """
-    if is_confined():  # the client has read the store, and sent a copy
+    if is_confined():  # the client has read the store and sent a copy
         return _imported(workspace, carried(Path(where)), name)
     from posttrain.foreign.mlflow_run import read_mlflow
 
@@ -429,10 +436,10 @@ def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str,
 
 @answers(Control.import_wandb_export)
 def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> imports.Imported:
-    """Register a W&B run's files.
+    """Register the files of a W&B run.
 
     Raises:
-        InputError: there is no such run, nothing usable, or wandb is needed and not installed.
+        InputError: there is no such run, the files contain nothing usable, or wandb is needed and not installed.
         WorkspaceError: the workspace cannot be written.
     """
     from posttrain.foreign.wandb_export import read_wandb_export
@@ -446,8 +453,8 @@ def curves(workspace: Workspace, ref: str) -> list[imports.Curve]:
 
     Raises:
         InputError: the ref is not a history.
-        NotFoundError: its bytes are missing.
-        IntegrityError: its bytes are corrupt.
+        NotFoundError: the history's bytes are missing.
+        IntegrityError: the history's bytes are corrupt.
     """
     history = workspace.catalog.find(ref)
     if history.kind != "history":

@@ -148,7 +148,7 @@ def follow(workspace: Workspace, run_id: str) -> None:
     from posttrain.app.workspace import open_workspace
     from posttrain.trackers.writer import follow
 
-    workspace.close()  # each thread opens its own instead
+    workspace.close()  # each thread opens the workspace itself
     follow(partial(open_workspace, workspace.root), run_id)
 
 

@@ -3,9 +3,10 @@
 A plan (`posttrain plan`) shows the manifest, the cached stages, the cost of the run, and whether its gates can decide.
 Planning writes nothing.
 
-A sweep is one run file with several settings and seeds; each point is a run like any other. The ledger has no record of
-a sweep: the same command resolves the same points and attaches to their runs, continues them after a kill, and shows
-the table of their results. The stage cache computes stages that two points share only once.
+A sweep is one run file with several settings and seeds. Each combination is a point of the sweep, and a run like any
+other. The ledger has no record of a sweep: the same command resolves the same points, attaches to their runs, continues
+these runs after the command was killed, and shows the table of results. A stage that two points share is computed once,
+because of the stage cache.
 
 An object is set aside after repeated failures, until a person resumes it.
 """
@@ -61,7 +62,7 @@ from posttrain.trackers.choice import check_trackers, describe, of_workspace, re
 from posttrain.views.plans import PlanView, StagePlan
 
 _MOVED = "a model that the run file names has changed; this run continues with the one that it began with"
-MAX_SEED = 2**53  # JSON readers represent larger integers differently
+MAX_SEED = 2**53  # JSON readers represent larger integers inexactly
 MOST_RUNS = 1000
 _KEPT = "a sweep releases nothing: the file's release and gates are left out; release your choice with posttrain run"
 
@@ -78,14 +79,14 @@ def retry(workspace: Workspace, run_id: str) -> RunRecord:
 
 
 def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> Planned:
-    """Validate a run file and resolve it to a manifest. Writes nothing.
+    """Validate a run file and resolve it to a manifest, without writing anything.
 
     Args:
-        seed: replaces the file's.
-        setting: values that replace the file's.
+        seed: replaces the seed in the file.
+        setting: values that replace those in the file.
 
     Raises:
-        InputError: the run file is invalid; the message names file, field, constraint and value.
+        InputError: the run file is invalid; the message names the file, the field, the constraint and the value.
     """
     source = Path(path)
     refuse_lock(source)
@@ -96,7 +97,7 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
     """Resolve a parsed run file; reject a run that can never succeed, unless the run exists already.
 
     Raises:
-        InputError: the file cannot be resolved (see `resolve_spec`), or no run could meet a budget or a gate of it.
+        InputError: the file cannot be resolved (see `resolve_spec`), or no run could meet its budgets and gates.
     """
     planned = resolve_spec(spec, workspace, source, seed=seed)
     manifest = planned.manifest
@@ -108,7 +109,7 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
 
 
 def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
-    """Return the manifest of a parsed run file; relative paths in it start at its folder.
+    """Return the manifest of a parsed run file; relative paths in the file start at its folder.
 
     Raises:
         InputError: a value or ref is invalid, rows do not fit the model or the stage that reads them, or a placement is
@@ -158,7 +159,7 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
-    """Yield a warning for a frozen channel; it may be unfrozen when the run ends."""
+    """Yield a warning for a frozen channel; this is no error, since the channel may be unfrozen when the run ends."""
     channel = spec.release.channel if spec.release else ""
     if channel and workspace.ledger.channel_record(channel).frozen:
         yield (
@@ -168,7 +169,9 @@ def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
 
 
 def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | None:
-    """Return the run file's trackers, each with its place; None: the run uses the workspace's, which are checked too.
+    """Return the run file's trackers, each with its place; None: the run uses the workspace's trackers.
+
+    The trackers that the run uses are checked in either case.
 
     Raises:
         InputError: a tracker could not be written.
@@ -194,13 +197,13 @@ def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
         raise InputError(f"ref {text!r}: is a channel; write channel:{text}")
     try:
         workspace.ledger.find_run(text.partition("/")[0])
-    except InputError:  # no such run, or several: the parser reports the error
+    except InputError:  # no such run, or several such runs; the parser reports the error
         return
     raise InputError(f"ref {text!r}: is a run; write run:{text}")
 
 
 def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
-    """Return a resolver of refs to pinned inputs: assets by the catalog, models that runs made by the ledger."""
+    """Return a resolver of refs to pinned inputs; the ledger has models made by runs, the catalog all assets."""
     of_assets = workspace.catalog.resolver(source.parent, boxed=spec.image is not None)
 
     def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
@@ -237,11 +240,11 @@ def submit(
     note: str = "",
     tags: Sequence[str] = (),
 ) -> Submitted:
-    """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
+    """Record a run of a run file or of a locked manifest; if it was submitted before, return the existing run.
 
     Raises:
-        InputError: an invalid run file (see `plan`), locked manifest (see `read_lock`), note or tag (see
-            `actions.check_note`); a seed or a setting for a locked manifest.
+        InputError: the run file (see `plan`), the locked manifest (see `read_lock`), the note or a tag (see
+            `actions.check_note`) is invalid, or a seed or setting was given for a locked manifest.
     """
     actions.check_note(note, tags)
     if is_lock(path) and seed is not None:
@@ -259,7 +262,7 @@ def submit(
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
-    """Record a run of a resolved manifest, or retry its run that was stopped or whose attempts were all lost.
+    """Record a run of a resolved manifest, or retry the manifest's run if it was stopped or all its attempts were lost.
 
     See `control.submission.submit`.
     """
@@ -278,10 +281,10 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
 
 @answers(Control.plan)
 def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
-    """Validate a run file, and estimate the cost and outlook of its run.
+    """Validate a run file, and estimate the cost of its run and the power of its gates.
 
     Raises:
-        InputError: the run file is invalid; the message names file, field, constraint and value.
+        InputError: the run file is invalid; the message names the file, the field, the constraint and the value.
     """
     refuse_lock(path)
     spec = load_run_spec(path, setting)
@@ -327,7 +330,7 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
         tuple(describe(planned.trackers or of_workspace(workspace))),
         existing[0] if existing else None,
         gates,
-        tuple(  # every evaluator of the released model, as a policy names it
+        tuple(  # every evaluator of the released model, in the form that a policy contains
             (suite, suite_evaluator(stage, planned.manifest.code, suite))
             for stage in channels.released_evaluators(planned.manifest)
             for suite, _ in measured_suites(stage)
@@ -373,17 +376,17 @@ def plan_sweep(
     metric: str | None,
     better: str | None,
 ) -> Sweep:
-    """Resolve every point of a sweep. Writes nothing; one point that cannot run rejects the whole sweep.
+    """Resolve every point of a sweep, without writing anything; if one point cannot run, the sweep is rejected.
 
     Args:
-        overrides: the values to combine; those of `seed` are the seeds of every setting.
-        seeds: the number of seeds of each setting: the file's own, and others derived from it.
-        metric: the metric to rank by; None: the first gate's, else the evaluation's first.
+        overrides: the values to combine; the values of `seed` are the seeds of every setting.
+        seeds: the number of seeds of each setting: the seed in the file, and others derived from it.
+        metric: the metric to rank by; None: the first gate's metric, or else the evaluation's first metric.
         better: "higher" or "lower"; None: the direction of a gate or of the metric itself.
 
     Raises:
-        InputError: an invalid point (the message names its setting), nothing to vary, too many points, or no metric to
-            rank by.
+        InputError: a point is invalid (the message names its setting), nothing varies, there are too many points, or
+            there is no metric to rank by.
     """
     refuse_lock(path)
     named = next((one.values for one in overrides if one.path == "seed"), None)
@@ -395,7 +398,7 @@ def plan_sweep(
     if len(chosen) * count > MOST_RUNS:
         raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
     points: list[Point] = []
-    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # parses all first: that is cheap
+    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # all are parsed first, which is cheap
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
         more = (derive_seed(spec.seed, "sweep", number) % MAX_SEED for number in range(1, seeds))
@@ -413,7 +416,7 @@ def plan_sweep(
 
 @answers(Control.submit_point)
 def submit_point(workspace: Workspace, point: Point) -> Submitted:
-    """Record the run of a point, or attach to the one that exists."""
+    """Record the run of a point, or attach to the existing run."""
     return submit_planned(point.planned, workspace)
 
 
@@ -422,7 +425,7 @@ def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]
     """Return the settings, ranked by the measurements so far.
 
     Args:
-        runs: (place of a setting, seed) → run id, of the points that were submitted.
+        runs: (index of the setting, seed) → run id, for the points that were submitted.
     """
     by_setting = [
         {seed: runs[place, seed] for seed in sweep.seeds if (place, seed) in runs}
@@ -432,7 +435,7 @@ def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]
 
 
 def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[str, Any]:
-    """Return the arguments for the point that a client's request names; plans the sweep again to find the point.
+    """Plan the sweep of a client's request again; return the arguments for the point that the request names.
 
     Raises:
         InputError: the sweep has no such point.
@@ -444,7 +447,7 @@ def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[st
 
 
 def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
-    """Return the arguments for a client's request: its sweep, planned again, and the sweep's runs."""
+    """Return the arguments for a client's request: the sweep, which is planned again, and the sweep's runs."""
     return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
 
 
@@ -461,7 +464,7 @@ def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting
 
 
 def _refuse_equal(points: Sequence[Point]) -> None:
-    """Reject two points with the same manifest: they would be one run, counted twice.
+    """Reject two points with the same manifest, since their one run would be counted twice.
 
     Raises:
         InputError: two points are equal; the message names both.
@@ -481,7 +484,7 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
     """Return objects that were set aside: all of them, or those of one run or stage.
 
     Args:
-        within: RUN or RUN/STAGE; the run by name or id.
+        within: RUN or RUN/STAGE, where RUN is a name or an id.
 
     Raises:
         NotFoundError: there is no such run, or none of its objects was set aside.
@@ -517,7 +520,7 @@ def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
     """Record a person's statement that the job of RUN/STAGE is dead; see `control.attempts`.
 
     Raises:
-        InputError: the text names no stage, or the job of the stage can be observed.
+        InputError: the text does not name a stage, or the stage's job can be observed.
         NotFoundError: there is no such run or stage.
     """
     run, _, name = _named(workspace, stage).partition("/")

@@ -1,4 +1,4 @@
-"""The sinks of a workspace: their back-ends, adding and testing them, and delivery to them."""
+"""The sinks of a workspace: back-ends, adding and testing sinks, and delivery."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _SERIAL = itertools.count()  # numbers the deliverers of this process in their o
 
 
 def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = False) -> Sink:
-    """Return the back-end of a sink, without a connection.
+    """Return the back-end of a sink, without opening a connection.
 
     Args:
         served: whether a server delivers. A server connects to public addresses only, and uses only secrets of the
             sink's project.
 
     Raises:
-        InputError: the kind is unknown, the settings are invalid, or name a secret of another project.
+        InputError: the kind is unknown, or the settings are invalid or name a secret of another project.
     """
     admit = public() if served else anywhere
     if served:
@@ -55,7 +55,7 @@ def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = Fa
 
 
 def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
-    """Return the deliverer to the sinks of a workspace. The caller seals pending events.
+    """Return an object that delivers events to the sinks of a workspace. The caller must seal pending events.
 
     Args:
         served: whether a server delivers; see `open_sink`.
@@ -67,14 +67,14 @@ def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
         return found.release.channel if found is not None and found.release is not None else ""
 
     opens = functools.partial(open_sink, workspace, served=served)
-    owner = f"{process_name()}{next(_SERIAL):06}"  # distinct: one deliverer of a process delivers to a sink at a time
+    owner = f"{process_name()}{next(_SERIAL):06}"  # distinct: at most one deliverer delivers to a sink at a time
     return Deliverer(workspace.ledger, opens, channel, owner, process_alive, workspace.actor)
 
 
 def announce(workspace: OpenWorkspace) -> None:
-    """Seal recent events and deliver them for a few seconds; in a server, only its driver delivers.
+    """Seal recent events and deliver them to sinks for a few seconds; in a server, only the driver delivers.
 
-    Undelivered events wait for the next driver, and `posttrain sink ls` shows them.
+    Undelivered events wait for the next driver, and `posttrain sink ls` shows their number.
     """
     workspace.seal()
     if workspace.ledger.auth == OS and not workspace.read_only:
@@ -136,7 +136,7 @@ def add_sink(
     """Add a sink.
 
     Raises:
-        InputError: the name, the settings or the rule are invalid.
+        InputError: the name, a setting or the rule is invalid.
         ConflictError: there is a sink with this name.
     """
     if not _NAME.fullmatch(name):
@@ -164,7 +164,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
     """Send a message marked as a test, even to a paused sink; return the sink's address.
 
     Raises:
-        SinkError: the sink did not accept it.
+        SinkError: the sink did not accept the message.
     """
     ledger = workspace.ledger
     sink = open_sink(workspace, ledger.sink(name), served=is_confined())
@@ -173,7 +173,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
 
 
 def _lacks(record: SinkRecord) -> str:
-    """Return the variable or file that the sink needs and that this process lacks; empty: nothing is missing."""
+    """Return the variable or file that the sink needs and this process lacks; "" if nothing is missing."""
     for setting, value in record.settings.items():
         if setting.endswith("_env") and not os.environ.get(str(value), "").strip():
             return f"variable {value} is not set"
@@ -200,7 +200,7 @@ def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
 
 @answers(Control.resume_sink)
 def resume_sink(workspace: OpenWorkspace, name: str, *, skip: bool = False) -> SinkView:
-    """Resume deliveries; `skip`: omit the events that were not delivered so far."""
+    """Resume deliveries to a sink; with `skip`, omit the events that have not been delivered."""
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
@@ -220,5 +220,5 @@ def remove_sink(workspace: OpenWorkspace, name: str) -> None:
 def _where(workspace: OpenWorkspace, record: SinkRecord) -> str:
     try:
         return open_sink(workspace, record).where
-    except InputError as error:  # its settings were erased or altered
+    except InputError as error:  # the sink's settings were erased or altered
         return str(error)

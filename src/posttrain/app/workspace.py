@@ -4,7 +4,7 @@ A workspace is one folder with a ledger, blobs, attempt folders and a cache.
 
 Trackers that the command line names are checked here, before a workspace or a run records them.
 
-A backup is a folder, from which `restore` makes a workspace.
+A backup is a folder from which `restore` creates a workspace.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ RUN_FILE = "run.yaml"
 
 
 class Workspace(OpenWorkspace):
-    """A workspace that is opened or made, with the back-ends that its settings name.
+    """A workspace that is opened or created, with the back-ends that its settings name.
 
     Raises:
-        WorkspaceError: there is no workspace, it is read-only or has a newer schema, the disk is full, its PostgreSQL
-            is unreachable, or POSTTRAIN_STORE or POSTTRAIN_LEDGER differ from the recorded places.
-        UnavailableError: the store of a new workspace cannot be used; no workspace is made.
+        WorkspaceError: there is no workspace; the workspace is read-only or has a newer schema; the disk is full; the
+            PostgreSQL server is unreachable; or POSTTRAIN_STORE or POSTTRAIN_LEDGER differs from the recorded place.
+        UnavailableError: the store of a new workspace cannot be used; no workspace is created.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Workspace(OpenWorkspace):
         self.actor = actor or SystemUser().authenticate().principal
         store = _store(self.root)
         place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
-        # checked first: an unreachable server or store must not leave half a workspace
+        # checked first, because an unreachable server or store must not leave an incomplete workspace
         if create and read_json(self.root / SETTINGS) is None and store != blobs_url(self.root / OWN_STORE):
             open_blobs(store).probe()
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
-        own = self.root / LOCK  # locks the store of one folder, or else the store that all hosts of a ledger share
+        own = self.root / LOCK  # locks this folder's own store, or the store that all hosts of a ledger share
         self.lock: StoreLock = FileLock(own) if database is None else LedgerLock(own, database)
         self.blobs = blobs = open_blobs(store, self.lock)
         if create:
@@ -178,18 +178,19 @@ def find_workspace(start: Path | None = None) -> Path:
 
 
 def workspace_above(folder: Path | None) -> Path | None:
-    """Return the nearest workspace above `folder` (None: the current folder) before `init` makes one there.
+    """Return the nearest workspace above `folder` (None: the current folder), before `init` creates one in `folder`.
 
-    None: there is no workspace above, or `folder` already contains a workspace.
+    Returns None if there is no workspace above, or if `folder` already contains a workspace.
 
     Raises:
-        InputError: there is a workspace above, and no folder was named: an accidental second one would hide the first.
+        InputError: there is a workspace above, and no folder was named; an accidental second workspace would hide the
+            existing one.
     """
     here = (folder or Path.cwd()).resolve()
     if has_ledger(here / FOLDER) or (folder is None and os.environ.get(VARIABLE)):
         return None
     above = None
-    with suppress(WorkspaceError):  # an unreadable workspace is another user's
+    with suppress(WorkspaceError):  # an unreadable workspace belongs to another user
         above = next((one / FOLDER for one in here.parents if has_ledger(one / FOLDER)), None)
     if folder is None and above is not None:
         raise InputError(
@@ -207,7 +208,7 @@ def open_workspace(path: Path | None = None) -> Workspace:
 
 
 def has_ledger(root: Path) -> bool:
-    """Return whether this folder is a workspace, which contains a ledger or the address of a ledger.
+    """Return whether a folder is a workspace: whether it contains a ledger or the address of a ledger.
 
     Raises:
         WorkspaceError: the folder may not be read.
@@ -231,27 +232,27 @@ def init_workspace(
     job_variables: Collection[str] | None = None,
     limits: Sequence[str] | None = None,
 ) -> Workspace:
-    """Make a workspace below `path` (default: the current folder). A repeated call changes only the given settings.
+    """Create a workspace below `path` (default: the current folder). A repeated call changes only the given settings.
 
     Args:
-        rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` revokes that.
-        trackers: the trackers of every run that names none itself; they replace the earlier choice.
+        rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` revokes that permission.
+        trackers: the trackers of every run whose file names none; they replace the earlier trackers.
         ledger: address of the PostgreSQL database for the ledger of a new workspace.
-        executor: the executor of its jobs: `local`; `podman`, which runs jobs that name an image in a container; or an
-            executor of an installed package.
-        channel: URL of the mailboxes between jobs and drivers of a new workspace; None: in its folder.
+        executor: the executor of the workspace's jobs: `local`; `podman`, which runs jobs that name an image in a
+            container; or an executor of an installed package.
+        channel: URL below which a new workspace has the mailboxes between jobs and drivers; None: in its folder.
         limits: limits of a model folder (`data.assets.model_limits`); they replace the earlier limits.
         job_variables: names of variables that jobs get from the server's environment; they replace the earlier names.
 
     Raises:
-        InputError: the executor is unknown or broken, or podman is missing; a variable that no job gets; a URL that
-            cannot have mailboxes below it.
+        InputError: the executor is unknown or broken, podman is missing, a variable is one that no job may get, or
+            there cannot be mailboxes below the URL.
         ConflictError: the executor would change while runs have jobs or will start some.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
     chosen = None if limits is None else model_limits(limits)
-    if executor == PODMAN:  # checked first: without podman no workspace is made
+    if executor == PODMAN:  # checked first, so no workspace is created without podman
         if why := containers.trouble():
             raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
     elif executor not in (None, LOCAL):
@@ -275,7 +276,7 @@ def init_workspace(
 def serve_jobs(workspace: Workspace, access: Access) -> None:
     """Give a workspace's jobs the environment of a server's jobs: access to their inputs, and the machine's variables.
 
-    An executor of an installed package decides itself which variables its jobs get.
+    An executor of an installed package selects the variables of its jobs itself.
     """
     executor = workspace.jobs.executor
     if isinstance(executor, LocalExecutor):
@@ -287,7 +288,7 @@ def serve_jobs(workspace: Workspace, access: Access) -> None:
 
 
 def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
-    """Register this workspace in a store outside of its folder.
+    """Register this workspace in its artifact store, if the store is outside the workspace's folder.
 
     Garbage collection needs the list of all workspaces whose ledgers refer to the store.
     """
@@ -320,11 +321,11 @@ def _store(root: Path) -> str:
 
 
 def _channel(root: Path, asked: str | None) -> str:
-    """Return the URL of the mailboxes of new attempts, recorded when the workspace is made; empty: in their folders.
+    """Return the URL of new attempts' mailboxes, recorded when the workspace is created; "": in the attempts' folders.
 
     Raises:
-        WorkspaceError: the workspace was made with another place.
-        InputError: the requested URL cannot have mailboxes below it.
+        WorkspaceError: the workspace was created with another URL.
+        InputError: there cannot be mailboxes below the requested URL.
         InfrastructureError: the place at the URL cannot be used.
     """
     record = read_json(root / SETTINGS)
@@ -347,7 +348,7 @@ def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:
 
 
 def _record_executor(workspace: Workspace, name: str) -> None:
-    """Record the executor. A job is observed only by the executor that it was submitted to.
+    """Record the executor. A job can be observed only by the executor to which it was submitted.
 
     Raises:
         ConflictError: a run has jobs, or will start some.
@@ -383,7 +384,7 @@ def _make(root: Path) -> None:
 
 
 def _refuse_lost_ledger(root: Path) -> None:
-    """Refuse to make a fresh ledger over existing runs, whose records would be missing from it."""
+    """Refuse to create a new ledger next to existing runs, because it would not contain their records."""
     ledger = root / FILE
     if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
         what = "is empty" if ledger.exists() else "is missing"
@@ -394,14 +395,14 @@ def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> Non
     """Reject trackers that cannot be written, before they are recorded.
 
     Raises:
-        InputError: a package is missing, or a place cannot be written.
+        InputError: a package is missing, or a tracker's place cannot be written.
     """
     root = (folder or Path.cwd()).resolve()
     check_trackers(resolved(parse_trackers(chosen, "--tracker"), root, root), "--tracker")
 
 
 def chosen_places(workspace: Workspace) -> list[tuple[str, str]]:
-    """Return kind and place of each tracker of runs that name none themselves."""
+    """Return the kind and the place of each of the workspace's trackers, which runs without `trackers` use."""
     return list(describe(of_workspace(workspace)))
 
 
@@ -419,7 +420,7 @@ def backup(folder: Path) -> BackedUp:
     """Back up the nearest workspace.
 
     Raises:
-        InputError: its ledger is in PostgreSQL.
+        InputError: the workspace's ledger is in PostgreSQL.
     """
     workspace = Workspace(find_workspace())
     try:
@@ -440,14 +441,14 @@ def restore(folder: Path) -> Restored:
     Raises:
         ConflictError: there is a workspace here.
         InputError: the folder is not a backup.
-        IntegrityError: it was altered.
+        IntegrityError: the backup was altered.
     """
     named = os.environ.get(VARIABLE)
     root = (Path(named) if named else Path.cwd() / FOLDER).resolve()
     if root.exists() and any(root.iterdir()):
         raise ConflictError(f"{root}: must not exist yet, got a folder that contains files; restore to a new folder")
     found = read_backup(folder.resolve())
-    half = root.with_name(f"{root.name}.part")  # a restore that was killed may have left it
+    half = root.with_name(f"{root.name}.part")  # a killed restore may have left this folder
     shutil.rmtree(half, ignore_errors=True)
     for made in (half, half / "runs", half / "cache"):
         make_folder(made)
@@ -464,7 +465,7 @@ def restore(folder: Path) -> Restored:
 
 
 def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
-    """Verify a ledger and release its leases; return the number of its runs, and the ids of the unfinished ones."""
+    """Verify a ledger and release its leases; return the number of runs, and the ids of unfinished runs."""
     ledger = Ledger(Database(place, create=False))
     try:
         verify_chain(ledger)
@@ -487,7 +488,7 @@ _READERS = {Trainer.TRL: from_trl, Trainer.VERL: from_verl}
 
 
 def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
-    """Write a run file for the training that `source` configures; return it with a note on each setting.
+    """Write a run file for the training that `source` configures; return a draft with a note on each setting.
 
     The source is never executed.
 
@@ -519,7 +520,7 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
 
 
 def _rows(draft: Draft, folder: Path) -> tuple[str, int | None]:
-    """Return the path of the training data in the run file, and the number of rows; None: the data are not here."""
+    """Return the training data's path in the run file, and the number of rows; None: the data is not available here."""
     named = str(draft.run["data"]["train"])
     path = Path(named).expanduser()
     if named.startswith("dataset:") or not path.exists():

@@ -1,1 +1,1 @@
-"""Thin commands: parse, call, print. They contain no logic."""
+"""Thin commands: each parses its arguments, calls a verb and prints the result. Commands contain no other logic."""

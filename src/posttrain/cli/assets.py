@@ -76,7 +76,7 @@ def add(
     checksum: Annotated[str, typer.Option(help="External: digest of its bytes (sha256:…).", show_default=False)] = "",
     version: Annotated[str, typer.Option(help="External: its version in its store.", show_default=False)] = "",
 ) -> None:
-    """Register a version of an asset. Equal content again returns the existing version."""
+    """Register a version of an asset. If a version has equal content, the command returns that version."""
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
@@ -105,7 +105,7 @@ def _now_and_then() -> Callable[[str], None]:
 
     def tell(line: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= _QUIET or not line[:1].isdigit():  # limits counts only
+        if time.monotonic() - last >= _QUIET or not line[:1].isdigit():  # only counts are rate-limited
             last = time.monotonic()
             aside(line)
 
@@ -115,7 +115,7 @@ def _now_and_then() -> Callable[[str], None]:
 def _refuse_external(
     ref: str, kind: str, path: Sequence[Path] | None, external: str, checksum: str, version: str
 ) -> None:
-    """Refuse a call with both a local path and an external URI, with neither, or with options of the other."""
+    """Refuse a call with a local path and an external URI, with neither, or with options that need an external URI."""
     if external and kind != "dataset":
         raise InputError(f"asset add {ref}: --external is for data sets only, got a {kind}; give its PATH")
     if external and path:
@@ -134,7 +134,7 @@ def create(
     config: Annotated[Path, typer.Argument(metavar="MODEL.yaml", help="Parameters of a randomly initialised model.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
-    """Create a small random base model and register it. A run of one stage computes its weights."""
+    """Create a small random base model and register it. A run with one stage computes the weights."""
     kind, name = _split(ref)
     if kind != "model":
         raise InputError(f"asset create: creates models only, got {ref!r}; write model:NAME")
@@ -207,7 +207,7 @@ def get(
 
 @app.command("approve")
 def approve(ref: RefArgument, reason: ReasonOption = "") -> None:
-    """Mark a version as approved. The mark is recorded and shown. A recalled version must be restored first."""
+    """Mark a version as approved. `asset get` shows the mark. A recalled version must be restored first."""
     _mark(ref, "approved", reason)
 
 
@@ -215,7 +215,8 @@ def approve(ref: RefArgument, reason: ReasonOption = "") -> None:
 def recall(ref: RefArgument, reason: ReasonOption = "") -> None:
     """Recall a version, so that no new run or release uses it.
 
-    The recall also covers everything made from the version. Active runs and live releases continue and are listed.
+    The recall also covers everything made from the version. The command lists active runs and live releases; these
+    continue.
     """
     _mark(ref, "recalled", reason)
 
@@ -250,7 +251,7 @@ def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:
 
 
 def _status(said: AssetStatus | None) -> dict[str, Any]:
-    """Return a version's status as `-o json` prints it."""
+    """Return a version's status in the form that `-o json` prints."""
     return {"status": {"status": said.status, "by": said.actor, "at": said.at, "reason": said.reason} if said else None}
 
 
@@ -266,7 +267,7 @@ def _split(ref: str) -> tuple[str, str]:
 
 
 def summary(asset: Asset) -> str:
-    """Return the metadata on a version's line."""
+    """Return a version's metadata as one line of text."""
     shown = {key: asset.meta[key] for key in _SHOWN if isinstance(asset.meta.get(key), str | int)}
     if "source_digest" in shown:
         shown["source_digest"] = digest(str(shown["source_digest"]))
@@ -297,7 +298,8 @@ def trl_output(
 ) -> None:
     """Register the model and metrics of a TRL output folder.
 
-    The model is the one in DIR, else its best or newest checkpoint. The metrics are those of trainer_state.json.
+    The model is the one in DIR, or else the best or newest checkpoint below DIR. The metrics are those in
+    trainer_state.json.
     """
     control = open_control()
     _tell(control, control.import_trl_output(folder, name), output)
@@ -314,9 +316,9 @@ def mlflow(
     name: NameOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Register a run of an MLflow store.
+    """Register a run from an MLflow store.
 
-    The command imports metrics, parameters, data sets, and the model among the run's artifacts.
+    The command imports the run's metrics, parameters and data sets, and the model among the run's artifacts.
     """
     control = open_control()
     _tell(control, control.import_mlflow(where, run, name), output)
@@ -333,7 +335,7 @@ def wandb_export(
 ) -> None:
     """Register a W&B run from its files.
 
-    The command imports metrics, configuration, and the model if the files contain it.
+    The command imports the metrics, the configuration, and the model if the files contain one.
     """
     control = open_control()
     _tell(control, control.import_wandb_export(folder, name), output)

@@ -1,6 +1,6 @@
-"""Values that a shell completes: runs, channels, models and assets of the nearest workspace, and examples.
+"""Values for shell completion: runs, channels, models and assets of the nearest workspace, and examples.
 
-A failed completion is not an error: the command reports the problem when it runs.
+A failed completion reports no error: the command reports the problem when it runs.
 """
 
 import os
@@ -16,8 +16,8 @@ from posttrain.domain.errors import PosttrainError
 from posttrain.domain.kinds import METRICS
 from posttrain.domain.runspec import read_yaml
 
-_RUNS = 200  # the newest runs, at most
-_LINES, _RUN_FILES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"), (".yaml", ".yml")  # where shells put the typed line
+_RUNS = 200  # maximum number of runs, newest first
+_LINES, _RUN_FILES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"), (".yaml", ".yml")  # variables with the typed line
 
 
 def runs(incomplete: str) -> list[str]:
@@ -92,7 +92,7 @@ def examples(incomplete: str) -> list[str]:
 
 def _complete(incomplete: str, known: Callable[[Control], Iterable[str]]) -> list[str]:
     try:
-        with closing(open_control()) as control:  # the end of a command does not close it
+        with closing(open_control()) as control:  # closed here, because no command ends that would close it
             return [word for word in dict.fromkeys(known(control)) if word.startswith(incomplete)]
     except (PosttrainError, OSError):
         return []

@@ -1,7 +1,7 @@
 """Console output of commands, and shell completions that are loaded on demand.
 
-The console honours NO_COLOR and pipes; programs get JSON, people get text. Completions are imported only when a shell
-requests them.
+Output has no colours if NO_COLOR is set, and no line breaks of the console in a pipe. People get text, and programs get
+JSON. Completions are imported only when a shell requests them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
     from posttrain.api.control import Control
 
-_C0 = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}  # ␛ for ESC, and so on
+_C0 = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}  # symbols, such as ␛ for ESC
 _DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
 _UNSHOWN = (
     *range(0x80, 0xA0),
     *_DIRECTIONS,
     *range(0xD800, 0xE000),
-)  # C1 controls, writing directions, lone surrogates
+)  # C1 controls, direction controls, lone surrogates
 _PICTURES = {**_C0, 0x7F: 0x2421, **dict.fromkeys(_UNSHOWN, 0xFFFD)}
 _COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # json.dumps does not escape these
 OPENED = ExitStack()  # resources of this process's command, closed when it ends
-PIPE_WIDTH = 1_000_000  # columns without a terminal: no line is cut in a pipe
+PIPE_WIDTH = 1_000_000  # columns without a terminal, so no line is cut in a pipe
 
 
 @dataclass
 class Asked:
-    """The server and project that options gave the command of this process; its threads share them."""
+    """The `--server` and `--project` options of this process's command, which all its threads share."""
 
     command: re.Pattern[str] = re.compile("")  # the start of a command that uses a project
     options: str = ""
@@ -92,7 +92,7 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 
 
 def open_control() -> Control:
-    """Open the `Control` of `app.control`, imported on demand; it is closed when the command ends."""
+    """Open a `Control` with `app.control`, which is imported on demand; close the `Control` when the command ends."""
     from posttrain.app.control import open_control as opened
 
     control = opened()
@@ -101,22 +101,22 @@ def open_control() -> Control:
 
 
 def console() -> Console:
-    """Return a console on stdout that shows control characters of texts as symbols.
+    """Return a console on stdout that shows control characters in texts as symbols.
 
-    It uses colours only on a terminal without NO_COLOR, and does not wrap lines in a pipe.
+    The console uses colours only on a terminal without NO_COLOR, and does not wrap lines in a pipe.
     """
     from rich.console import Console
     from rich.segment import Segment
 
     class Harmless(Console):
-        """Makes the text of every segment harmless; rich keeps its own codes (cursor, colours) out of that text."""
+        """Makes the text of every segment harmless; rich keeps its codes (cursor, colours) outside that text."""
 
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
         def on_broken_pipe(self) -> None:
-            """Raise, because rich would exit with 1, the code of a bug here."""
+            """Raise BrokenPipeError, because rich would exit with 1, which is Posttrain's exit code for a bug."""
             raise BrokenPipeError
 
     interactive = sys.stdout.isatty()
@@ -131,7 +131,7 @@ def show(*drawn: RenderableType) -> None:
 
 
 def tinted(words: str, tint: str = "") -> Text:
-    """Return a text in a style, for `show` and tables."""
+    """Return a styled text, for `show` and tables."""
     from rich.text import Text
 
     return Text(words, style=tint)
@@ -148,13 +148,13 @@ def plain_table(*titles: str, right: Collection[str] = ()) -> Table:
 
 
 def branch(label: Text) -> Text:
-    """Return a line of a tree: whole in a pipe, cut to a terminal's width with an ellipsis."""
+    """Return a line of a tree, complete in a pipe and cut with an ellipsis at a terminal's width."""
     label.no_wrap, label.overflow = True, "ellipsis"
     return label
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return a text on one line: whole in a pipe, at most `most` characters on a terminal."""
+    """Return a text on one line: complete in a pipe, at most `most` characters on a terminal."""
     flat = " ".join(text.split())
     return flat if len(flat) <= most or not sys.stdout.isatty() else flat[: most - 1] + "…"
 
@@ -172,7 +172,7 @@ def say(*lines: str, quoted: bool = False) -> None:
     """Print lines for a person, without markup.
 
     Args:
-        quoted: the lines quote other text, in which commands stay unchanged.
+        quoted: whether the lines quote other text; commands in quoted text stay unchanged.
     """
     for line in lines:
         typer.echo(harmless(line if quoted else as_typed(line)))
@@ -185,12 +185,12 @@ def aside(*lines: str) -> None:
 
 
 def ask_at(options: Mapping[str, str | None], verbs: Iterable[str]) -> None:
-    """Record the server and project of this command's options, so that printed commands repeat them.
+    """Record this command's `--server` and `--project`, so that printed commands repeat these options.
 
-    Printed commands do not repeat values of the environment: the next command reads them there.
+    Printed commands do not repeat values from the environment, because the next command reads the same environment.
 
     Args:
-        options: `--server` and `--project`; None: not given.
+        options: the values of `--server` and `--project`; None: not given.
         verbs: the commands that use a project.
     """
     words = [f"{name} {shlex.quote(value)}" for name, value in options.items() if value]
@@ -199,13 +199,13 @@ def ask_at(options: Mapping[str, str | None], verbs: Iterable[str]) -> None:
 
 
 def as_typed(text: str) -> str:
-    """Return a text of ours in which commands carry this command's `--server` and `--project`, if given."""
+    """Return a text with this command's `--server` and `--project`, if given, added to the commands in the text."""
     return _HERE.command.sub(lambda found: f"{found[0]}{_HERE.options}", text) if _HERE.options else text
 
 
 @contextmanager
 def said_after(seconds: float, line: str) -> Iterator[None]:
-    """Print a line on stderr if the block takes longer than this."""
+    """Print a line on stderr if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, aside, (line,))
     timer.daemon = True
     timer.start()
@@ -221,7 +221,7 @@ def pass_on(text: str, *, end: bool) -> None:
     Args:
         end: whether to add a missing line break at the end.
     """
-    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # each state of a progress bar on its own line
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # each state of a progress bar gets its own line
     typer.echo(harmless(lines), nl=end and not lines.endswith("\n"))
 
 
@@ -248,7 +248,7 @@ def style(state: str) -> str:
 
 
 def glyph(state: str, encoding: str | None = None) -> str:
-    """Return one character for a state; ASCII if the terminal cannot show others."""
+    """Return one character for a state; an ASCII character if the terminal cannot show other characters."""
     mark = _GLYPHS.get(state, "·")
     try:
         # the real stdout: while a table redraws itself, `sys.stdout` is a proxy without an encoding
@@ -315,7 +315,10 @@ def _finite(value: Any) -> Any:
 
 
 def lazily(name: str) -> Callable[[str], list[str]]:
-    """Return the function of this name in `cli.completion`, imported when called because it loads the workspace."""
+    """Return a function that calls the function `name` of `cli.completion`.
+
+    The module is imported only at the call, because it loads the workspace.
+    """
 
     def complete(incomplete: str) -> list[str]:
         found: list[str] = getattr(import_module("posttrain.cli.completion"), name)(incomplete)

@@ -1,4 +1,4 @@
-"""`demo`: plays an example on this machine, through public commands only. `examples`: lists and copies examples."""
+"""`demo` plays an example on this machine, using public commands only. `examples` lists and copies examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posttrain.app.examples import DemoPlan, DemoRun
 
 FOLDER = ".demo"
-_MARKER = ".posttrain-demo"  # marks a folder that a demo made, and so may empty
+_MARKER = ".posttrain-demo"  # marks a folder that a demo created and may therefore empty
 _MADE_BY = "made by `posttrain demo`, which empties this folder when it plays again\n"
 _VARIABLE, _SERVER = "POSTTRAIN_WORKSPACE", "POSTTRAIN_SERVER"
 
@@ -38,7 +38,7 @@ def demo(
 ) -> None:
     """Play an example: train, gate, release, roll back.
 
-    Every step is a public command, printed before it runs. With a server, the demo plays in its project.
+    Every step is a public command, which is printed before it runs. With a server, the demo uses the server's project.
     """
     from posttrain.app.examples import OWN, copy_example, find_example, load_demo, overlaid
 
@@ -50,7 +50,7 @@ def demo(
         _refuse_lesser()
     _make_folder(workspace)
     if example.parent == OWN:
-        copy_example(example, workspace / example.name)  # next to its outputs, for short paths
+        copy_example(example, workspace / example.name)  # next to the demo's outputs, so that paths are short
         example = workspace / example.name
         plan = load_demo(example)
     stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed, served)
@@ -89,7 +89,7 @@ def examples(
     to: Annotated[Path | None, typer.Option(help="New folder; default: one with the example's name, here.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """List the examples, or copy one here to edit. `demo --task` plays one."""
+    """List the examples, or copy an example here to edit it. `demo --task` plays an example."""
     from posttrain.app import examples as shelf
 
     if name is None:
@@ -115,7 +115,7 @@ def examples(
 
 
 class _Stage:
-    """The folder in which the commands run, and the runs so far."""
+    """The demo's folder, in which the commands run, and the demo's runs so far."""
 
     def __init__(self, folder: Path, example: Path, plan: DemoPlan, seed: int, served: bool) -> None:
         self._folder, self._plan, self.seed, self._served = folder, plan, seed, served
@@ -137,14 +137,14 @@ class _Stage:
             if not found.whole:
                 say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
                 say("The demo's rewards are harmless, so its workspace trusts them; a normal workspace does not.")
-            # with a folder: the demo may play below a user's workspace
+            # the folder is given, because the demo's folder may be below a user's workspace
             self._posttrain("init", ".", *(() if found.whole else ("--rewards", "trusted")))
         for step in preparation(self._plan, self._example, self.seed):
             self._step(step)
         self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
 
     def play(self, run: DemoRun) -> None:
-        """Submit a run; if it releases nothing, show why."""
+        """Submit a run; if the run releases nothing, show why."""
         _headline(f"Run {run.label}: {run.say}")
         if run.before:
             self._posttrain("asset", "add", f"reward:{run.before.reward}", f"{self._example}/{run.before.file}")
@@ -168,7 +168,7 @@ class _Stage:
         self._step(["posttrain", *words], expected)
 
     def _step(self, shown: list[str], expected: int = 0) -> None:
-        """Run a command as printed: of Posttrain, or a Python script."""
+        """Print a command and run it: a `posttrain` command or a Python script."""
         say(f"$ {' '.join(shown)}")
         command = [sys.executable, *(["-m", "posttrain"] if shown[0] == "posttrain" else []), *shown[1:]]
         sys.stdout.flush()
@@ -211,7 +211,7 @@ def _headline(text: str) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Create an empty folder, or empty one that an earlier demo made.
+    """Create an empty folder, or empty a folder that an earlier demo created.
 
     Raises:
         InputError: the folder has other contents.

@@ -1,14 +1,14 @@
 """Commands that drive or stop a run (`run`, `attach`, `retry`, `stop`), and `plan` and `lock`.
 
-Each of the first four drives a run until it ends or the user leaves it. `plan` and `lock` inspect a run before any
-process starts.
+`run`, `attach` and `retry` drive a run until the run ends or the user leaves it, and `stop` until the run has stopped.
+`plan` and `lock` inspect a run before any process starts.
 
 A command that drives a run can end before the run does:
 
 | cause | effect |
 |---|---|
 | `--detach` | a background driver takes the run; the command ends with 0 |
-| Ctrl-C on a terminal | the same; the command ends with 130. If another process drives the run, it only leaves |
+| Ctrl-C on a terminal | the same, unless another process drives the run; the command ends with 130 |
 | SIGINT without a terminal, SIGTERM, SIGHUP | no driver is started: running jobs continue, later stages wait |
 """
 
@@ -87,7 +87,7 @@ def plan(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Validate a run file; show stages, cache, cost and power. The command writes nothing."""
+    """Validate a run file; show its stages, cache, cost and power. The command writes nothing."""
     view = open_control().plan(file, seed=seed, setting=single(sets or ()))
     answer_json(output, view.to_json)
     from posttrain.cli.screens import plan_lines, plan_tree
@@ -139,34 +139,34 @@ _STOP_SECONDS = 90.0
 _LOOK = 0.2  # seconds between two reads of the trackers' states
 
 
-_TRACKERS_SECONDS = 10.0  # how long the end of `run` waits for trackers, which continue without it
+_TRACKERS_SECONDS = 10.0  # the longest wait for trackers at the end of `run`; they continue after it
 
 
 class Signals:
-    """Handlers of signals while a run is driven: they handle the first Ctrl-C and the first order to end."""
+    """Signal handlers while a run is driven: they handle the first Ctrl-C and the first SIGTERM or SIGHUP."""
 
     def __init__(self) -> None:
         self.ending: int | None = None  # SIGTERM or SIGHUP
 
     def interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Handle Ctrl-C, and ignore the next one while the command detaches."""
+        """Handle Ctrl-C, and ignore another Ctrl-C while the command detaches."""
         signal.signal(number, _unheard)
         raise KeyboardInterrupt
 
     def end(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Handle an order to end; the next one ends the process immediately."""
+        """Handle a SIGTERM or SIGHUP; the next such signal ends the process immediately."""
         self.ending = number
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
 
 def _unheard(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal; child processes would inherit SIG_IGN."""
+    """Ignore a signal; used instead of SIG_IGN, which child processes would inherit."""
 
 
 @contextmanager
 def heard() -> Iterator[Signals]:
-    """Handle signals that end the wait for a run; one that the parent process set to ignored stays ignored."""
+    """Handle the signals that end the wait for a run, except signals that the parent process ignores."""
     signals = Signals()
     handlers = {signal.SIGINT: signals.interrupt, signal.SIGTERM: signals.end, signal.SIGHUP: signals.end}
     if threading.current_thread() is not threading.main_thread():
@@ -185,7 +185,7 @@ def heard() -> Iterator[Signals]:
 
 
 def end_by(number: int, control: Control, run_id: str) -> NoReturn:
-    """End by the signal, as its sender expects; first report, if possible, how the run continues."""
+    """End this process with the signal, as the sender expects; before that, report how the run continues."""
     with suppress(OSError, PosttrainError):  # the terminal no longer exists
         driver = control.driver(run_id)
         if driver is not None and driver.nobody:
@@ -194,11 +194,11 @@ def end_by(number: int, control: Control, run_id: str) -> NoReturn:
                 f"driver: posttrain attach {run_id}"
             )
     os.kill(os.getpid(), number)
-    raise SystemExit(128 + number)  # the parent process blocked it
+    raise SystemExit(128 + number)  # reached if the parent process blocked the signal
 
 
 def leave(control: Control, run_id: str, reattach: str) -> None:
-    """Handle Ctrl-C: on a terminal a background driver takes over, unless another process drives the run."""
+    """Handle Ctrl-C: on a terminal, a background driver takes the run over unless another process drives it."""
     driver = control.driver(run_id)
     if driver is None:
         say(f"run {run_id} has ended: posttrain get {run_id}")
@@ -228,7 +228,7 @@ def _on_a_terminal() -> bool:
 
 
 def _positive(timeout: float | None) -> float | None:
-    if timeout is not None and not 0 < timeout < float("inf"):  # this form also refuses NaN
+    if timeout is not None and not 0 < timeout < float("inf"):  # this form of the condition also rejects NaN
         raise InputError(f"--timeout must be more than 0 seconds, got {timeout:g}; leave it out to wait without limit")
     return timeout
 
@@ -267,7 +267,8 @@ def run(
 ) -> None:
     """Submit a run and follow it until it ends.
 
-    If its manifest was submitted before, the command attaches to that run. The exit code is the run's outcome.
+    If the run's manifest was submitted before, the command attaches to the existing run. The exit code is the run's
+    outcome.
     """
     _refuse_both("run", detach, timeout)
     control = open_control()
@@ -287,7 +288,7 @@ def attach(
 ) -> None:
     """Return to a run, and drive or watch it to its end.
 
-    The command watches if another process drives the run. The exit code is the run's outcome, as for `run`.
+    If another process drives the run, the command only watches. The exit code is the run's outcome, as for `run`.
     """
     from posttrain.api.values import Submitted
 
@@ -329,14 +330,14 @@ def stop(run: RunArgument) -> None:
 
 
 def drive(control: Control, run_id: str, timeout: float | None, reattach: str, output: Output) -> None:
-    """Drive a run, show it, write its report, print its summary, and raise its outcome if it is not a success.
+    """Drive a run, show its progress, write its report and print its summary; if it did not succeed, raise its outcome.
 
     Args:
-        output: JSON: the command shows no progress; at the end of the run it prints the output of `get -o json`.
+        output: with JSON, the command shows no progress and prints the output of `get -o json` at the end of the run.
 
     Raises:
         PosttrainError: the run's outcome, or the deadline.
-        typer.Exit: Ctrl-C detached.
+        typer.Exit: the command detached after Ctrl-C.
     """
     from posttrain.cli.screens import run_footer
 
@@ -353,7 +354,7 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
             raise typer.Exit(DETACHED) from None
     status = control.status(run_id)
     emit_json(run_json(control, status)) if output is Output.JSON else _summary(control, status)
-    if status.outcome:  # its line has the reason and the next action
+    if status.outcome:  # the error's line contains the reason and the next action
         raise status.outcome
     if output is Output.TEXT:
         console().print(*run_footer(status), sep="\n")
@@ -366,7 +367,7 @@ def run_json(control: Control, status: RunStatus) -> dict[str, Any]:
 
 
 def give_away(control: Control, run: RunRecord, output: Output, warnings: Sequence[str] = ()) -> bool:
-    """Give a run to a background driver and report that on stdout, as a line or JSON; False: the run has ended."""
+    """Give a run to a background driver and print a line or JSON about it; return False if the run has ended."""
     if is_final("run", run.state):
         return False
     driver = control.detach(run.id)
@@ -386,7 +387,7 @@ def _refuse_both(verb: str, detach: bool, timeout: float | None) -> None:
 
 @contextmanager
 def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Callable[[RunRecord], None]]:
-    """Open the display of a driven run; with JSON output it shows nothing."""
+    """Open the display of a driven run; with JSON output, the display shows nothing."""
     from posttrain.cli.live import open_display
 
     if output is Output.JSON:
@@ -397,7 +398,11 @@ def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Call
 
 
 def greet(found: Submitted, again: str = "", output: Output = Output.TEXT) -> None:
-    """Print which run this is, and whether it is new; `again`: how to start another run of its manifest."""
+    """Print the run's id and whether the run is new.
+
+    Args:
+        again: a text on how to start another run of the same manifest.
+    """
     record, tell = found.run, say if output is Output.TEXT else aside
     if not found.attached:
         tell(f"run {record.id}  manifest {digest(record.manifest_digest)}")
@@ -426,7 +431,7 @@ def _summary(control: Control, status: RunStatus) -> None:
     say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")
     try:
         written = control.write_report(run_id)
-    except PosttrainError as error:  # the outcome holds without a report
+    except PosttrainError as error:  # the run's outcome does not depend on the report
         say(f"warning: no report: {error}")
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
@@ -437,7 +442,7 @@ def _summary(control: Control, status: RunStatus) -> None:
 
 
 def _settled(control: Control, run_id: str) -> list[TrackerState]:
-    """Return the states of a run's trackers once no process writes them, or after `_TRACKERS_SECONDS`."""
+    """Return the states of a run's trackers when no process writes to them any more, or after `_TRACKERS_SECONDS`."""
     until = time.monotonic() + _TRACKERS_SECONDS
     while True:
         found = control.trackers(run_id)

@@ -1,6 +1,7 @@
-"""The display of a driven run: a table that redraws itself on a terminal, plain lines elsewhere.
+"""The display of a driven run: a table that is redrawn in place on a terminal, plain lines elsewhere.
 
-It reads only the ledger and new event segments, at most eight times a second, in the thread that drives the run.
+The display reads only the ledger and new event segments, at most eight times a second, in the thread that drives the
+run.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     from posttrain.api.control import Control, Watcher
     from posttrain.api.values import RunStatus, StageStatus
 
-_REDRAW = 1 / 8  # seconds
+_REDRAW = 1 / 8  # seconds between two drawings
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
-_BAR = 18  # columns
+_BAR = 18  # columns of the progress bar
 _BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
 _ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # the stage needs a person
-# column title → metric of the job; a narrow terminal omits the last ones
+# column title → metric of the job; on a narrow terminal, the last columns are omitted
 _METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "response_tokens/mean", "loss": "loss"}
-_WIDE, _MEDIUM = 118, 96  # columns
+_WIDE, _MEDIUM = 118, 96  # widths of a terminal, in columns
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def open_display(control: Control, run_id: str) -> Iterator[Callable[[RunRecord]
 
 
 class TableDisplay:
-    """A table with one row per stage, redrawn in place while its `live` is entered and removed afterwards."""
+    """A table with one row per stage. It is redrawn in place while the context `live` is open, and then removed."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -65,13 +66,13 @@ class TableDisplay:
 
 
 class LineDisplay:
-    """One line per change of state, and one every two seconds for each running stage."""
+    """One line for each change of state, and a progress line for each running stage every two seconds."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._told: dict[str, tuple[str, str, str]] = {}  # stage → state, reason and message last printed
         self._line_at: dict[str, float] = {}
-        self._said_at: dict[str, float | None] = {}  # of the progress last printed
+        self._said_at: dict[str, float | None] = {}  # stage → time of the progress last printed
         self._noted: dict[str, tuple[Note, ...]] = {}
         self._looked = 0.0
 
@@ -106,7 +107,7 @@ class LineDisplay:
 
 
 def progress_words(stage: StageStatus) -> str:
-    """Return `120/240 reward 0.91 probe 0.95 41k tok/s eta 6s`."""
+    """Return a stage's progress as `120/240 reward 0.91 probe 0.95 41k tok/s eta 6s`."""
     progress = stage.progress
     words = [f"{progress.step}/{progress.total}"]
     words += [f"{title} {number(progress.latest[m])}" for title, m in _METRICS.items() if m in progress.latest]
@@ -120,7 +121,7 @@ def progress_words(stage: StageStatus) -> str:
 
 
 def run_table(status: RunStatus, width: int) -> RenderableType:
-    """Return every stage of the run in its state; below, in full, its requests to a person, and recent notes."""
+    """Return a table of the run's stages; below it, pending requests to a person in full, and recent notes."""
     titles = list(_METRICS)[: 4 if width >= _WIDE else 3 if width >= _MEDIUM else 2]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for title in ("", "stage", "progress", "step", *titles, "tok/s", "eta", "time"):
@@ -189,7 +190,7 @@ def _changed(stage: StageStatus) -> str:
 
 
 def _line(stage: str, words: str, at: float | None = None) -> None:
-    """Print one line with the time of its event, even if printed later; with the date unless that is today."""
+    """Print one line that begins with the time of its event, and with the date if the event was not today."""
     now = time.time()
     day, today = (time.strftime("%Y-%m-%d", time.localtime(moment)) for moment in (now if at is None else at, now))
     stamp = time.strftime("%H:%M:%S", time.localtime(now if at is None else at))

@@ -1,6 +1,7 @@
 """The `posttrain` command: the table of verbs, and the handler that turns an error into one line and an exit code.
 
-This module imports nothing heavy: each command imports its dependencies when it runs, and none imports the engine.
+This module imports nothing heavy: each command imports its dependencies when it runs, and no command imports the
+engine.
 """
 
 import errno
@@ -35,7 +36,7 @@ _OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "ser
 
 
 class Commands(TyperGroup):
-    """Commands in groups; reports an error as one line on stderr and its exit code."""
+    """A group of commands that reports an error as one line on stderr and ends with the error's exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of the groups."""
@@ -51,7 +52,7 @@ class Commands(TyperGroup):
                 )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the named command; refuse a name from another tool with a hint to the matching command."""
+        """Return the named command; reject a name from another tool, with a hint that names the matching command."""
         hint = None if self.get_command(ctx, args[0]) else HINTS.get(args[0].lower())
         if hint:
             ctx.fail(f"No such command {args[0]!r}: {hint}.")
@@ -67,7 +68,7 @@ class Commands(TyperGroup):
                 traceback.print_exc()
             aside(f"error: {_one_line(error)}")
             raise SystemExit(error.exit_code) from error
-        except (RecursionError, UnicodeError) as error:  # only input nests this deep or is not text
+        except (RecursionError, UnicodeError) as error:  # only input can be nested too deeply or not be text
             aside(f"error: {_unreadable(error)}")
             raise SystemExit(InputError.exit_code) from error
         except KeyboardInterrupt:
@@ -75,8 +76,8 @@ class Commands(TyperGroup):
             raise SystemExit(drive.DETACHED) from None
         except (typer.Exit, typer.Abort):
             raise
-        except BrokenPipeError:  # `posttrain ls | head -1`: the reader closed the pipe, not an error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
+        except BrokenPipeError:  # the reader closed the pipe, as in `posttrain ls | head -1`: no error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # receives output that is still buffered
             raise SystemExit(_UNREAD) from None
         except OSError as error:
             what = error.filename or "the file"
@@ -95,7 +96,7 @@ class Commands(TyperGroup):
 
 
 def _exit_codes() -> Iterator[tuple[int, str]]:
-    """Yield code and meaning of every error class that defines an exit code, from the class's docstring."""
+    """Yield each error class's exit code and its meaning, which is the class's docstring."""
     yield 0, "success"
     yield _BUG, "an unexpected error: a bug in Posttrain"
     waiting = [PosttrainError]
@@ -128,7 +129,7 @@ EPILOG = "\b\n" + "\n".join(
 
 
 def _epilog(name: str, typed: str) -> str:
-    """Return the end of a command's help: its examples, and its exit codes, including those of every command."""
+    """Return the end of a command's help: its examples and its exit codes, including those that all commands share."""
     examples = "\n".join(f"  {line}" for line in EXAMPLES[typed])
     own = CODES.get(typed, CODES.get(name, ()))
     codes = "\n".join(["Exit codes: 0, 1, 2, 10, 13 (posttrain --help explains them)", *map(_LINES.__getitem__, own)])
@@ -165,7 +166,7 @@ def options(
 ) -> None:
     """Declare a post-training run once; train, judge, ship, roll back."""
     for variable, value in (("POSTTRAIN_SERVER", server), ("POSTTRAIN_PROJECT", project)):
-        if value is not None:  # this command and its child processes read it
+        if value is not None:  # this command and its child processes read the variable
             os.environ[variable] = value
     ask_at({"--server": server, "--project": project}, [verb for verb in VERBS if verb not in _OF_A_MACHINE])
 
@@ -198,17 +199,17 @@ for group, part in {"": app, **_GROUPS}.items():
 
 
 def main() -> None:
-    """Entry point of the `posttrain` command."""
-    # typer evaluates the annotations of each command three times, a sixth of the time that `--help` takes
+    """Run the `posttrain` command."""
+    # typer evaluates the annotations of each command three times, which takes a sixth of the time of `--help`
     vars(typer.main)["get_params_from_function"] = functools.cache(typer.utils.get_params_from_function)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal must not make a command fail
+            stream.reconfigure(errors="replace")  # a command must not fail on an ASCII terminal
     app(prog_name="posttrain")
 
 
 def _one_line(error: BaseException) -> str:
-    """Return a message on one line; of a very long one, its beginning and end."""
+    """Return a message on one line; a very long message is shortened to its beginning and end."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
 
@@ -222,7 +223,7 @@ def _unreadable(error: RecursionError | UnicodeError) -> str:
 def _sources() -> dict[Path, tuple[int, int]]:
     """Return every source file of this package with its modification time and size, which an upgrade changes.
 
-    The change time of the inode is not used: a new hard link or file mode changes it too.
+    The inode's change time is not used, because a new hard link or file mode changes that time too.
     """
     found = {}
     for folder, _, names in os.walk(_ROOT):
@@ -241,7 +242,7 @@ _AT_START = _sources()
 
 
 def _changed(error: Exception) -> str:
-    """Return a source of this package that was replaced or removed since the command started, or an empty string."""
+    """Return a source file of this package that was replaced or removed since the command started, or ""."""
     now = _sources()
     other = next((path.name for path, state in _AT_START.items() if now.get(path) != state), "")
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
@@ -263,7 +264,7 @@ def _bug(error: Exception) -> str:
 
 
 def _reported() -> str:
-    """Write the traceback of the current error to a new file; return its name."""
+    """Write the traceback of the current error to a new file; return the file's name."""
     text = traceback.format_exc()
     if os.environ.get("POSTTRAIN_DEBUG"):
         sys.stderr.write(text)

@@ -1,4 +1,4 @@
-"""`sample`, `eval` and `export`: query, measure and export a model of the workspace."""
+"""Commands `sample`, `eval` and `export`, which sample from, measure and export a model of the workspace."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def sample(
 
 
 def _progress(model: str, folder: Path) -> Callable[[str], None]:
-    """Return a function that announces the copy at its first file, after all checks; on a terminal, each file."""
+    """Return a function that announces the copy at the first file, after all checks, and on a terminal every file."""
     begins = [f"copying {model} to {folder}; every file is hashed on the way"]
 
     def tell(file: str) -> None:
@@ -153,7 +153,7 @@ def _progress(model: str, folder: Path) -> Callable[[str], None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in the block, so that it removes incomplete files as after an error."""
+    """Let SIGTERM raise SystemExit in the block, so that the block removes incomplete files as after an error."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -202,7 +202,7 @@ def evaluate(
 ) -> None:
     """Measure a model on data sets, without a run file.
 
-    The measurement is a run of one stage, which `get`, `why` and `compare` show.
+    The measurement is a run with one stage, which `get`, `why` and `compare` show.
     """
     settings = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature} | _given(
         pass_at=pass_at or None,
@@ -235,7 +235,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the reward that scores the responses, with its calling options."""
+    """Return the reward that scores the responses, with the options for calling it."""
     if reward is None and called:
         raise InputError(f"eval: --{min(called)} needs a reward, got none; name one with --reward")
     given = {"secrets" if name == "secret" else name: value for name, value in called.items()}
@@ -273,7 +273,7 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder.
 
-    The folder contains weights, tokenizer, generation config, and a model card with the model's lineage.
+    The folder contains the weights, the tokenizer, the generation config, and a model card with the model's lineage.
     """
     if str(folder) in ("", "."):
         raise InputError(f"export: DIR must be a new folder, got {str(folder)!r}; name a new one")

@@ -1,8 +1,8 @@
 """Commands for channels and releases: moves, origins, approvals and policies.
 
-`promote` and `rollback` move a channel; `lineage` shows a model's origin, and `verify` checks it. `approve` and
-`reject` decide requests that wait for a person. `channel` sets the gates of every release of a channel, and who may
-move it.
+`promote` and `rollback` move a channel. `lineage` shows a model's origin, and `verify` checks the origin. `approve` and
+`reject` decide requests that wait for a person. `channel` sets the gates that every release to a channel must pass, and
+protects or freezes the channel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from posttrain.domain.records import Event
 
 _KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
-_CUT = 72  # characters of a detail, such as a guideline, in a tree on a terminal
+_CUT = 72  # maximum characters of a detail, such as a guideline, in a tree on a terminal
 WhatArgument = Annotated[
     str,
     typer.Argument(
@@ -78,7 +78,7 @@ def promote(
 ) -> None:
     """Point a channel at a run's model.
 
-    Every gate must have passed, and the channel must not have moved since.
+    Every gate must have passed, and the channel must not have moved since the gates were judged.
     """
     lift = _reason(lift_quarantine)
     control = open_control()
@@ -93,7 +93,7 @@ def promote(
 
 
 def _reason(given: str | None) -> str:
-    """Return the reason for lifting a quarantine; empty: no lift was requested."""
+    """Return the reason for lifting a quarantine; "" if the option was not given."""
     if given is not None and not given.strip():
         raise InputError("--lift-quarantine must give a reason, got an empty one")
     return given or ""
@@ -120,7 +120,8 @@ def rollback(
 ) -> None:
     """Point a channel back at an earlier release.
 
-    The release is that of --to, or the newest one that is not quarantined. The command waits for no gate.
+    The channel then points at the release that --to names, or at the newest earlier release whose model is not
+    quarantined. No gate is judged.
     """
     lift = _reason(lift_quarantine)
     control = open_control()
@@ -158,7 +159,7 @@ def lineage(
 ) -> None:
     """Print the tree from weights back to their sources.
 
-    The sources are prompts, reward source, base model and manifest.
+    The sources are the prompts, the reward's source, the base model and the manifest.
     """
     control = open_control()
     found = control.downstream(target, limit) if downstream else None
@@ -182,7 +183,7 @@ def verify(
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Verify the hashes of a lineage and of the event log. The exit code is 8 if one does not match."""
+    """Verify the hashes of a lineage and of the event log. The exit code is 8 if a hash does not match."""
     report = open_control().verify(target or "")
     target = target or (f"channels {', '.join(report.channels)}" if report.channels else "no channel has a release")
     if output is Output.JSON:
@@ -235,12 +236,12 @@ def approve(
 ) -> None:
     """Approve a release or another request.
 
-    If the channel's policy names approvers, you must be one; otherwise you need the role approver or admin. You cannot
-    approve your own request.
+    If the channel's policy names approvers, you must be among them; otherwise you need the role approver or admin. You
+    cannot approve your own request.
     """
     control = open_control()
     named = _named(control, what)
-    card = None if output is Output.JSON or named.startswith(DIGEST_PREFIX) else control.why(named)  # as asked
+    card = None if output is Output.JSON or named.startswith(DIGEST_PREFIX) else control.why(named)  # read first
     found = control.approve(named, channel, reason)
     answer_json(output, found.to_json)
     from posttrain.cli.screens import card_lines
@@ -256,7 +257,7 @@ def reject(
 ) -> None:
     """Reject a release or another request.
 
-    The release stage that waits for the approval ends. `approve` withdraws the rejection.
+    A release stage that waits for the approval ends. `approve` withdraws the rejection.
     """
     control = open_control()
     found = control.reject(_named(control, what), channel, reason)
@@ -312,7 +313,7 @@ def set_policy(
 ) -> None:
     """Set the policy that every release of a channel must pass.
 
-    It applies from the next release. A model judged under another policy must be judged again.
+    The policy applies from the next release on. A model that was judged under another policy must be judged again.
     """
     control = open_control()
     before = control.channel_record(channel)
@@ -342,8 +343,8 @@ def remove_policy(channel: ChannelArgument) -> None:
 def protect(channel: ChannelArgument, reason: WhyOption = "") -> None:
     """Require another person's approval for changes to a channel.
 
-    Releases, and changes of the policy and quarantine, wait for the approval. Protection requires a second member with
-    the role approver (`posttrain member set`), who logs in to a server (`posttrain serve`).
+    Releases, and changes of the policy and the quarantine, wait for the approval. Protection requires a second member
+    with the role approver (`posttrain member set`), who logs in to a server (`posttrain serve`).
     """
     open_control().protect(channel, protected=True, why=reason)
     say(f"channel {channel} is protected: releases and changes of its policy wait for another person's approval")
@@ -351,7 +352,7 @@ def protect(channel: ChannelArgument, reason: WhyOption = "") -> None:
 
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: WhyOption = "") -> None:
-    """End the protection of a channel. Another person must approve that first."""
+    """End the protection of a channel. Another person must approve this change first."""
     open_control().protect(channel, protected=False, why=reason)
     say(f"channel {channel} is not protected")
 

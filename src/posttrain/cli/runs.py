@@ -1,7 +1,7 @@
 """Commands that show runs (`ls`, `get`, `logs`, `why`, `diff`), and `note`, `dead` and `signal`.
 
-`note` records a person's note on a run. `dead` lists objects that drivers set aside after repeated failures. `signal`
-lets a waiting stage continue.
+`note` records a person's note on a run. `dead` lists runs and stages that drivers set aside after repeated failures.
+`signal` lets a waiting stage continue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from posttrain.domain.approvals import ApprovalStatus
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
-_MOVES = 50  # the newest moves of a channel that a person sees
+_MOVES = 50  # maximum number of a channel's moves in the text output, newest first
 _NO_RUNS = "no runs yet; next: posttrain run RUN.yaml"
 _POLL = 0.25  # seconds between reads while watching
 
@@ -109,7 +109,7 @@ def note(
 def _say_channels(
     live: list[ReleaseEntry], records: dict[str, ChannelRecord], barred: Mapping[str, AssetStatus]
 ) -> None:
-    """Print the model of each channel, and channels with a policy or freeze that have no release yet."""
+    """Print the model of each channel, and the channels without a release that are frozen or have a policy."""
     for entry in live:
         record = records.pop(entry.channel, None)
         still = (", frozen" if record and record.frozen else "") + (", recalled" * (entry.model_digest in barred))
@@ -177,10 +177,10 @@ def get(
 
 
 def _run_or_channel(control: Control, word: str) -> str:
-    """Return the id of the run that a word names.
+    """Return the id of the run that `word` names.
 
     Raises:
-        NotFoundError: no such run; the message names a channel with a similar name.
+        NotFoundError: there is no such run; the message names a channel with a similar name, if there is one.
     """
     try:
         return control.run(word).id
@@ -235,7 +235,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
 
 
 def _cards(control: Control, asked: Iterable[ApprovalStatus]) -> Iterator[tuple[str, Why]]:
-    """Yield what an approver reads about each run; a run that cannot be read is left out with a warning."""
+    """Yield the information about each run that an approver needs; skip an unreadable run with a warning."""
     for run_id in dict.fromkeys(one.request.run_id for one in asked if one.request.run_id):
         try:
             yield run_id, control.why(run_id)
@@ -250,7 +250,7 @@ def logs(
     timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Print the output of a run's jobs. For a reused stage, the output is that of the run that computed it."""
+    """Print the output of a run's jobs. For a reused stage, the output is from the run that computed the stage."""
     if follow and output is Output.JSON:
         raise InputError("logs: -f prints until the run ends, got -o json; leave -f out")
     if timeout is not None and not follow:
@@ -299,7 +299,7 @@ def _why_json(found: Why) -> dict[str, Any]:
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Explain why a run is in its state, and what to do next.
 
-    For a gate, the command shows which number missed, by how much, and with what confidence.
+    For a gate, the command shows which number missed the threshold, by how much, and with what confidence.
     """
     control = open_control()
     found = control.why(control.run(run).id)
@@ -337,7 +337,7 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="Second run.", autocompletion=lazily("runs"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show the differences between two runs. It compares manifests, changed assets and measured numbers."""
+    """Show the differences between two runs. The command compares manifests, changed assets and measured numbers."""
     found = open_control().diff(first, second)
     one, other = found.metrics
     both = sorted(one.keys() & other.keys())
@@ -350,7 +350,7 @@ def diff(
     show(*difference_lines(found.differences))
     if not found.differences:
         say("nothing that determines the result differs")
-    for row in metrics:  # -o json also has the optimiser's last numbers
+    for row in metrics:  # -o json also contains the optimiser's last numbers
         if row["metric"].partition("/")[0] in found.measured or row["metric"].endswith("reward/mean"):
             say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
 
@@ -386,7 +386,7 @@ def dead(
 ) -> None:
     """List runs and stages that failed repeatedly and were set aside.
 
-    Each failed repeatedly, and the list shows why. `--retry` lets a driver process it again.
+    The list shows the last error of each. With `--retry`, a driver processes the given run or stage again.
     """
     if retry and name is None:
         raise InputError("dead: --retry needs the run or stage to process again; posttrain dead lists them")
@@ -421,7 +421,7 @@ def signal(
 ) -> None:
     """Send a signal to a run, so that a waiting stage continues.
 
-    A signal sent before the stage begins counts. Sending it twice has the effect of once.
+    A signal that is sent before the stage begins counts too. Sending a signal again has no further effect.
     """
     control = open_control()
     sent, new = control.signal(control.run(run).id, name, reason)

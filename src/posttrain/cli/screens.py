@@ -1,6 +1,7 @@
-"""One-screen views (a run, its summary, verdicts, differences, a plan), and tables that cut nothing.
+"""One-screen views (a run, its summary, verdicts, differences, a plan), and tables that never cut text.
 
-The view of a plan's stage shows where its roles run, the memory that they hold in each phase, and the chosen sizes.
+In the view of a plan, each stage shows where its roles run, the memory that they hold in each phase, and the chosen
+sizes.
 
 If the columns of a table do not fit a terminal, each row becomes a block of lines.
 """
@@ -53,18 +54,18 @@ if TYPE_CHECKING:
     from posttrain.domain.approvals import ApprovalStatus
 
 _GAP, _INDENT = 2, 2  # columns between two cells, and before the lines of a block
-_WRAPPED = 16  # minimum columns of a text that may wrap, or its longest word
-_NOTE = 400  # characters of a note (a guideline) that are shown
+_WRAPPED = 16  # minimum width of a column that wraps, unless its longest word is wider
+_NOTE = 400  # maximum characters of a note, such as a guideline
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. A column that does not wrap is never broken: ids, digests, numbers with their intervals."""
+    """One column. Text in a column that does not wrap, such as ids, digests and intervals, is never broken."""
 
     title: str = ""
     right: bool = False
-    wraps: bool = False  # between words
-    spare: bool = False  # left out first if not all fit
+    wraps: bool = False  # whether text may wrap between words
+    spare: bool = False  # whether the column is left out first if not all columns fit
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class Grid:
         self.rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield a table, else a table without the spare columns, else blocks."""
+        """Yield the first form that fits: a table, a table without the spare columns, or blocks."""
         told = [n for n in range(len(self.columns)) if any(row[n].plain for row in self.rows)]
         if self.title:
             yield Text(self.title, style="dim")
@@ -98,7 +99,7 @@ class Grid:
             yield from self._block(row, told, options.max_width)
 
     def _widths(self, shown: Sequence[int], most: int) -> list[int]:
-        """Return the width of each column; empty if they do not fit."""
+        """Return the width of each column; an empty list if the columns do not fit."""
         texts = [[self.columns[n].title, *(row[n].plain for row in self.rows)] for n in shown]
         whole = [max(map(cell_len, cells)) for cells in texts]
         widths = [
@@ -126,7 +127,7 @@ class Grid:
         return table
 
     def _block(self, row: Sequence[Text], told: Sequence[int], most: int) -> Iterator[RenderableType]:
-        """Yield a line with the heads, then the other cells with their titles, as many on a line as fit."""
+        """Yield a line with the first cells, then lines with as many of the other titled cells as fit on each."""
         head = Text("  ").join([row[n] for n in told if n < self.heads and row[n].plain])
         if head.plain:
             yield head
@@ -145,7 +146,7 @@ class Grid:
 
 
 def sized(stage: StagePlan, *, chosen: bool) -> Iterator[Text]:
-    """Yield the sizes of a stage that computes, and the reasons for them; `chosen`: also those of Posttrain."""
+    """Yield the sizes of a stage that will be computed, with reasons; `chosen`: include sizes that Posttrain chose."""
     for size in () if stage.cached_from else stage.sizes:
         if size.chosen and not chosen:
             continue
@@ -154,7 +155,7 @@ def sized(stage: StagePlan, *, chosen: bool) -> Iterator[Text]:
 
 
 def placed(stage: StagePlan) -> Iterator[Text | Table]:
-    """Yield where a training stage runs: a line for one process, else the pools and their memory per phase."""
+    """Yield where a training stage runs: a line for one process, or the pools and their memory per phase."""
     if stage.load is None or stage.cached_from:
         return
     placement, found = stage.load.placement, stage.residency
@@ -183,7 +184,7 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
 
 
 def _residency_table(found: Residency) -> Table:
-    """Return the bytes of one rank: a row per role, a column per phase; the fullest phase of a pool is bold."""
+    """Return a table of one rank's memory: a row per role, a column per phase; a pool's fullest phase is bold."""
     table = plain_table("pool", "role", *found.phases, right=found.phases)
     table.title, table.title_style, table.title_justify = "resident per rank", "dim", "left"
     for peak in found.peaks:
@@ -231,7 +232,7 @@ def run_footer(status: RunStatus) -> list[Text]:
 
 
 def signal_lines(status: RunStatus) -> Iterator[Text]:
-    """Yield the signals that people sent to the run, and why."""
+    """Yield the signals that people sent to the run, with their reasons."""
     yield from (
         Text(f"signal: {sent.name}, sent by {sent.actor} {ago(sent.at)}" + (f": {sent.reason}" if sent.reason else ""))
         for sent in status.signals
@@ -249,7 +250,7 @@ def note_lines(status: RunStatus) -> Iterator[Text]:
 
 
 def approval_lines(statuses: Iterable[ApprovalStatus]) -> Iterator[Text]:
-    """Yield the approvals and rejections of requests, and whether they count."""
+    """Yield the approvals and rejections of requests, and whether each counts."""
     for one in statuses:
         what = f"channel {one.request.channel}, {one.request.words} ({digest(one.request.digest)}):"
         for approval in [*one.given, *([one.refusal] if one.refusal else [])]:
@@ -262,10 +263,10 @@ def approval_lines(statuses: Iterable[ApprovalStatus]) -> Iterator[Text]:
 
 
 def request_lines(statuses: Iterable[ApprovalStatus], cards: Mapping[str, Why]) -> Iterator[Grid | Text]:
-    """Yield the requests that wait for approvals on a channel, and who may give them.
+    """Yield a channel's requests that wait for approvals, and who may give the approvals.
 
     Args:
-        cards: run id → its scores and verdicts, which an approver reads first.
+        cards: run id → the run's scores and verdicts, which an approver reads first.
     """
     for one in statuses:
         request = one.request
@@ -280,7 +281,7 @@ def request_lines(statuses: Iterable[ApprovalStatus], cards: Mapping[str, Why]) 
 
 
 def card_lines(found: Why | None) -> Iterator[Grid | Text]:
-    """Yield what an approver reads about a run: regressions first, then verdicts and scores."""
+    """Yield the information about a run that an approver needs: regressions first, then verdicts and scores."""
     if found is not None:
         yield from regression_lines(found.scores)
         yield from verdict_lines(found.report.verdicts if found.report else ())
@@ -288,12 +289,12 @@ def card_lines(found: Why | None) -> Iterator[Grid | Text]:
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:
-    """Yield the warnings of the run's jobs, and of choices by probes that show or release less than they seem to."""
+    """Yield the warnings about a run."""
     yield from (Text(f"warning: {warning}", style=style("warn")) for warning in status.warnings)
 
 
 def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
-    """Yield the state of each tracker; of a failing one, the error and the remedy."""
+    """Yield the state of each tracker; for a failing tracker, the error and the remedy."""
     for one in trackers:
         if one.in_trouble:
             yield Text(f"warning: tracker {one.kind} ({one.where}): {one.message}", style=style("warn"))
@@ -303,7 +304,7 @@ def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
 
 
 def attempt_line(attempt: AttemptRecord) -> Text:
-    """Return `attempt 2  lost  its supervisor ended`."""
+    """Return a line such as `attempt 2  lost  its supervisor ended`."""
     words = f"attempt {attempt.number}  {attempt.state}  {attempt.message or meaning(attempt.reason)}"
     resumed = "  (resumed from a checkpoint)" if attempt.resume else ""
     stopped = f"  (stopped: {attempt.stop_cause})" if attempt.stop_cause else ""
@@ -391,7 +392,7 @@ def channel_lines(
 
     Args:
         frozen: the event of the last freeze.
-        recall: the recall of the served model, or of a version that it was made from.
+        recall: the recall of the live model, or of a version from which the model was made.
     """
     if recall:
         words = f"recalled: its live model comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}"
@@ -410,7 +411,7 @@ def channel_lines(
 
 
 def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:
-    """Yield a channel's quarantined models, and how often the data behind its release was evaluated."""
+    """Yield a channel's quarantined models, and how often the data that judged its release was evaluated."""
     for one in barred:
         words = f"quarantined: {digest(one.model_digest)}, rolled back by release {one.release} ({one.actor})"
         yield Text(words, style=style("warn"))
@@ -432,12 +433,12 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
 
 
 def regression_lines(scores: Scores) -> Iterator[Text]:
-    """Yield the metrics that are significantly worse than before; a reader needs them first."""
+    """Yield the metrics that are significantly worse than before; views show these lines first."""
     yield from (Text(f"warning: {regression}", style=style("error")) for regression in scores.regressions)
 
 
 def score_lines(scores: Scores) -> Iterator[Grid | Text]:
-    """Yield the scores before and after, with intervals; below them, the names of the methods."""
+    """Yield the scores before and after training, with intervals; below them, the names of the methods."""
     yield from (Text(f"score left out: {trouble}", style=style("warn")) for trouble in scores.troubles)
     if not scores.rows:
         return
@@ -484,7 +485,7 @@ def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
 
 
 def plan_tree(view: PlanView, *, verbose: bool) -> Tree:
-    """Return the stage graph with inputs, cache and cost; `verbose`: with all sizes."""
+    """Return the stage graph with inputs, cached results and cost; `verbose`: include all sizes."""
     manifest = view.manifest
     root = Tree(branch(Text(f"{manifest.name}  {manifest.digest}", style="bold")), guide_style="dim")
     if manifest.image:
@@ -506,7 +507,7 @@ def plan_tree(view: PlanView, *, verbose: bool) -> Tree:
 
 
 def plan_lines(view: PlanView, *, verbose: bool) -> Iterator[Text]:
-    """Yield totals, the power of the gates, warnings, and an earlier run of the manifest; `verbose`: and evaluators."""
+    """Yield totals, the power of gates, warnings and an existing run of the manifest; `verbose`: include evaluators."""
     known = [stage.estimate for stage in view.stages]
     tokens, seconds = [e.tokens for e in known], [e.seconds for e in known]
     total = count(sum(t for t in tokens if t is not None)) + (" and more" if None in tokens else "")
@@ -534,7 +535,7 @@ def plan_lines(view: PlanView, *, verbose: bool) -> Iterator[Text]:
 
 
 def _stall_lines(view: PlanView) -> Iterator[Text]:
-    """Yield the time without progress after which a job counts as hung; stages with one limit share a line."""
+    """Yield the time without progress after which a job counts as hung; stages with the same limit share a line."""
     limits: dict[float, list[str]] = {}
     for stage in view.stages:
         if stage.stall_after is not None and not stage.cached_from:

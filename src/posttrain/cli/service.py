@@ -1,4 +1,4 @@
-"""`serve`, `login`, `logout`, and permissions on a server: `whoami`, `project`, `member`, `token`."""
+"""Commands `serve`, `login` and `logout`, and those for permissions: `whoami`, `project`, `member`, `token`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serve(
         bool, typer.Option("--no-token", help="Do not print the first token, for output that is stored.")
     ] = False,
 ) -> None:
-    """Serve the workspace to a team over HTTP. The server answers the same verbs and drives every run."""
+    """Serve the workspace to a team over HTTP. The server offers the same operations and drives every run."""
     from posttrain.app.workspace import open_workspace
 
     try:
@@ -73,7 +73,7 @@ def login(
 ) -> None:
     """Store a token for a project of a server.
 
-    The command prompts for the token, or reads it from stdin if that is not a terminal.
+    The command prompts for the token, or reads the token from stdin if stdin is not a terminal.
     """
     from posttrain.client.logins import log_in, login_of, project_of
     from posttrain.client.remote import remote_control
@@ -100,7 +100,7 @@ def logout(
         str | None, typer.Option(help="Project; default: that of commands without --project.", show_default=False)
     ] = None,
 ) -> None:
-    """Delete the stored token for a project of a server. `token revoke` makes it invalid."""
+    """Delete the stored token for a project of a server. The token stays valid until `token revoke`."""
     from posttrain.client.logins import TOKEN_VARIABLE, log_out, login_of, servers
 
     url = url or os.environ.get(SERVER_VARIABLE)
@@ -164,7 +164,7 @@ def project_images(output: OutputOption = Output.TEXT) -> None:
 
 @project_app.command("allow-image")
 def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
-    """Allow runs of the project to name an image. Over a server, they may also bring a recipe that runs in it."""
+    """Allow runs of the project to name an image. Over a server, such runs may also bring their own recipe."""
     open_control().allow_image(image)
     say(f"runs may name {image}")
 
@@ -173,7 +173,7 @@ def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
 def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
     """Stop allowing new runs of the project to name an image.
 
-    Submitted runs keep their image; `posttrain stop` ends them.
+    Runs that were submitted before keep their image; `posttrain stop` ends such a run.
     """
     open_control().remove_image(image)
     say(f"no new run may name {image}")
@@ -194,14 +194,14 @@ def member_set(
     principal: PrincipalArgument,
     role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin.")],
 ) -> None:
-    """Give a person or service a role in the project. It replaces an earlier role."""
+    """Give a person or service a role in the project. The new role replaces an earlier role."""
     open_control().set_member(principal, role)
     say(f"{principal} is {role}; issued tokens keep their role; issue a new one: posttrain token issue {principal}")
 
 
 @member_app.command("remove")
 def member_remove(principal: PrincipalArgument) -> None:
-    """Remove the role of a person or service. Their tokens become invalid in this project immediately."""
+    """Remove a person's or service's role. Tokens of that principal become invalid in this project immediately."""
     open_control().set_member(principal, None)
     say(f"{principal} no longer has a role")
 
@@ -213,7 +213,7 @@ def token_issue(
     days: DaysOption = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Issue a token for a person or service. The command shows it once, and it is not stored."""
+    """Issue a token for a person or service. The command shows the token once and does not store it."""
     control = open_control()
     issued = control.issue_token(principal, role, days)
     if principal not in control.members():
@@ -225,20 +225,20 @@ def token_issue(
 def token_rotate(
     token: Annotated[str, typer.Argument(metavar="ID")], days: DaysOption = 30.0, output: OutputOption = Output.TEXT
 ) -> None:
-    """Replace a token with a new one. The old token becomes invalid immediately."""
+    """Replace a token with a new token. The old token becomes invalid immediately."""
     _show(open_control().rotate_token(token, days), output)
 
 
 @token_app.command("revoke")
 def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Revoke a token. It becomes invalid immediately."""
+    """Revoke a token. The token becomes invalid immediately."""
     open_control().revoke_token(token)
     say(f"token {token} is revoked")
 
 
 @token_app.command("ls")
 def token_ls(output: OutputOption = Output.TEXT) -> None:
-    """List the tokens of the project. Their secrets are not stored and not shown."""
+    """List the tokens of the project. The secrets of tokens are not stored and therefore not shown."""
     found = open_control().tokens()
     answer_json(output, lambda: [asdict(one) for one in found])
     say(*(_line(one) for one in found))
@@ -255,7 +255,7 @@ def _show(issued: Issued, output: Output) -> None:
 def _line(token: Token) -> str:
     what = (
         "revoked" if token.revoked_at else f"ends {moment(token.expires_at)}"
-    )  # whether it has ended depends on the server's clock
+    )  # whether the token has ended depends on the server's clock
     scopes = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
     return f"{token.id}  {token.actor}  {scopes}  {what}"
 

@@ -1,7 +1,7 @@
 """Commands for sinks and trackers.
 
-`sink` manages external receivers of events. `track` immediately writes the records that the trackers of a run or a
-channel lack.
+`sink` manages external receivers of events. `track` immediately writes the records that are missing in the trackers of
+a run or a channel.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def add(
 ) -> None:
     """Add a sink, which receives events from now on.
 
-    Options name secrets and never contain them: the process that delivers events reads them.
+    Options name the variable or file that contains a secret; the process that delivers events reads the secret.
     """
     web = {"url": webhook, "url_env": webhook_env, "secret_env": secret_env, "secret_file": _absolute(secret_file)}
     mail = {"to": email, "from": sender, "security": smtp_security if email else ""}
@@ -155,13 +155,13 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 
 @app.command("test")
 def test(name: SinkArgument) -> None:
-    """Send a message that is marked as a test to a sink."""
+    """Send a sink a message that is marked as a test."""
     say(f"sink {name}: {open_control().test_sink(name)} accepted a test message")
 
 
 @app.command("pause")
 def pause(name: SinkArgument) -> None:
-    """Pause a sink. `resume` delivers the events of the pause."""
+    """Pause a sink. `resume` delivers the events that occurred during the pause."""
     open_control().pause_sink(name)
     say(f"sink {name} is paused; next: posttrain sink resume {name}")
 
@@ -171,20 +171,20 @@ def resume(
     name: SinkArgument,
     skip: Annotated[bool, typer.Option("--skip", help="Skip the events that were not delivered so far.")] = False,
 ) -> None:
-    """Resume a sink. Delivery starts immediately, even if a failed sink would wait longer."""
+    """Resume a sink. Delivery starts immediately, even if the next try after a failure is not due yet."""
     found = open_control().resume_sink(name, skip=skip)
     say(f"sink {name} delivers again, {_behind(found)}")
 
 
 @app.command("remove")
 def remove(name: SinkArgument) -> None:
-    """Remove a sink. Delivered events stay at the receiver."""
+    """Remove a sink. Delivered events remain at the receiver."""
     open_control().remove_sink(name)
     say(f"sink {name} is removed")
 
 
 def _told(rules: tuple[Rule, ...]) -> str:
-    """Return `run-ended, gate-failed of runs sort*, with words`."""
+    """Return a description of the rules such as `run-ended, gate-failed of runs sort*, with words`."""
     said = []
     for rule in rules:
         what = "the default events" if rule.on == FOR_PEOPLE else ", ".join(rule.on)
@@ -216,7 +216,7 @@ def track(
 ) -> None:
     """Write missing records to the trackers of a run or channel.
 
-    The trackers of a channel are model registries. `--tracker` writes to one more tracker.
+    The trackers of a channel are model registries. With `--tracker`, records are written to one more tracker.
     """
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow cannot be combined with --tracker or -o json; leave it out")

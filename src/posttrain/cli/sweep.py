@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from posttrain.cli.screens import Grid
 
 _ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
-_VALUE = 48  # characters of a parameter's value on a terminal
+_VALUE = 48  # maximum characters of a parameter's value on a terminal
 
 
 def sweep(
@@ -63,7 +63,7 @@ def sweep(
 ) -> None:
     """Run a file under several settings and seeds, and rank them.
 
-    The ranking goes as far as the intervals allow. The command releases nothing.
+    Settings whose intervals do not separate them share a range of ranks. The command releases nothing.
     """
     from posttrain.domain.errors import InputError
 
@@ -81,7 +81,7 @@ def sweep(
         _show_points(found, output)
         return
 
-    runs: dict[tuple[int, int], str] = {}  # (place of the setting, seed) → its run
+    runs: dict[tuple[int, int], str] = {}  # (index of the setting, seed) → run id
     try:
         for number, point in enumerate(found.points, start=1):  # a failed run does not stop the sweep
             run_id = runs[point.place, point.seed] = control.submit_point(point).run.id
@@ -151,7 +151,7 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
     names = _short([path for path, _ in found.settings[0]])
     titles = ("rank", *(names[path] for path in paths), f"{found.metric} {arrow}", "each seed", "to the best")
     table = Grid([Column(title) for title in titles])
-    one_each = len(found.seeds) == 1 and all(one.mean for one in ranking.settings)  # the seed's value is the mean
+    one_each = len(found.seeds) == 1 and all(one.mean for one in ranking.settings)  # the mean is the one seed's value
     order = _order(found, ranking)
     for place in order:
         one, setting = ranking.settings[place], dict(found.settings[place])
@@ -170,13 +170,13 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
 
 
 def _the_same(found: Sweep) -> dict[str, Any]:
-    """Return the paths to which all settings give one value, if there are several settings."""
+    """Return path → value for the paths that have the same value in all settings; empty if there is one setting."""
     first, *others = [dict(setting) for setting in found.settings]
     return {path: value for path, value in first.items() if others and all(one[path] == value for one in others)}
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:
-    """Return path → the shortest tail of it that no other path has."""
+    """Return path → shortest end of the path that no other path has."""
     parts = {path: path.split(".") for path in paths}
     return {
         path: next(
@@ -201,7 +201,7 @@ def _seed_words(value: float | None, state: str) -> str:
 
 
 def _to(ranking: Ranking, best: int, place: int) -> str:
-    """Return the difference to the setting with the best mean."""
+    """Return the difference from the setting with the best mean."""
     if place == best:
         return ""
     for one in ranking.differences:
@@ -252,7 +252,7 @@ def compare(
 ) -> None:
     """Compare the scores of runs, item by item.
 
-    The command shows the items won, lost and tied against the first run, with intervals.
+    The command shows how many items were won, lost and tied against the first run, and differences with intervals.
     """
     found = open_control().compare(what, html)
     answer_json(output, lambda: found.to_json() | ({"page": str(html)} if html else {}))
@@ -274,7 +274,7 @@ def _show_comparison(found: Comparison) -> None:
 
 
 def metric_table(found: Comparison) -> Grid:
-    """Return a row for each metric and subject; differences are to the first subject."""
+    """Return a row for each metric and subject; differences are from the first subject."""
     from posttrain.cli.screens import Column, Grid
 
     counts = ("items", "won", "lost", "tied")
@@ -291,7 +291,7 @@ def metric_table(found: Comparison) -> Grid:
 
 
 def history_table(found: Comparison) -> Grid:
-    """Return the metrics of imported runs: their steps, and the first, last, least and greatest values."""
+    """Return a table of imported runs' metrics: steps, and first, last, least and greatest values."""
     from posttrain.cli.screens import Column, Grid
 
     numbers = ("points", "steps", "first", "last", "least", "most")
@@ -304,7 +304,10 @@ def history_table(found: Comparison) -> Grid:
 
 
 def _against(row: MetricRow, cell: Cell) -> Iterator[Text | str]:
-    """Yield difference, won, lost, tied; for a metric without a direction, the items with more and with less."""
+    """Yield the difference and the numbers of items won, lost and tied.
+
+    For a metric without a direction, the numbers are of items with a higher value, a lower value and the same value.
+    """
     pair = cell.paired
     if pair is None:
         yield tinted(f"not paired: {cell.unpaired}" if cell.unpaired else "", "dim")

@@ -1,4 +1,4 @@
-"""`trace`: how a run spent its time, and the history of its recorded samples."""
+"""Command `trace`: how a run spent its time, and the history of its recorded samples."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from posttrain.api.values import RecordedSample, StageTimeline, WrittenTrace
 
-_EXCERPT = 60  # characters of a response in a list
-_TOLD = 0.0005  # smallest share of a step with which a hand-off is listed
+_EXCERPT = 60  # maximum characters of a response in a list
+_TOLD = 0.0005  # the smallest share of a step at which a hand-off is listed
 
 
 def trace(
@@ -45,7 +45,7 @@ def trace(
 ) -> None:
     """Write the timeline of a run, or show its recorded samples.
 
-    The files show how each role spent its time. `--samples` and `--sample` show the history of samples.
+    The timeline shows how each role spent its time. `--samples` and `--sample` show the history of recorded samples.
     """
     _check(sample, samples, step, out)
     control = open_control()

@@ -1,6 +1,6 @@
-"""The groups of the commands, their examples and exit codes in `--help`, and hints for words that are not commands.
+"""The groups, examples and exit codes of commands in `--help`, and hints for words that are not commands.
 
-A test parses every example. `main` attaches the examples and codes to the commands.
+A test parses every example. `main` attaches the examples and exit codes to the commands.
 """
 
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "token ls": ("posttrain token ls", "posttrain token ls -o json"),
 }
 
-# In addition to 0, 1, 2, 10, 13 and 141, with which every command may end.
+# Exit codes in addition to 0, 1, 2, 10, 13 and 141, with which every command may end.
 _OUTCOME = (3, 4, 5, 6, 7, 8, 9, 11, 12, 130)
 _MOVES = (8, 9)
 CODES: Mapping[str, tuple[int, ...]] = {

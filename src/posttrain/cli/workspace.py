@@ -1,6 +1,7 @@
 """Commands on a workspace: `init`, `erase`, `doctor`, `gc`, `backup` and `restore`.
 
-`gc` deletes artifacts that no record needs. `backup` copies the others, and `restore` makes a workspace from the copy.
+`gc` deletes artifacts that no record needs. `backup` copies the ledger with the artifacts that it needs, and `restore`
+creates a workspace from the copy.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
 
 
 class Rewards(StrEnum):
-    """Whether rewards may run unconfined."""
+    """The permission for rewards to run unconfined."""
 
     CONFINED = "confined"
     TRUSTED = "trusted"
@@ -114,7 +115,10 @@ def init(
     job_variable: JobVariableOption = None,
     model_limit: ModelLimitOption = None,
 ) -> None:
-    """Create a workspace (.posttrain), or change its settings. A repeat changes only the given settings."""
+    """Create a workspace (.posttrain), or change its settings.
+
+    In an existing workspace, the command changes only the given settings.
+    """
     from posttrain.app.workspace import (
         chosen_places,
         init_workspace,
@@ -202,7 +206,7 @@ def erase(
 ) -> None:
     """Erase free text on a run or asset, or a person's name.
 
-    The event log keeps the events without the text, and they can still be proved.
+    The event log keeps the events without the text, and they can still be verified.
     """
     found = open_control().erase(what, reason)
     answer_json(output, lambda: {"target": found.target, **asdict(found.done), "left": list(found.left)})
@@ -232,7 +236,7 @@ def doctor(
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Check this machine, and the workspace or server in use. The exit code is 10 if a check fails."""
+    """Check this machine, and the workspace or server that commands use. The exit code is 10 if a check fails."""
     from posttrain.app.doctor import examine
 
     checks = examine(probe=probe, ray=ray, end=end_orphans, accept=accept_loss)
@@ -260,7 +264,7 @@ def gc(
 ) -> None:
     """Delete artifacts that no record needs, and leftovers.
 
-    Leftovers are cached copies and checkpoints of ended runs, and unfinished uploads. Runs may be active.
+    Leftovers are unneeded cached copies, checkpoints of ended runs, and unfinished uploads. Runs may be active.
     """
     from posttrain.domain.placement import parse_duration
 
@@ -286,7 +290,7 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder o
 def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     """Copy the ledger and every artifact that it needs.
 
-    Runs may be active. Into an existing backup, the command copies only new data.
+    Runs may be active. If the folder already contains a backup, the command copies only new data.
     """
     from posttrain.app.workspace import backup as back_up
 
@@ -312,7 +316,7 @@ def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
 def restore(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     """Create a workspace here (.posttrain) from a backup.
 
-    Runs that were active continue with new attempts.
+    Runs that had not ended continue with new attempts.
     """
     from posttrain.app.workspace import restore as bring_back
 

@@ -1,1 +1,1 @@
-"""`Control` over HTTP: the same verbs, answered by a server."""
+"""`Control` over HTTP: the same verbs, which a server carries out."""

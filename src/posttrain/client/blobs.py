@@ -1,9 +1,11 @@
-"""Transfer of files, including run files with their local files, between this machine and a server by digest.
+"""Transfer of files by digest between this machine and a server, including run files with their local files.
 
-Files that the project already has are not sent again. Large files go directly to the server's store and come directly
-from it, if it supports that. Where that fails, the user gets a message, and the files go through the server.
+Files that the project already has are not sent again. Large files are transferred directly between this machine and the
+server's store, if the store supports direct transfers. If a direct transfer fails, the user gets a message, and the
+files are transferred through the server.
 
-A `Bundle` is a run file with the local files that it names. The server plans it and sees no path of this machine.
+A `Bundle` is a run file with the local files that it names. The server plans the run file without any path of this
+machine.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from posttrain.store.atomic import write_stream, writing
 from posttrain.store.retries import patiently
 from posttrain.store.trees import beside_model, file_digest, is_byproduct, not_taken, put_tree
 
-_CHUNK = 8 << 20  # bytes of one request
-_LARGE = 8 << 20  # bytes from which a direct transfer is requested
-_TRIES = 20  # without progress, while another client sends the same file
+_CHUNK = 8 << 20  # bytes per request
+_LARGE = 8 << 20  # minimum size of a file, in bytes, for a direct transfer
+_TRIES = 20  # tries without progress, while another client sends the same file
 _RECIPE = "recipe"
 
 
@@ -43,10 +45,10 @@ class Sender:
         self._direct = True
 
     def send(self, path: Path, skip: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False) -> FileRef:
-        """Send a file, or a folder with its files, and return its reference.
+        """Send a file, or a folder with its files; return a reference to the file or folder.
 
         Raises:
-            InputError: the path does not exist, or cannot be read.
+            InputError: the path does not exist or cannot be read.
         """
         if path.is_dir():
             if skip is beside_model and (line := not_taken(path)):
@@ -77,7 +79,7 @@ class Sender:
         return digest
 
     def _sent_directly(self, digest: str, size: int, path: Path) -> bool:
-        """Return whether the file is in the project without a transfer through the server."""
+        """Send a file directly to the store, unless the project has it; return whether the project has it now."""
         if not self._direct or size < _LARGE:
             return False
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
@@ -112,7 +114,7 @@ class Sender:
             }
             try:
                 state = json.loads(self._transport.ask("PATCH", path, raw=data, headers=headers).body)
-            except ConflictError:  # another client sends it, or an answer was lost: read the offset again
+            except ConflictError:  # another client sends the file, or a response was lost
                 state = self._state(path, size)
                 tries = tries + 1 if int(state["offset"]) == start else 0
                 if tries > _TRIES:
@@ -133,10 +135,10 @@ class Fetcher:
     def fetch(
         self, files: Mapping[str, Mapping[str, Any]], folder: Path, progress: Callable[[str], None] = lambda _: None
     ) -> dict[str, Path]:
-        """Fetch files into a folder; return name → path. Each file is complete, or absent.
+        """Fetch files into a folder; return name → path. After an error, each file is either complete or absent.
 
         Args:
-            files: name → digest and bytes, as the server reports.
+            files: name → digest and size in bytes, as the server reports them.
 
         Raises:
             IntegrityError: received bytes do not match their digest.
@@ -202,7 +204,7 @@ class Bundle:
         self.files: dict[str, FileRef] = {}
 
     def of(self, path: Path, setting: Setting = ()) -> RunFile:
-        """Return the run file in the form that is sent; settings replace its own values.
+        """Return the run file in the form that is sent; `setting` replaces values in the file.
 
         Raises:
             InputError: the run file, or a file that it names, cannot be read.
@@ -225,7 +227,7 @@ class Bundle:
         return RunFile(path.name, text, self.files)
 
     def word(self, kind: str, text: str) -> str:
-        """Return a name of the command line in a form that the server can resolve; sends a local file or folder."""
+        """Return a name from the command line in a form that the server can resolve; send a local file or folder."""
         return str(self._ref(kind, text, Path()))
 
     def _ref(self, kind: str, text: Any, base: Path) -> Any:
@@ -266,7 +268,7 @@ class Bundle:
         return f"./{place}"
 
     def _recipe(self, stage: Any, base: Path) -> None:
-        """Add a user's dataflow, which is next to the run file."""
+        """Add the file of a user's dataflow, which is next to the run file."""
         word = stage.get(_RECIPE) if isinstance(stage, Mapping) else None
         module = word.partition(":")[0] if isinstance(word, str) else ""
         if module and (base / f"{module}.py").is_file():

@@ -1,4 +1,4 @@
-"""Servers that this user logged in to: their tokens, in a file that no other user may read."""
+"""The user's logins: the tokens of servers, in a file that no other user may read."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _OTHERS = 0o077
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """The tokens of one server, by the project that each was given for."""
+    """The tokens for one server, by the project for which each was issued."""
 
     tokens: Mapping[str, str]
-    chosen: str = ""  # the project of the last login, the commands' default; empty: the user logged out of it
+    chosen: str = ""  # the project of the last login, the commands' default; "" after a logout from that project
 
     @property
     def project(self) -> str:
-        """The default project of commands; empty: no login, or several and no default."""
+        """The default project of commands; "" without a login, or with several logins and no default."""
         return self.chosen or ("".join(self.tokens) if len(self.tokens) == 1 else "")
 
 
 def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
-    """Return `Control` over a server, with `token`, or the environment's token, or that of the login to the project.
+    """Return `Control` over a server, with `token`, or else the environment's token or the token of a login.
 
     Args:
-        project: empty: the project of the environment, or of the last login, else `default`.
+        project: if it is "", the environment's project, the project of the last login, or `default` is used.
 
     Raises:
-        InputError: there is no token, or several tokens and no project is named.
+        InputError: there is no token, or there are several tokens and no project is named.
         WorkspaceError: other users may read the file with the tokens.
     """
     url = url.rstrip("/")
@@ -60,7 +60,7 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
                 f"server {url}: you are logged in to {' and '.join(known.tokens)} there; name one project: --project "
                 "NAME"
             )
-        # for a project without a login the server reports what to do
+        # for a project without a login, the server's error contains the next action
         token = known.tokens.get(asked) or known.tokens.get(known.project) or next(iter(known.tokens.values()))
     if not token:
         of = f" --project {project}" if project else ""
@@ -71,22 +71,22 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
 
 
 def login_of(url: str) -> Login:
-    """Return this user's tokens for a server; without tokens: no login."""
+    """Return this user's tokens for a server; a `Login` without tokens if there are none."""
     return _login(_logins().get(url.rstrip("/")))
 
 
 def log_in(url: str, token: str, project: str) -> None:
-    """Store a token for a project of a server, next to those for other projects. The caller has checked the token."""
+    """Store a token for a project of a server and keep those for other projects. The caller has checked the token."""
     known = login_of(url)
     make_folder(_path().parent)
     _keep(url, Login({**known.tokens, project: token}, project))
 
 
 def log_out(url: str, project: str = "") -> str:
-    """Delete the token for a project of a server; return the project, or an empty text if there was no such token.
+    """Delete the token for a project of a server; return the project, or "" if there was no such token.
 
     Args:
-        project: empty: the default project of commands.
+        project: if it is "", the default project of commands is used.
 
     Raises:
         InputError: there are several tokens, and no default project.
@@ -103,19 +103,19 @@ def log_out(url: str, project: str = "") -> str:
 
 
 def servers() -> list[str]:
-    """Return the servers that this user logged in to."""
+    """Return the servers to which this user is logged in."""
     return sorted(_logins())
 
 
 def project_of(transport: Transport, wanted: str) -> str:
-    """Return the project to log in to with a transport's token: `wanted`, or else the token's own.
+    """Return the project to log in to with a transport's token: `wanted`, or else a project of the token.
 
     Raises:
-        AccessError: the token is for other projects.
+        AccessError: the token is not for the project `wanted`.
     """
     try:
         of = json.loads(transport.ask("GET", "/v1/token").body)["projects"]
-    except NotFoundError:  # a server of an older release
+    except NotFoundError:  # a server with an older version of Posttrain
         return wanted or DEFAULT_PROJECT
     if wanted and wanted not in of:
         own = next(iter(of), DEFAULT_PROJECT)
@@ -133,7 +133,7 @@ def _keep(url: str, login: Login) -> None:
 
 
 def _login(kept: Any) -> Login:
-    """Read a server's entry in the file; an older release wrote one token and its project."""
+    """Read a server's entry in the file; an older version of Posttrain wrote one token and its project."""
     if not isinstance(kept, dict):
         return Login({})
     chosen = str(kept.get("project") or "")

@@ -1,7 +1,7 @@
-"""Verbs over HTTP, and how a client waits for a server.
+"""Verbs over HTTP, and a client's waits for a server.
 
-A verb without its own method here is one request, built from its declaration. A client waits here for an operation that
-a server carries out for longer than a connection lasts, and for a run that a server drives.
+A verb without its own method in this module is one request, which is built from the verb's declaration. A client waits
+for an operation that takes a server longer than a connection lasts, and for a run that a server drives.
 """
 
 from __future__ import annotations
@@ -45,26 +45,24 @@ if TYPE_CHECKING:
     from posttrain.domain.records import RunRecord
 
 _PREFER = "respond-async, wait=10"
-_PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between two polls, the last one repeatedly
-_TELL = 5.0  # seconds between two lines for a person
-_MOST_SECONDS = 22200.0  # the longest wait for an operation, which exceeds a server's limit
+_PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between two polls; the last number repeats
+_TELL = 5.0  # seconds between two progress lines for a person
+_MOST_SECONDS = 22200.0  # the longest wait for an operation, longer than a server's limit
 _RESENDS = 20  # maximum number of times that a request is sent again after its server ended
 _EVERY = 0.5  # seconds between two requests
-_OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
-_PAGE = 200  # items of one page
+_OF_FOLDERS = {"add_model": beside_model}  # verb → test for files in a folder that are not sent
+_PAGE = 200  # items per page
 _DRAW = 0.1  # seconds between two calls of `watch`
 
 
 def carried_out(transport: Transport, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-    """Return the answer to a request that may take long.
+    """Return the response to a request that may take long.
 
-
-
-    If the server ends, the request is sent again with the same key, so it is carried out once. An interrupt of the wait
-    cancels the request.
+    If the server ends, the request is sent again with the same key, so the request is carried out once. An interrupt of
+    the wait cancels the request.
 
     Raises:
-        PosttrainError: the problem that the server answered with.
+        PosttrainError: the server responded with a problem, which is raised.
         InfrastructureError: the server ended repeatedly.
         DeadlineError: the request takes longer than a server allows.
     """
@@ -114,7 +112,7 @@ class RemoteLog:
     run_id: str
     stage: str
     attempt: int
-    path: Path | None = None  # on another machine
+    path: Path | None = None  # the file is on another machine
 
 
 class RemoteWatcher:
@@ -146,7 +144,7 @@ class RemoteRunWatch:
         self._known: tuple[float, RunRecord] | None = None
 
     def look(self) -> RunRecord:
-        """Return the run, at most half a second old. Raises DeadlineError when the time is up."""
+        """Return the run's record, at most half a second old. Raises DeadlineError after the time-out."""
         now = time.monotonic()
         if self._known is None or now - self._known[0] >= _EVERY:
             self._known = now, self._look()
@@ -163,7 +161,7 @@ class RemoteRunWatch:
 
 
 class Remote:
-    """Verbs as requests to one project of a server."""
+    """Carries out verbs as requests to one project of a server."""
 
     def __init__(self, transport: Transport, project: str) -> None:
         self._transport, self._project = transport, project
@@ -172,7 +170,7 @@ class Remote:
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         verb.given(words, options)
-        own = getattr(self, f"_{verb.name}", None)  # a verb that takes several requests, or none
+        own = getattr(self, f"_{verb.name}", None)  # a verb that needs several requests or no request
         return own(*words, **options) if own else self._asked(verb, *words, **options)
 
     def close(self) -> None:
@@ -190,13 +188,13 @@ class Remote:
         return self._fetched(verb, given.arguments, json.loads(body)) if verb.writes else self._read(verb, body)
 
     def _sent(self, operation: Verb[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments to send: files are uploaded, and callbacks are omitted."""
+        """Return the arguments to send, after uploading files; callbacks are omitted."""
         setting = given.get("setting", ())
         found = {}
         for name, one in operation.parameters.items():
             value = given.get(name, one.default)
             if value is one.default or (value == one.default and type(value) is type(one.default)):
-                continue  # omitted, so an older server without the parameter still answers
+                continue  # omitted, so an older server without the parameter accepts the request
             if name == operation.writes:
                 value = value is not None
             elif isinstance(value, Path):
@@ -218,7 +216,7 @@ class Remote:
         return found
 
     def _fetched(self, verb: Verb[..., Any], given: Mapping[str, Any], said: Mapping[str, Any]) -> Any:
-        """Return the answer of a verb that writes: the server's files are fetched to the requested place."""
+        """Return the result of a verb that writes files, after fetching the files from the server."""
         files, target = said["files"], given[verb.writes]
         found = self._read(verb, json.dumps(said["value"]).encode())
         if verb.file:
@@ -231,7 +229,7 @@ class Remote:
         return replace(found, **inside)
 
     def _streamed(self, verb: Verb[..., Any], sent: Mapping[str, Any]) -> Any:
-        """Return an answer whose items arrive one by one."""
+        """Return a result whose items arrive one by one."""
         path = in_path(verb.whole_path, {"project": self._project})
         events = self._transport.stream(path, body=_plain(sent))
         kind, first = next(events)
@@ -241,7 +239,7 @@ class Remote:
         return Asked(**known, answers=(kinds.validate_json(data) for kind, data in events if kind == "answer"))
 
     def _pages(self, operation: Verb[..., Any], sent: Mapping[str, Any], wanted: int | None) -> Any:
-        """Return all items of a list, or its first `wanted`, page by page."""
+        """Request a list page by page; return all its items or the first `wanted` items."""
         found: list[Any] = []
         behind: str | None = None
         while True:
@@ -260,10 +258,10 @@ class Remote:
                 return dict(found) if isinstance(items, dict) else found
 
     def _read(self, verb: Verb[..., R], body: bytes) -> R:
-        """Parse a verb's answer.
+        """Parse the response to a verb's request.
 
         Raises:
-            ApiVersionError: the answer is from another release and cannot be parsed.
+            ApiVersionError: the response is from another version of Posttrain and cannot be parsed.
         """
         try:
             found: R = verb.answer.validate_json(body)
@@ -276,10 +274,10 @@ class Remote:
             ) from error
 
     def _body(self, operation: Verb[..., Any], named: Mapping[str, Any]) -> bytes:
-        """Send a verb's request and return its answer.
+        """Send a verb's request and return the response.
 
         Raises:
-            NotFoundError: no URL path can contain the name.
+            NotFoundError: a name cannot be part of a URL path, so the server has no such object.
         """
         for name in operation.in_path:
             if "/" in str(named[name]):
@@ -296,7 +294,7 @@ class Remote:
             return carried_out(self._transport, operation.method, path, plain)
         return self._transport.ask(operation.method, path, body=plain).body
 
-    # --- verbs that are more than one request, or none ----------------------------------------------------------------
+    # --- verbs that need several requests or none ---------------------------------------------------------------------
 
     def _lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Any:
         return replace(self._asked(Control.lock, path, seed=seed, setting=setting), place=lock_path(path))
@@ -309,7 +307,7 @@ class Remote:
         watch: Callable[[RunRecord], None] | None = None,
         report: bool = False,
     ) -> RunRecord:
-        """Wait; the server drives the run."""
+        """Wait for the end of a run; the server drives the run."""
         watch_run = RemoteRunWatch(lambda: Control(self).run(run_id), timeout)
         while True:
             run = watch_run.look()
@@ -334,7 +332,7 @@ class Remote:
                 yield RemoteLog(said["run_id"], said["stage"], said["attempt"]), said["text"]
 
     def _compare(self, words: Sequence[str], page: Path | None = None) -> Any:
-        """Replace model folders of this machine by the digests of their files."""
+        """Send a comparison, with each model folder of this machine replaced by the digest of its files."""
         named = [_model_digest(word) if word.startswith((".", "~", "/")) else word for word in words]
         return self._asked(Control.compare, named, page)
 
@@ -349,12 +347,12 @@ class Remote:
         return self._read(Control.import_mlflow, body)
 
     def _write_report(self, run_id: str, folder: Path | None = None) -> Any:
-        """Write a run's report into `folder`, or without one into this user's cache."""
+        """Write a run's report into `folder`, or into this user's cache if no folder is given."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
         return self._asked(Control.write_report, run_id, folder or cache / "reports" / run_id)
 
     def _follow(self, run_id: str) -> None:
-        """Do nothing: the server's driver starts the writer."""
+        """Do nothing, because the server's driver starts the process that writes trackers."""
 
     def _export(self, model: str, folder: Path, **how: Any) -> Any:
         refuse_full(folder)
@@ -389,7 +387,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
-    """Return a name, names or a reward's ref in a form that the server can resolve; sends their local files."""
+    """Return a name, a list of names, or a reward with its ref, as the server can resolve it; send local files."""
     if isinstance(value, str):
         return bundle.word(kind, value)
     if isinstance(value, Mapping):
@@ -398,7 +396,7 @@ def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
 
 
 def _model_digest(word: str) -> str:
-    """Return the digest of a folder of this machine, after a check that it is a model folder."""
+    """Return the digest of a folder of this machine, after checking that the folder contains a model."""
     from posttrain.data.assets import inspect_model
     from posttrain.data.refs import local_path, parse_ref
 

@@ -1,6 +1,6 @@
 """Requests to a server, and direct transfers between this machine and the server's store.
 
-Each thread has one connection to a server. A request is repeated if a repetition cannot have its effect twice. Direct
+Each thread has one connection to a server. A request is repeated only if its effect cannot occur twice. Direct
 transfers use presigned URLs, which are secrets.
 """
 
@@ -35,26 +35,26 @@ from posttrain.store.retries import AwayError, KeptConnection, connected, patien
 
 _STALLED = 60.0  # seconds without a byte
 _OK = 200
-ANSWER_SECONDS = 960.0  # longer than a server lets a request take
+ANSWER_SECONDS = 960.0  # seconds; longer than a server's limit for a request
 _CONNECT_SECONDS = 30.0
-_HEARD_SECONDS = 60.0  # a silent stream gets a comment four times a minute
-PATIENCE = 120.0  # seconds of retries: a server, or its database, may be restarting
+_HEARD_SECONDS = 60.0  # the server sends a comment in a silent stream four times a minute
+PATIENCE = 120.0  # seconds of retries, because a server or its database may be restarting
 HOPE = "trying for two minutes"
-_PIECE = 1 << 20  # bytes
+_PIECE = 1 << 20  # bytes per read
 _LATER = (429, 502, 503, 504)
-_MOST_PAUSE = 30.0  # longest pause that a server may request
+_MOST_PAUSE = 30.0  # seconds; the longest pause that a server may request
 _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
 
 
 class DirectError(Exception):
-    """The store is unreachable from here or rejects the request; a transfer through the server is still possible."""
+    """The store is unreachable from this machine or rejects the request; the server can still transfer the file."""
 
 
 def fetched(url: str) -> Iterator[bytes]:
     """Yield the bytes at a presigned URL, piece by piece.
 
     Raises:
-        DirectError: they did not arrive completely.
+        DirectError: the bytes did not arrive completely.
     """
     with _answer(url, "GET") as response:
         while piece := response.read(_PIECE):
@@ -67,7 +67,7 @@ def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
     """Send a file to a presigned URL.
 
     Raises:
-        DirectError: the store did not accept it.
+        DirectError: the store did not accept the file.
     """
     with path.open("rb") as file, _answer(url, "PUT", file, headers) as response:
         response.read()
@@ -80,7 +80,7 @@ def _answer(
     """Yield a successful response.
 
     Raises:
-        DirectError: there is no such response, or it broke off.
+        DirectError: there is no successful response, or the response ended early.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -98,7 +98,7 @@ def _answer(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of a server."""
+    """The response of a server."""
 
     status: int
     headers: Mapping[str, str]
@@ -109,8 +109,8 @@ class Transport:
     """The requests to one server.
 
     Args:
-        url: `http://127.0.0.1:8460`, or https.
-        token: sent with every request.
+        url: `http://127.0.0.1:8460`, or a URL with https.
+        token: the token that is sent with every request.
 
     Raises:
         InputError: the URL is invalid, or a token would be sent over the network unencrypted.
@@ -120,7 +120,7 @@ class Transport:
         parts = check_address(url)
         self.url = url.rstrip("/")
         self._base, self._token = parts.path.rstrip("/"), token
-        self.release = ""  # the server's version, once it has answered
+        self.release = ""  # the server's version, after its first response
         self._kept = KeptConnection()
 
     def ask(
@@ -133,10 +133,10 @@ class Transport:
         raw: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Send a request, and repeat it while the server is away: an unsafe request has the same key in all tries.
+        """Send a request, and repeat it while the server is unreachable; an unsafe request has one key in all tries.
 
         Raises:
-            PosttrainError: the problem that the server answered with.
+            PosttrainError: the server responded with a problem, which is raised.
             InfrastructureError: the server cannot be reached.
         """
         sent = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -172,10 +172,10 @@ class Transport:
         ) from last
 
     def look(self, path: str) -> Reply:
-        """Return the answer of a single GET, whatever its status.
+        """Return the response to a single GET, whatever its status.
 
         Raises:
-            InfrastructureError: there is no answer.
+            InfrastructureError: there is no response.
         """
         try:
             with self._asked("GET", path, silence=_CONNECT_SECONDS) as response:
@@ -188,11 +188,11 @@ class Transport:
     def stream(
         self, path: str, query: Mapping[str, Any] | None = None, body: Any = None
     ) -> Iterator[tuple[str, bytes]]:
-        """Yield kind and data of each server-sent event, until the server ends the stream.
+        """Yield the kind and data of each server-sent event, until the server ends the stream.
 
         Raises:
-            PosttrainError: the problem that the server answered with.
-            InfrastructureError: the connection ended too early, or no event arrives.
+            PosttrainError: the server responded with a problem, which is raised.
+            InfrastructureError: the connection ended too early, or no event arrived in time.
         """
         try:
             yield from self._events(path, query, body)
@@ -228,11 +228,11 @@ class Transport:
         """Yield the bytes at a path, piece by piece.
 
         Args:
-            direct: follow a redirect to the store, without sending our token there.
+            direct: whether to follow a redirect to the store; the token is not sent there.
 
         Raises:
-            PosttrainError: the problem that the server answered with.
-            InfrastructureError: the answer broke off.
+            PosttrainError: the server responded with a problem, which is raised.
+            InfrastructureError: the response ended early.
             DirectError: the store did not return the bytes.
         """
         try:
@@ -289,10 +289,10 @@ class Transport:
         return {"authorization": f"Bearer {self._token}", "user-agent": f"posttrain/{__version__}", **more}
 
     def _checked(self, reply: Reply) -> Reply:
-        """Return a successful answer.
+        """Return a response if it is successful.
 
         Raises:
-            PosttrainError: the problem that the server answered with.
+            PosttrainError: the server responded with a problem, which is raised.
             ApiVersionError: the server has another API version.
         """
         spoken = reply.headers.get("posttrain-api", "")
@@ -318,7 +318,7 @@ class Transport:
 
     @property
     def skew(self) -> str:
-        """The remedy if the server is of another release."""
+        """The remedy if the server has another version of Posttrain."""
         return f"server {self.url} is Posttrain {self.release}, this is {__version__}; install Posttrain {self.release}"
 
 
@@ -326,7 +326,7 @@ def check_address(url: str) -> SplitResult:
     """Return the parts of a server's URL.
 
     Raises:
-        InputError: it is not a valid URL; a token would be sent over the network unencrypted.
+        InputError: the URL is not valid, or a token would be sent over the network unencrypted.
     """
     try:
         parts = urlsplit(url)

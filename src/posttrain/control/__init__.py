@@ -1,1 +1,1 @@
-"""The control plane: planning, reconciler, lifecycle actions, budgets. The only package that calls all the others."""
+"""The control plane: planning, reconciler, lifecycle actions, budgets. Only this package calls all the others."""

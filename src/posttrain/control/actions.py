@@ -1,6 +1,6 @@
 """Actions of people, and their approvals and rejections of requests.
 
-The actions are stop, send a signal, note, retry, promote and roll back.
+The actions are: stop a run, send it a signal, add a note, retry it, promote its model, and roll back a channel.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, Ru
 from posttrain.domain.waits import signals_of
 from posttrain.store.writer import quarantined
 
-_DIGITS = 8  # minimum of hex digits that name a model; fewer decimal digits are a release number
+_DIGITS = 8  # minimum number of hex digits that name a model; fewer decimal digits are a release number
 _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # states of a run that a retry continues
-_TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
-_MOST_LETTERS, _MOST_NOTES, _MOST_TAGS = 1000, 100, 8  # letters of a text; texts and tags of a run
-_SHORTEST = len(DIGEST_PREFIX) + 8  # characters of a digest prefix that names a request
+_TRIES = 20  # tries of a compare-and-set that competes with a reconciler, which ticks ten times a second
+_MOST_LETTERS, _MOST_NOTES, _MOST_TAGS = 1000, 100, 8  # maximum letters in a text, texts of a run, tags of a run
+_SHORTEST = len(DIGEST_PREFIX) + 8  # minimum characters of a digest prefix that names a request
 
 
 def stop(stores: Stores, run_id: str) -> RunRecord:
-    """Request a run's stop: its jobs checkpoint and end. The run's driver executes it.
+    """Request that a run stop: its jobs write checkpoints and end. The run's driver carries out the request.
 
     Raises:
         InputError: the run has already ended.
@@ -56,14 +56,14 @@ def stop(stores: Stores, run_id: str) -> RunRecord:
 
 
 def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
-    """Send a signal that a stage of a run waits for, or will wait for, and notify its driver.
+    """Send a signal that a stage of a run waits for, or will wait for, and notify the run's driver.
 
     Returns:
         The signal, and whether this call sent it: a second call returns the first signal.
 
     Raises:
         InputError: the run has ended, or no stage waits for such a signal.
-        ConflictError: concurrent changes prevented it.
+        ConflictError: concurrent changes prevented the call.
     """
     run = stores.ledger.run(run_id)
     known = signals_of(stores.manifest(run))
@@ -90,8 +90,8 @@ def note(
         The run's tags, and its newest text.
 
     Raises:
-        InputError: nothing to change, a text that is too long, too many texts or tags, a tag that is both added and
-            removed, or a tag to remove that the run does not have.
+        InputError: there is nothing to change, the text is too long, there are too many texts or tags, a tag is both
+            added and removed, or the run does not have a tag that is to be removed.
     """
     check_note(text, tags)
     both = next((tag for tag in tags if tag in untag), None)
@@ -138,7 +138,7 @@ def _refuse_many(what: str, count: int, most: int, remedy: str) -> None:
 
 
 def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
-    """Continue a stopped or failed run: its stopped and failed stages become pending, and resume their checkpoints.
+    """Continue a stopped or failed run: its stopped and failed stages become pending, and resume from checkpoints.
 
     Raises:
         InputError: the run is not stopped or failed, or one of its inputs was recalled.
@@ -175,22 +175,22 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
 
 
 def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
-    """Point a channel at a run's judged model. The report must be PASS, and the channel unmoved since.
+    """Point a channel at a run's judged model. The report must be PASS, and the channel must not have moved since.
 
     Args:
         lift_quarantine: the reason for lifting the quarantine of a model that was rolled back from this channel.
 
     Raises:
         InputError: the run has no gate report.
-        QuarantinedError: its model was rolled back from this channel, and `lift_quarantine` is empty.
+        QuarantinedError: the run's model was rolled back from this channel, and `lift_quarantine` is empty.
         NotFoundError: the channel neither exists nor is named in the run file.
         GateRejectedError, GateInconclusiveError: the report's result is not PASS.
         ConflictError: the channel moved since the gate ran, even if it moved back.
-        PolicyError: the channel's policy differs from the one that the run was judged under.
+        PolicyError: the channel's policy differs from the policy under which the run was judged.
         ApprovalError: the channel is protected or its policy names approvers, and an approval is missing; this call
-            requests it.
-        ChannelClosedError: the channel is frozen, or the quarantine may not be lifted.
-        RecalledError: the model, or an input that it was made from, was recalled.
+            requests the approval.
+        ChannelClosedError: the channel is frozen, or the quarantine must not be lifted.
+        RecalledError: the model, or an input from which the model was made, was recalled.
         IntegrityError: the model's bytes are missing or corrupt.
     """
     run, manifest = stores.ledger.run(run_id), stores.manifest(stores.ledger.run(run_id))
@@ -237,7 +237,7 @@ def judged_report(stores: Stores, run: RunRecord, verb: str) -> str:
     """Return the digest of a run's gate report.
 
     Args:
-        verb: the action that needs it, for the error.
+        verb: the action that needs the report, for the error.
 
     Raises:
         InputError: the run has no gate report.
@@ -260,18 +260,18 @@ def rollback(
     """Point a channel back at an earlier model, without judging gates; return the release.
 
     Args:
-        to: a model digest prefix, a run id, or a release number of the channel's history; None: the newest release
-            that is not quarantined. If its model is already live, the call changes nothing.
-        since: the release that must be live now; with it, a repeated rollback without `to` cannot go back twice.
+        to: a model digest prefix, a run id, or a release number in the channel's history; None: the newest release
+            that is not quarantined. If the model named by `to` is already live, the call changes nothing.
+        since: the release that must be live now; with `since`, a repeated rollback without `to` cannot go back twice.
         reason: an erasable text.
         lift_quarantine: the reason for lifting the quarantine of the model that `to` names.
 
     Raises:
-        InputError: `lift_quarantine` without `to`; no reason for a protected channel.
-        NotFoundError: unknown channel, or no earlier model.
-        ConflictError: the live release is not `since`, or the channel moved since the read.
+        InputError: `lift_quarantine` is given without `to`, or a protected channel is rolled back without a reason.
+        NotFoundError: the channel is unknown, or has no earlier model.
+        ConflictError: the live release is not `since`, or the channel moved since it was read.
         QuarantinedError: the model that `to` names is quarantined, and `lift_quarantine` is empty.
-        ChannelClosedError: the channel is frozen for rollbacks too, or its policy never lifts a quarantine.
+        ChannelClosedError: the channel is frozen even for rollbacks, or its policy never lifts a quarantine.
         ApprovalError: lifting the quarantine needs an approval that is missing.
         RecalledError: the earlier model was recalled, or made from recalled bytes.
         IntegrityError: bytes of the earlier model are missing or corrupt.
@@ -319,7 +319,7 @@ def _refuse_unsaid(channel: ChannelRecord, to: str | None, barred: Quarantine | 
 
 
 def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEntry:
-    """Return the release that a channel serves.
+    """Return the release at which a channel points.
 
     Raises:
         NotFoundError: the channel is unknown or has no release.
@@ -401,13 +401,14 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     """Return the request for the release of a run's model, recorded or not.
 
     Args:
-        channel: None: the channel that the run file names.
+        channel: the channel; None: the channel that the run file names.
 
     Raises:
-        InputError: the run has no gate report or no channel, its model is live, or the channel requires no approval.
+        InputError: the run has no gate report or no channel, its model is already live, or the channel requires no
+            approval.
         NotFoundError: the channel neither exists nor is named in the run file.
-        GateRejectedError, GateInconclusiveError: its gates do not pass.
-        ConflictError: the channel moved since the gate ran, or has another policy.
+        GateRejectedError, GateInconclusiveError: the run's gates do not pass.
+        ConflictError: the channel moved since the gate ran, or has a different policy.
     """
     run = stores.ledger.run(run_id)
     manifest = stores.manifest(run)
@@ -447,7 +448,7 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         The status of the request afterwards.
 
     Raises:
-        AccessError: the actor is not an approver of the channel, or approves their own request.
+        AccessError: the actor is not an approver of the channel, or tries to approve the actor's own request.
         ConflictError: the channel has changed since the request was made.
         InputError: the requested action is already done.
     """

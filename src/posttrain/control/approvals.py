@@ -1,4 +1,4 @@
-"""Approvals of the actions for which a channel's policy requires people: requests, verdicts and their count.
+"""Approvals of the actions for which a channel's policy requires people's consent: requests, verdicts and counts.
 
 A request is identified by the digest of everything that its action touches (`domain.approvals`). The process that acts
 recomputes the digest from the current state and counts only approvals of that digest. The last count happens in the
@@ -53,7 +53,8 @@ def change_request(
 ) -> ApprovalRequest | None:
     """Return the request for a change of a protected channel; None if no approval is required.
 
-    In a workspace without roles and with a single principal no approval is required: no second person could approve.
+    In a workspace without roles and with a single principal, no approval is required, because no other person could
+    approve.
     """
     with stores.ledger.snapshot() as now:
         asked = terms(now, record, pinned, stores.actor)
@@ -65,14 +66,15 @@ def change_request(
 
 
 def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, actor: str = "") -> Terms | None:
-    """Return the principals who must approve a release to a channel or a change of it; None: no approval is required.
+    """Return the principals who must approve a release to, or a change of, a channel; None: no approval is required.
 
-    The policy names the approvers. If it names none, a protected channel accepts the project's approvers and admins;
-    in a workspace without roles, where everyone may act, it accepts every principal that has acted in it.
+    The policy names the approvers. If the policy names no approvers, a protected channel accepts the project's
+    approvers and admins; in a workspace without roles, where everyone may act, the channel accepts every principal
+    that has acted in the workspace.
 
     Args:
         pinned: the channel's policy.
-        actor: the principal that acts now, who may have no events here yet.
+        actor: the principal that acts now, which possibly has no events in this project yet.
     """
     policy, roles = pinned.policy if pinned else None, now.roles()
     able = {name for name, role in roles.items() if role.covers(Role.APPROVER)}
@@ -103,7 +105,7 @@ def approval_status(
 
 
 def owners(now: Snapshot, request: ApprovalRequest, asked: Terms) -> set[str]:
-    """Return the canonical names of a request's owners: the run's submitter and the owner that its run file names."""
+    """Return the canonical names of a request's owners: the run's submitter and the owner that the run file names."""
     if asked.self_approval:
         return set()
     named = meant(now.run(request.run_id).owner or NOBODY) if request.run_id else set()
@@ -131,7 +133,7 @@ def _done(now: Snapshot, request: ApprovalRequest) -> bool:
 
 
 def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, pinned: PinnedPolicy | None) -> bool:
-    """Return whether a release stage may continue; else record in its row the approvals that it waits for.
+    """Return whether a release stage may continue; if not, record the missing approvals in the stage's row.
 
     Raises:
         ApprovalError: an approver rejected the release.
@@ -177,7 +179,7 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | No
 
 
 def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> None:
-    """Record a request that is not approved yet, and raise an error instead of the action.
+    """Record a request that is not approved yet, and raise an error, which prevents the action.
 
     Raises:
         ApprovalError: approvals are missing, or an approver rejected the request.
@@ -194,7 +196,7 @@ def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolic
 
 
 def count(transaction: Transaction, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> str:
-    """Count the approvals of a request again in the transaction that acts; return the request's digest, or empty: none.
+    """Count a request's approvals again in the transaction that acts; return the digest of the request, if any.
 
     Raises:
         ApprovalError: the request is no longer approved.
@@ -212,7 +214,7 @@ def count(transaction: Transaction, request: ApprovalRequest | None, pinned: Pin
 
 
 def refuse_closed(now: Snapshot, channel: str, model: str, lift: str = "") -> bool:
-    """Raise an error for a release that no approval can allow; return whether its model is quarantined.
+    """Raise an error for a release that no approval can allow; return whether the model is quarantined.
 
     Args:
         lift: the reason for lifting the quarantine.

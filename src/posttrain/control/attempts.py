@@ -1,11 +1,12 @@
 """Ends attempts, observes the jobs of a run, and finds orphaned jobs.
 
-End: the collector publishes the job's outputs, bills its cost, and records the next state in the rows. The attempt's
-`start` object ensures that at most one job of an attempt computes, and that no job of an ended attempt does.
+When an attempt ends, the collector publishes the job's outputs, bills the job's cost, and records the next state in the
+rows. The attempt's `start` object ensures that at most one job of an attempt computes, and that no job of an ended
+attempt computes.
 
-Looks: one request to the executor observes all jobs of a run, then the result of each job is read.
+To observe a run, one request to the executor observes all jobs of the run; then the result of each job is read.
 
-Orphans: jobs that no live attempt of the ledger owns.
+Orphaned jobs are jobs that no live attempt of the ledger owns.
 """
 
 import socket
@@ -40,13 +41,13 @@ from posttrain.store.trees import put_tree, stored_sizes
 
 
 def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
-    """Prevent a late job of an attempt from starting, before the attempt ends (a suspended launcher may start it).
+    """Ensure, before an attempt ends, that no late job of the attempt starts (e.g. by a suspended launcher).
 
     Returns:
         True: no job of the attempt computes. False: a job had already started.
 
     Raises:
-        WorkspaceError: the attempt folder cannot be written; then the attempt must not end yet.
+        WorkspaceError: the attempt folder cannot be written; the attempt must then not end yet.
     """
     try:
         held = folders.of(attempt).mailbox.bury(attempt.number, why)
@@ -58,9 +59,9 @@ def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
 def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, seen: Observation) -> bool:
     """Return whether the executor's job ended because another job of this attempt, which may be alive, computes.
 
-    The result of that other job counts. It has ended if its process no longer exists, which cannot be observed on
-    another machine. A job that the executor restarted found `start` claimed by its own earlier incarnation, which has
-    ended.
+    The result of that other job counts. The other job has ended if its process no longer exists, which cannot be
+    observed if the process is on another machine. A job that the executor restarted found `start` claimed by its own
+    earlier incarnation, which has ended.
     """
     ended = seen.state is JobState.EXITED and seen.exit_code == ANOTHER_RUNS and not seen.incarnation
     if not ended or attempt.reason == Reason.ASSUMED_DEAD:
@@ -107,9 +108,9 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
 
 
 def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: str) -> AttemptRecord:
-    """Move the attempt to this host, which finds no job of it.
+    """Move the attempt to this host, where no job of the attempt exists.
 
-    If the old host comes back, it ends the job, since no attempt of that host owns the job.
+    If the old host returns, it ends the job, because no attempt of that host owns the job.
     """
     host = next((one for one in jobs.hosts.all() if one.id == attempt.host), None) if jobs.hosts else None
     if host is not None and not host.gone:
@@ -137,7 +138,7 @@ def _may_live(held: Start) -> bool:
 
 
 def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> None:
-    """Publish a job's outputs, and end its attempt, also if outputs are unreadable: a retry would not help."""
+    """Publish a job's outputs, and end the attempt, even if outputs are unreadable, because a retry would not help."""
     stage, attempt, result = order.stage, order.attempt, order.result
     with stores.blobs.holding():
         try:
@@ -228,14 +229,14 @@ def _publish(
 def _is_below(path: Path, allowed: Path) -> bool:
     try:
         return allowed in path.resolve().parents and path.exists()
-    except (OSError, RuntimeError) as error:  # an overlong name, or a link to itself
+    except (OSError, RuntimeError) as error:  # such as an overlong name, or a link to itself
         if isinstance(error, OSError) and not its_doing(error):
             raise
         return False
 
 
 def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise IntegrityError if a job that succeeded lacks an output that its stage declares, or has another form."""
+    """Raise IntegrityError if a successful job lacks an output that its stage declares, or an output's form differs."""
     for name, form in plan.outputs.items() if result.status == "succeeded" else ():
         left = outputs[name]["form"] if name in outputs else "nothing"
         if left != form:
@@ -329,16 +330,16 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
 
 
 def _inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
-    with suppress(InputError, IntegrityError):  # from an older Posttrain, and its checkpoint is damaged or deleted
+    with suppress(InputError, IntegrityError):  # an older version's attempt, with a damaged or deleted checkpoint
         return tokens_inherited(blobs, attempt)
     return 0
 
 
 def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
-    """Return the tokens that this attempt spent: its lineage's tokens less those of its checkpoint.
+    """Return the tokens that this attempt spent: the tokens of its lineage less the tokens of its checkpoint.
 
-    The largest of three reports counts: result, progress and the meter, which includes the cost of an interrupted step.
-    So retries never spend more than the declared budget.
+    The largest of three reports counts: the result, the progress, and the meter, which includes the cost of an
+    interrupted step. So retries never spend more than the declared budget.
     """
     progress = _last_progress(folders, attempt)
     words = (said, progress.tokens if progress else 0, folders.of(attempt).spent())
@@ -348,7 +349,7 @@ def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, sai
 def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> float:
     """Return the seconds that the job ran, from the executor's record, which includes lost jobs.
 
-    Without a record the job's own report counts, up to the time since its launch.
+    Without a record, the job's own report counts, up to the time since the launch.
     """
     measured = look(jobs, attempt).seconds
     if measured is not None:
@@ -357,7 +358,7 @@ def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> flo
 
 
 def answered(folder: AttemptFolder) -> bool:
-    """Return whether a job left its result, or an unreadable object in its place."""
+    """Return whether a job left its result, or an unreadable object in place of the result."""
     try:
         return folder.mailbox.answered() is not None
     except IntegrityError:
@@ -372,7 +373,7 @@ def _last_progress(folders: AttemptFolders, attempt: AttemptRecord) -> Progress 
 
 
 class Looks:
-    """The executor's observations of a run's live attempts: one request for all of them, made on first use."""
+    """The executor's observations of a run's live attempts, from one request for all attempts, made on first use."""
 
     def __init__(self, jobs: Jobs, seen: Mapping[str, Observation]) -> None:
         self._jobs = jobs
@@ -406,7 +407,7 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobS
     attempt, folder = view.tries(name)[-1], jobs.folders.of(view.tries(name)[-1])
     if attempt.state == AttemptState.PLANNED:
         return _unanswered(jobs, view, name, attempt)
-    job = looks.of(view, attempt)  # read before the result, which a job writes before it ends
+    job = looks.of(view, attempt)  # read before the result, because a job writes its result before it ends
     try:
         word = _word(jobs, view, name, attempt)
         if word is None and job.gone:
@@ -419,7 +420,7 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> JobS
         metered = word is None and not job.gone and view.manifest.budget.tokens is not None
         tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
         return JobStatus(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
-    except (InputError, IntegrityError) as error:  # its folder cannot be read, and a retry would not repair it
+    except (InputError, IntegrityError) as error:  # the folder cannot be read, and a retry would not repair it
         return JobStatus(job, unreadable=str(error))
 
 
@@ -454,7 +455,7 @@ class Orphans:
     """The jobs of an executor that no live attempt owns."""
 
     ours: tuple[Listed, ...] = ()  # submitted by this workspace at its current place
-    strangers: tuple[Listed, ...] = ()  # of another workspace, a copy, or this workspace's former place; not ended
+    strangers: tuple[Listed, ...] = ()  # of other workspaces, copies, or this workspace's former place; not killed
 
 
 def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
@@ -467,7 +468,7 @@ def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
     if not listed:
         return Orphans()
     with ledger.snapshot() as now:  # read after the list: an attempt is in the ledger before its job is submitted
-        owned = now.live_attempts()  # of every project: they share an executor
+        owned = now.live_attempts()  # of every project, because all projects share the executor
     free = [job for job in listed if job.name not in owned]
     mine = jobs.workspace() if free else ""
     ours = tuple(job for job in free if mine and job.labels.get(WORKSPACE) == mine)

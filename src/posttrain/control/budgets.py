@@ -27,7 +27,7 @@ def spending(
 
     Args:
         running: seconds that live attempts have run so far.
-        taken_over: tokens in the checkpoints of other runs that this run resumed: its budget includes work that other
+        taken_over: tokens in the checkpoints of other runs that this run resumed; the budget includes work that other
             runs started.
     """
     return Spending(
@@ -54,7 +54,7 @@ def limited(manifest: Manifest) -> bool:
 
 
 def living(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Return the attempts that have not ended; their reservations are exclusive."""
+    """Return the attempts that have not ended; no other attempt can use what they have reserved."""
     return [attempt for attempt in attempts if not is_final("attempt", attempt.state)]
 
 
@@ -93,7 +93,8 @@ def overdrawn(share: Share, tokens: int, seconds: float) -> str | None:
     """Return a message if a live attempt exceeds its share, else None.
 
     Args:
-        tokens: reported by the attempt for itself; a job that respects its limit never reports more than its share.
+        tokens: tokens that the attempt reported for itself; a job that respects its limit never reports more than its
+            share.
         seconds: the run time of the attempt.
     """
     if share.tokens is not None and tokens > share.tokens:
@@ -128,7 +129,7 @@ def can_have_more(
 
 
 def taken_over(attempts: Sequence[AttemptRecord]) -> int:
-    """Return the tokens in checkpoints that a run's stages resumed from other runs; per stage, the largest one's."""
+    """Return the tokens in checkpoints that a run's stages resumed from other runs; one per stage, the largest."""
     most: dict[str, int] = {}
     for one in attempts:
         if one.resumed_from not in (None, f"{one.run_id}/{one.stage}"):
@@ -155,7 +156,7 @@ def exhausted(manifest: Manifest, spent: Spending) -> str | None:
 
 
 def warning(manifest: Manifest, before: Spending, after: Spending) -> dict[str, Any] | None:
-    """Return the values of a warning, once per run, if the spending crosses `WARNED` of a limit; else None.
+    """Return the values of a warning, once per run, if the spending crosses the share `WARNED` of a limit; else None.
 
     Args:
         before: spending before an attempt is billed.

@@ -86,7 +86,7 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
     record = _record(stores.ledger, channel) if policy else _used(stores.ledger, channel)
     changes = (policy.digest if policy else None) != record.policy
     written = canonical_json(policy.to_json()) if policy else b""
-    digest = stores.blobs.put(written) if policy else None  # put also if unchanged, to restore a lost document
+    digest = stores.blobs.put(written) if policy else None  # put even if unchanged, to restore a lost document
     if not changes:
         return record
     action, bound = (Action.SET_POLICY, {"set": digest}) if policy else (Action.REMOVE_POLICY, {})
@@ -102,7 +102,7 @@ def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> 
     Raises:
         InputError: the actor is the only possible approver.
         ApprovalError: removing the protection is not approved yet.
-        NotFoundError: no run or user has used the channel yet: a typo would leave the intended channel unprotected.
+        NotFoundError: no run or user has used the channel yet; after a typo, the intended channel would be unprotected.
         ConflictError: another process moved or changed the channel.
     """
     record = _used(stores.ledger, channel)
@@ -132,7 +132,7 @@ def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelR
     """Freeze or unfreeze a channel.
 
     Args:
-        frozen: `releases`: only rollbacks may move the channel; `all`: no action may; empty: unfrozen.
+        frozen: `releases`: only rollbacks may move the channel; `all`: no action may move it; empty: unfrozen.
 
     Raises:
         NotFoundError: no run or user has used the channel yet.
@@ -240,7 +240,7 @@ def check_suites(stages: Iterable[StageManifest], code: Mapping[str, str], pinne
         code: the `code` of the manifest.
 
     Raises:
-        InputError: a suite is missing, has other data, or has another evaluator; the message names the field.
+        InputError: a suite is missing, or has different data or a different evaluator; the message names the field.
     """
     found = {suite: (stage, data) for stage in stages for suite, data in measured_suites(stage)}
     whose = f"the policy of channel {pinned.channel}"
@@ -359,7 +359,7 @@ def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> A
     """Set the status of an asset version. Setting the same status again changes nothing.
 
     Args:
-        status: `approved`, `recalled`, or empty, which clears it.
+        status: `approved`, `recalled`, or empty, which clears the status.
 
     Returns:
         The current status; None: the version has never had a status.
@@ -380,13 +380,13 @@ def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> A
 
 
 def recalled(ledger: Ledger, digests: Collection[str]) -> dict[str, AssetStatus]:
-    """Return digest → status of the recall, for the digests whose bytes were recalled or made from recalled bytes."""
+    """Return, by digest, the recall's status for digests whose bytes were recalled or made from recalled bytes."""
     with ledger.snapshot() as now:
         return _recalled(now, digests)
 
 
 def recall_of(now: Snapshot, manifest: Manifest) -> str:
-    """Return a message on the input of a manifest that was recalled or made from recalled bytes; empty: none was."""
+    """Return a message about a manifest's input that was recalled or made from recalled bytes; empty: no input was."""
     used = {
         str(ref.digest): (stage.name, slot, ref.name)
         for stage in manifest.stages

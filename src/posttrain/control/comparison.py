@@ -1,7 +1,7 @@
 """Comparisons of evaluations, item by item, and of two runs' manifests, field by field.
 
-Evaluations are compared side by side: the scores of each, and their differences from the first. Differences between
-manifests include the history of each changed asset.
+Evaluations are compared side by side: the scores of each evaluation, and the differences from the first evaluation's
+scores. Differences between manifests include the history of each changed asset.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store.hosts import Ledger
 
 _ABSENT = "(absent)"
-# settings that affect results; the defaults of settings that a manifest may omit
+# settings that affect results, and the defaults of settings that a manifest may omit
 _ALWAYS, _SAMPLED = ("extract", "max_new_tokens", "stop"), ("temperature", "samples", "top_k", "top_p", "min_p")
 _UNSAID = {"stop": [], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-MOST = 26  # subjects of a comparison, which are labelled A to Z
+MOST = 26  # maximum subjects of a comparison, which are labelled A to Z
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field that differs: `stages.grpo.inputs.reward`, before, after, and lines that explain it."""
+    """One field that differs, such as `stages.grpo.inputs.reward`, with both values and lines that explain them."""
 
     path: str
     before: str
@@ -38,7 +38,7 @@ class Difference:
 
 
 def compare(ledger: Ledger, first: Manifest, second: Manifest) -> list[Difference]:
-    """Return the differences that affect results or release; names and owners of the runs are not compared.
+    """Return the differences that affect results or the release; names and owners of the runs are not compared.
 
     An asset that several stages use is listed once.
     """
@@ -70,7 +70,7 @@ def _walk(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _show(value: Any) -> str:
-    """Return a value as written in a run file; for a whole stage only its kind, since the manifest has the rest."""
+    """Return a value as written in a run file; for a whole stage, only the kind, because the manifest has the rest."""
     if isinstance(value, InputRef):
         return value.name
     if isinstance(value, dict):
@@ -106,7 +106,7 @@ def _meant(ref: InputRef, key: str) -> str:
 
 
 def _called(ref: InputRef) -> str:
-    """Return the name of an asset; for a reward with its function, as one file may contain several."""
+    """Return the name of an asset; for a reward, with the function, because one file may contain several functions."""
     return f"{ref.name} ({ref.meta['entry']})" if "entry" in ref.meta else ref.name
 
 
@@ -128,7 +128,7 @@ class Subject:
     run: RunRecord
     manifest: Manifest
     rows: Mapping[str, StageRecord]
-    evaluations: tuple[Measured, ...]  # all of one model
+    evaluations: tuple[Measured, ...]  # all evaluations are of one model
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ class Subject:
 
     @property
     def model(self) -> str:
-        """The model's name for people."""
+        """The model's human-readable name."""
         return model_words(self.manifest, self.evaluations[0].model)
 
     @property
@@ -146,10 +146,10 @@ class Subject:
         return self.evaluations[0].digest
 
     def measured(self, metric: str, other: Measured | None = None) -> tuple[Measured, str] | None:
-        """Return the evaluation that has a metric, and its name for the metric.
+        """Return the evaluation that has a metric, and the evaluation's name for the metric.
 
         Args:
-            other: an evaluation that has the metric; identifies equal data under another suite's name.
+            other: an evaluation that has the metric, to identify equal data under another suite's name.
         """
         named = next(((one, metric) for one in self.evaluations if metric in one.evidence), None)
         if named or other is None:
@@ -164,7 +164,7 @@ class Cell:
     """One subject's value of one metric."""
 
     estimate: Estimate | None  # None: the metric was not measured
-    paired: Paired | None = None  # the difference to the first subject; None: it is the first, or cannot be paired
+    paired: Paired | None = None  # the difference from the first subject; None for the first, or if pairing fails
     unpaired: str = ""  # why the values cannot be paired
 
 
@@ -174,7 +174,7 @@ class MetricRow:
 
     metric: str
     better: str | None  # higher | lower | None: neither
-    cells: tuple[Cell, ...]  # as the subjects
+    cells: tuple[Cell, ...]  # in the order of the subjects
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class ParameterRow:
     """One field that differs between the manifests."""
 
     path: str
-    values: tuple[str, ...]  # as the subjects
+    values: tuple[str, ...]  # in the order of the subjects
     notes: tuple[str, ...] = ()
 
 
@@ -278,10 +278,10 @@ def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
 
 
 def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequence[ImportedHistory] = ()) -> Comparison:
-    """Return a comparison of all subjects with the first of them.
+    """Return a comparison of all subjects with the first subject.
 
     Args:
-        histories: shown next to the subjects, but not compared.
+        histories: imported histories, which are shown next to the subjects but not compared.
 
     Raises:
         InputError: no two subjects share a metric.
@@ -308,7 +308,7 @@ def _few_seeds(subjects: Sequence[Subject]) -> tuple[str, ...]:
 
 
 def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
-    """Return metric → the first evaluation that has it; other names of the same measurement are omitted."""
+    """Return, by metric, the first evaluation that has it; other names of the same measurement are omitted."""
     found: dict[str, Measured] = {}
     for one in subjects:
         for measured in one.evaluations:
@@ -355,7 +355,7 @@ def _paired(metric: str, value: Estimate, evidence: Evidence, first: Evidence) -
 
 
 def _settings(first: Subject, other: Subject) -> list[str]:
-    """Return notes on suites that were measured with different settings, which also explain differences."""
+    """Return notes on suites that were measured with different settings, because settings also explain differences."""
     found = []
     for mine in first.evaluations:
         for theirs in other.evaluations:

@@ -1,17 +1,17 @@
 """Decisions about a run: pure functions of its rows, of the observations of its jobs, and of the time.
 
 `decide_run`, `decide_stage` and `settle` return effects (`control.effects`), which `control.stages` then carries out.
-They also decide whether another attempt would help. Nothing here reads or writes anything: tests can decide on any
-rows, and two drivers with the same observations make the same decision. An effect contains the rows on which it was
-decided, and is executed as a compare-and-set on them.
+This module also decides whether another attempt would help. Nothing here reads or writes anything: tests can decide on
+any rows, and two drivers with the same observations make the same decision. An effect contains the rows on which it was
+decided, and is executed as a compare-and-set on these rows.
 
 Whether a running job hangs is a pure function of the progress that consecutive looks observed. Progress consists of the
 job's reports in its mailbox (steps, tokens, the ends of phases); the existence of its process is not progress. Silence
-counts only while a driver watches: a look a quarter of `runtime.stall_after` after the last one adds that quarter, and
-a look that comes far too late adds nothing. So no job looks hung because of a clock that jumps, a machine that slept or
-hours without a driver; the job's own clock is not used. After four quarters of silence the driver asks the job for a
-checkpoint, after the fifth it kills the job. A report in between resets the silence, and a look without an answer
-delays the end by a quarter. The decision to kill a silent job is recorded before the kill.
+counts only while a driver watches: a look that comes a quarter of `runtime.stall_after` after the last look adds that
+quarter, and a look that comes far too late adds nothing. So no job appears hung because a clock jumped, a machine slept
+or no driver ran for hours; the job's own clock is not used. After four quarters of silence, the driver requests a
+checkpoint from the job; after the fifth quarter, the driver kills the job. A report in between resets the silence, and
+a look without an answer delays the end by a quarter. The decision to kill a silent job is recorded before the kill.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from posttrain.domain.waits import span, told, wait_of
 # the longest silence of a healthy job is one rollout: some hundred responses of 10,000 tokens of a 7B model, decoded in
 # several batches, take an hour or more; loading and a suite's largest batch take less
 STALL_AFTER = 7200.0
-LOOKS = 4  # looks within that time
-_LATE = 2  # planned intervals: a longer gap between looks counts as unwatched
+LOOKS = 4  # number of looks within that time
+_LATE = 2  # number of planned intervals; a longer gap between looks counts as unwatched
 _OVERDUE = 5.0  # seconds between looks at an overdue watch, such as one whose job survives its kill
 PREEMPTIONS_PER_ATTEMPT = 4  # a preemption is not the job's fault, but an executor that always preempts is useless
 STOP_GRACE_SECONDS = 30.0
@@ -76,7 +76,7 @@ _ENDED_FOR = {
     Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
 _SAID_BY_CODE = {NO_MEMORY: Cause.OUT_OF_MEMORY, NO_SPACE: Cause.DISK_FULL}
-# causes that the executor reports; a time limit that the run does not declare is not its budget
+# causes that the executor reports; a time limit that the run does not declare is not part of the run's budget
 _STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.PREEMPTED: StopCause.PREEMPTED,
     Cause.DRAINED: StopCause.DRAINED,
@@ -95,7 +95,7 @@ def stall_after(manifest: Manifest, stage: str) -> float:
 
 
 def phase_seconds(limit: float) -> float:
-    """Return the seconds of silence after which a job reports that a phase ended, to not look hung."""
+    """Return the seconds of silence after which a job reports that a phase ended, so that it does not appear hung."""
     return min(PHASE_SECONDS, limit / LOOKS)
 
 
@@ -109,8 +109,8 @@ def due_in(watch: Watch, limit: float, now: float) -> float:
 def _silence(
     view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
 ) -> AskToCheckpoint | KeepWatch | Kill | None:
-    """Return the effect for a live job's silence; None: nothing to do yet."""
-    before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # as of the last look; None: none yet
+    """Return the effect for a live job's silence; None: there is nothing to do yet."""
+    before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # last look's watch; None: no look yet
     # None: the job is queued or not visible, so its silence proves nothing
     seen, part = job_status.progress if job_status.job.state is JobState.RUNNING else None, limit / LOOKS
     if before is None:
@@ -143,7 +143,7 @@ def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
 
 
 def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
-    """Return the failure of a job killed for its silence; its signature repeats if the job hangs at the same place."""
+    """Return the failure of a job killed for its silence; the signature repeats if jobs hang at the same place."""
     watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     place = _place(watch) if watch else "its start"
     message = f"no progress for {span(limit)} (runtime.stall_after) at {place}: asked to checkpoint, then killed"
@@ -159,10 +159,10 @@ def _place(watch: Watch) -> str:
 
 
 def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: Failure) -> tuple[Reason, str] | None:
-    """Return reason and message if another attempt is pointless, else None; the last of `tried` just failed."""
+    """Return the reason and message if another attempt is pointless, else None; the last of `tried` just failed."""
     preempted = failure.kind is FailureClass.PREEMPTED
     if failure.kind is FailureClass.BUDGET:
-        return None  # ends, since each attempt gets a larger share of a finite budget
+        return None  # retries end, because each attempt gets a larger share of a finite budget
     own = [a for a in tried[:-1] if a.reason not in (Reason.PREEMPTED, Reason.BUDGET_EXCEEDED)]
     if own and failure.signature and own[-1].failure_signature == failure.signature:
         return Reason.CIRCUIT_OPEN, "the same failure twice in a row"
@@ -181,7 +181,7 @@ class View:
     stages: tuple[StageRecord, ...]
     attempts: tuple[AttemptRecord, ...]
     signals: tuple[Signal, ...] = ()  # signals sent to the run
-    watches: tuple[Watch, ...] = ()  # the watches of its jobs
+    watches: tuple[Watch, ...] = ()  # the watches of the run's jobs
     head: tuple[int, bytes] = (0, b"")  # the head of the event log
 
     def stage(self, name: str) -> StageRecord:
@@ -218,15 +218,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """The observation of a running stage's live attempt; the executor was asked before the result was read."""
+    """The observation of a running stage's live attempt; the executor was queried before the result was read."""
 
     job: Observation
     ordered: bool = True  # the attempt's order exists, so the job may have been submitted
-    word: JobResult | None = None  # its result
+    word: JobResult | None = None  # the job's result
     unreadable: str = ""  # why the job's result or mailbox cannot be read
     another_runs: bool = False  # the executor's job gave way to another job of this attempt, which may live
     unheeded: str = ""  # the message for a job that ignored its stop order
-    tokens: int = 0  # reported by the attempt, without those before its checkpoint
+    tokens: int = 0  # tokens that the attempt reported, without the tokens before its checkpoint
     progress: str | None = None  # the same text while the job makes no progress; None: not read
 
 
@@ -241,13 +241,13 @@ def decide_run(view: View) -> list[Effect]:
 
 
 def decide_stage(view: View, name: str, job_status: JobStatus | None, now: float) -> Effect | None:
-    """Return the effect for one stage; None: nothing to do yet.
+    """Return the effect for one stage; None: there is nothing to do yet.
 
     Args:
         job_status: the observation of the stage's live attempt, if the stage is running.
     """
     stage = view.stage(name)
-    if is_final("stage", stage.state) or is_final("run", view.run.state):  # another driver may have ended it just now
+    if is_final("stage", stage.state) or is_final("run", view.run.state):  # another driver may just have ended it
         return None
     if stage.state == StageState.RUNNING:
         assert job_status is not None
@@ -319,7 +319,7 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, job_status:
         what = "there is a job to stop" if stopping else "the job was submitted"
         said = f"it is not known yet whether {what}; checking again"
         return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
-    left = job_status.word is not None or bool(job_status.unreadable)  # the executor may have forgotten the job
+    left = job_status.word is not None or bool(job_status.unreadable)  # the executor may have dropped the job
     if job_status.ordered and (left or job_status.job.state is not JobState.UNKNOWN):
         return RecordLaunch(stage, attempt, job_status.job.handle)
     if stopping:
@@ -362,7 +362,7 @@ def _failed(kind: FailureClass, message: str, signature: str) -> JobResult:
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
-    """Turn a stop that no person requested into a failure with its order's cause; without an order: preempted."""
+    """Turn a stop that no person requested into a failure with the cause of its order; without an order, preemption."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
     if _condemned(view, stage, attempt):  # the job still reacted to SIGTERM
@@ -379,7 +379,7 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
 def _without_word(
     view: View, stage: StageRecord, attempt: AttemptRecord, job_status: JobStatus, now: float
 ) -> Effect | None:
-    """Return the effect for a job without a result, which a person, the budget, its silence or its loss can end."""
+    """Return the effect for a job without a result: a person, the budget, the job's silence or its loss can end it."""
     seen = job_status.job
     share = budgets.share_of(view.manifest, attempt, budgets.spending(view.stages, view.attempts))
     over = budgets.overdrawn(share, job_status.tokens, seen.seconds or 0.0)

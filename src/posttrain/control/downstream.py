@@ -1,4 +1,4 @@
-"""Downstream of bytes or a run: every stage, version and release that used them, directly or indirectly."""
+"""The downstream of bytes or of a run: every stage, version and release that used these, directly or indirectly."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ class Downstream:
     tree: Node
     runs: tuple[str, ...]  # runs whose stages used the root
     releases: tuple[str, ...]  # channel:NAME@RELEASE
-    live: tuple[str, ...]  # channels that serve a model made from the root
+    live: tuple[str, ...]  # channels that point at a model made from the root
     left_off: int = 0  # number of nodes that exceed the limit and are not in the tree
 
     @property
     def words(self) -> str:
-        """One line: `used by 3 runs; 2 releases, live on prod`."""
+        """One line, such as `used by 3 runs; 2 releases, live on prod`."""
         if not self.runs and not self.releases:
             return "nothing was made from it"
         runs = f"used by {len(self.runs)} run{'s' * (len(self.runs) != 1)}"
@@ -37,8 +37,8 @@ def of_bytes(ledger: Ledger, digest: str, name: str = "", limit: int = 0) -> Dow
     """Return everything that used these bytes under any name.
 
     Args:
-        name: shown for the bytes.
-        limit: number of nodes in the tree, the nearest first.
+        name: the name that is shown for the bytes.
+        limit: the maximum number of nodes in the tree; the nearest nodes have priority.
     """
     with ledger.snapshot() as now:
         held = tuple(("held by", hold.holder) for hold in now.holds(digest))
@@ -58,9 +58,9 @@ def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
 
 
 def _downstream(now: Snapshot, root: Node, first: Sequence[Edge], limit: int) -> Downstream:
-    """Return everything made from a root, found breadth first: the number of statements grows with the depth only."""
+    """Return everything made from a root, by breadth-first search: the number of statements grows with the depth."""
     by: dict[str, Edge] = {}  # consumer → the first edge that led to it
-    order: dict[str, list[str]] = {"": []}  # producer → its consumers that were new
+    order: dict[str, list[str]] = {"": []}  # producer → its new consumers
     found = [("", edge) for edge in first]
     while found:
         new: list[str] = []
@@ -102,7 +102,7 @@ def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Se
 
 
 def _states(now: Snapshot, channels: Iterable[str]) -> dict[str, str]:
-    """Return release → its state, for every release of these channels."""
+    """Return the state of every release of these channels, by release."""
     states: dict[str, str] = {}
     for channel in sorted(channels):
         history = now.history(channel)

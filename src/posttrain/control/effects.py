@@ -17,7 +17,7 @@ class MoveRun:
     message: str
     next_action: str = ""
     not_reached: tuple[StageRecord, ...] = ()  # stages that will not start
-    culprit: StageRecord | None = None  # the stage that caused it
+    culprit: StageRecord | None = None  # the stage that caused the change
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Say(_OfStage):
 
 @dataclass(frozen=True, slots=True)
 class AskToStop(_OfAttempt):
-    """Ask a job to checkpoint and end."""
+    """Request that a job write a checkpoint and end."""
 
     cause: StopCause
 
@@ -98,13 +98,13 @@ class KeepWatch(_OfAttempt):
     """Record how long a job has been silent."""
 
     watch: Watch
-    goes_on: bool = False  # the job was asked to checkpoint, and makes progress again
+    goes_on: bool = False  # a checkpoint was requested, and the job makes progress again
     said: str = ""  # why the job will be killed
 
 
 @dataclass(frozen=True, slots=True)
 class AskToCheckpoint(_OfAttempt):
-    """Ask a job that seems to hang for a checkpoint, and record the request in its stage."""
+    """Request a checkpoint from a job that appears to hang, and record the request in the job's stage."""
 
     watch: Watch
     message: str
@@ -128,13 +128,13 @@ class End(_OfAttempt):
 
     result: JobResult
     why: str = ""  # the reason in the tombstone
-    unless_begun: bool = False  # skip it if a job of the attempt computes
+    unless_begun: bool = False  # whether to skip the effect if a job of the attempt computes
     cause: StopCause | None = None  # the cause of a stop without a stop order
 
 
 @dataclass(frozen=True, slots=True)
 class TryAgain(_OfAttempt):
-    """End a failed or lost attempt; the next one follows after `wait` seconds unless `over` is set."""
+    """End a failed or lost attempt; the next attempt follows after `wait` seconds unless `over` is set."""
 
     failure: Failure
     ended: AttemptState

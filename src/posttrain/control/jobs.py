@@ -1,16 +1,16 @@
-"""Launch of jobs: executor, folders and mailboxes of attempts, specs, the code that decides results, environments.
+"""The launch of jobs: executor, attempt folders and mailboxes, specs, the code that decides results, environments.
 
-Code that only reads the outputs of jobs needs the folders and no executor. Nothing here names a concrete back-end.
+Code that only reads the outputs of jobs needs the folders but no executor. Nothing here names a concrete back-end.
 
 The spec of an attempt is written once into its folder, and every driver submits it as written.
 
-Results depend on the code of the trainer and of kinds from installed packages. A manifest's `code` contains the digest
-of each: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of the trainer's code and
-are not named.
+Results depend on the code of the trainer and of kinds from installed packages. A manifest's `code` contains the digests
+of that code: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of the trainer's code
+and are not named.
 
-The environment that a run's jobs import from is pinned when its first job starts, and compared before every other job.
-It includes the installed packages that jobs of the run can import: Posttrain, the imports of the run's rewards and
-dataflows, packages that extend any of these by entry points, and the requirements of all of these packages.
+The environment from which a run's jobs import is pinned when the first job starts, and compared before every other job.
+The environment includes the installed packages that jobs of the run can import: Posttrain, the imports of the run's
+rewards and dataflows, packages that extend any of these by entry points, and the requirements of all these packages.
 """
 
 import ast
@@ -40,7 +40,7 @@ _KIND = "kind:"
 _FILE = "request.json"
 _OVERTIME_SECONDS = 120.0  # added to the rest of the budget; normally the job or its driver ends the job earlier
 _RECORD = "environment.json"  # in a run's folder: {"digest"}
-_CODE = ("reward", "recipe")  # slots; a reward of several with weights is `rewards.NAME`
+_CODE = ("reward", "recipe")  # slots; if there are several rewards with weights, their slots are `rewards.NAME`
 
 
 def code_of(stages: Iterable[tuple[str, str]], trainers: Mapping[str, Trainer]) -> dict[str, str]:
@@ -73,7 +73,7 @@ def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
     """Return the trainer of this name.
 
     Raises:
-        InputError: it is not installed, or its package is broken.
+        InputError: the trainer is not installed, or its package is broken.
     """
     if name not in trainers:
         known = ", ".join(sorted(trainers))
@@ -115,18 +115,18 @@ class AttemptFolders:
     def known(self, attempt: AttemptRecord) -> str | None:
         """Return the URL of an attempt's mailbox (empty: its folder) from records that its job cannot have written.
 
-        None: an older version planned it, and only its order contains the channel's place.
+        None: an older version planned the attempt, and only the attempt's order contains the mailbox's place.
         """
         return "" if attempt.channel is None and not self.mailboxes() else attempt.channel
 
     def mailbox(self, attempt: AttemptRecord) -> str:
-        """Return the URL of the channel in an attempt's order; empty: its folder."""
+        """Return the URL of the mailbox in an attempt's order; empty: the attempt's folder."""
         if attempt.channel is not None:
             return attempt.channel
         return self.mailbox_of(attempt.run_id, attempt.stage, attempt.number)
 
     def mailbox_of(self, run_id: str, stage: str, number: int) -> str:
-        """Return the URL of the channel of a newly planned attempt; empty: its folder."""
+        """Return the URL of a newly planned attempt's mailbox; empty: the attempt's folder."""
         base = self.mailboxes()
         return f"{base}/{run_id}/{stage}/{number:03d}" if base else ""
 
@@ -138,7 +138,7 @@ class Access(Protocol):
         """Write credentials into an attempt's folder, valid until the attempt ends.
 
         Args:
-            boxed: the job runs in an image, without a network.
+            boxed: whether the job runs in an image, without a network.
         """
 
 
@@ -149,11 +149,11 @@ class Jobs:
     executor: Executor
     trainers: Mapping[str, Trainer]
     folders: AttemptFolders
-    slots: int = 1  # jobs of this host at a time, over all runs and projects
-    beside: int = 0  # threads for long work; 0: the deciding thread does it
+    slots: int = 1  # maximum jobs of this host at a time, over all runs and projects
+    beside: int = 0  # number of threads for long work; 0: the deciding thread does the work
     trust_rewards: bool = False  # rewards may run even if the kernel cannot confine them
     workspace: Callable[[], str] = lambda: ""  # identifies the workspace, as opposed to its copies, in labels of jobs
-    hosts: Hosts | None = None  # that share the ledger; None: it has one host
+    hosts: Hosts | None = None  # the hosts that share the ledger; None: the ledger has one host
     access: Access | None = None  # how jobs read their inputs; None: from the store, with the user's own rights
 
     @property
@@ -164,7 +164,7 @@ class Jobs:
     def elsewhere(self, attempt: AttemptRecord) -> bool:
         """Return whether an attempt's job and folder are on another host.
 
-        An attempt of an older version without hosts belongs to the host with its folder.
+        An attempt of an older version, which had no hosts, is on the host that has its folder.
         """
         if attempt.host is None and self.hosts is not None and attempt.state == AttemptState.LAUNCHED:
             return not (self.folders.root / attempt.folder).is_dir()
@@ -174,7 +174,7 @@ class Jobs:
         """Return the trainer of this name.
 
         Raises:
-            InputError: it is not installed, or its package is broken.
+            InputError: the trainer is not installed, or its package is broken.
         """
         return trainer_of(name, self.trainers)
 
@@ -192,14 +192,15 @@ def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
 def spec_of(
     jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, of_rewards: frozenset[str]
 ) -> JobSpec:
-    """Write the attempt's spec unless it exists, and return it; of concurrent writers the first one wins.
+    """Write the attempt's spec unless it exists, and return it; of concurrent writers, the first one succeeds.
 
     Args:
-        of_rewards: the secrets that its manifest names. A job of the same run can write into the folder.
+        of_rewards: the names of the secrets in the manifest. The secrets in the spec are compared with them, because
+            a job of the same run can write into the folder.
 
     Raises:
         InputError: the spec is malformed, or another version wrote it.
-        IntegrityError: the file cannot be read, or names secrets that its manifest and its trainer do not.
+        IntegrityError: the file cannot be read, or names secrets that neither the manifest nor the trainer names.
         WorkspaceError: the disk is full or read-only.
     """
     folder = jobs.folders.of(attempt)
@@ -236,9 +237,9 @@ def spec_of(
 
 
 def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
-    """Return how the current environment differs from the run's; empty: it does not, or the executor does not attest.
+    """Return how the current environment differs from the run's; empty: no difference, or the executor does not attest.
 
-    The first call of a run pins the environment.
+    The first call for a run pins the environment.
     """
     if not jobs.executor.attests:
         return ""
@@ -249,7 +250,7 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     packages = (
         before.packages if before else tuple(sorted(closure({name for own in imported.values() for name in own})))
     )
-    # takes seconds, in which the workspace may be deleted
+    # this takes seconds, in which the workspace may be deleted
     present = read_environment(packages=packages, known=before.files if before else ())
     make_folder(cache, within=jobs.folders.root)
     if known is None:
@@ -270,7 +271,7 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
 
 
 def imported_by(stores: Stores, manifest: Manifest) -> dict[str, set[str]]:
-    """Return reward or dataflow of a run → names of the installed packages that its sources import."""
+    """Return, by reward or dataflow of a run, the names of the installed packages that its sources import."""
     owners = importlib.metadata.packages_distributions()
     found: dict[str, set[str]] = {}
     for _, slot, ref in manifest.assets():
@@ -290,8 +291,9 @@ def _versions(imported: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
 
 
 def closure(names: set[str]) -> set[str]:
-    """Return the normalised names of Posttrain, of these packages, of packages that extend one of them by entry points,
-    and of all their requirements here. Extras count if a requirement names them.
+    """Return the normalised names of Posttrain, these packages, and all packages that extend or are required by them.
+
+    A package extends another by entry points. Extras count if a requirement names them.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -333,7 +335,7 @@ def _sources(stores: Stores, ref: InputRef) -> Iterator[bytes]:
 
 
 def _modules(source: bytes) -> Iterator[str]:
-    """Yield the top-level names of all modules that a source imports, also inside functions."""
+    """Yield the top-level names of all modules that a source imports, including imports inside functions."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -346,13 +348,13 @@ def _modules(source: bytes) -> Iterator[str]:
 
 
 def ordered(jobs: Jobs, run_id: str) -> str:
-    """Return the environment digest that a job of the run must find; empty: it does not compare."""
+    """Return the environment digest that a job of the run must find; empty: the job does not compare environments."""
     known = read_json(_record(jobs.folders, run_id)) if jobs.executor.attests else None
     return str(known["digest"]) if known else ""
 
 
 def accept(folders: AttemptFolders, run_id: str) -> None:
-    """Accept environment changes for a retried run: its next job pins the environment again."""
+    """Accept environment changes for a retried run: the run's next job pins the environment again."""
     _record(folders, run_id).unlink(missing_ok=True)
 
 

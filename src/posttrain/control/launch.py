@@ -1,4 +1,4 @@
-"""Launch of a ready stage's job: the stage cache, the checkpoint to resume from, the intent and the submission.
+"""The launch of a ready stage's job: the stage cache, the checkpoint to resume from, the intent and the submission.
 
 A launch commits the intent, writes the job's order, and submits the job exactly once.
 
@@ -56,7 +56,7 @@ class Found:
     digest: str  # the digest of its tree
     step: int
     origin: str  # the run/stage that wrote it
-    tokens: int  # spent by its lineage
+    tokens: int  # tokens that the checkpoint's lineage spent
 
 
 def find_checkpoint(
@@ -160,7 +160,7 @@ def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequenc
 
 
 def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) -> tuple[str, int] | None:
-    """Return (run/stage, step) of the checkpoint that an attempt resumed from another stage; None: it did not."""
+    """Return (run/stage, step) of the checkpoint that an attempt resumed from another stage; None without one."""
     if attempt.resume is None:
         return None
     origin, step = attempt.resumed_from or "", attempt.resumed_step or 0
@@ -211,7 +211,7 @@ def plan_attempt(
     unwatched: int | None,
     rivals: int = 0,
 ) -> tuple[Reason, str] | None:
-    """Commit an attempt with a deterministic external name, which the next pass launches.
+    """Commit a planned attempt with a deterministic external name; the next pass launches the attempt.
 
     Args:
         same: the stages with the same cache key.
@@ -240,7 +240,7 @@ def plan_attempt(
 
 
 class _UnwatchedError(Exception):
-    """Jobs of runs without a driver may take slots, and the executor was not queried whether these jobs are alive."""
+    """Jobs of runs without a driver may take slots, and the executor was not asked whether these jobs are alive."""
 
 
 def _plan(
@@ -254,7 +254,7 @@ def _plan(
     rivals: int,
     unwatched: int | None,
 ) -> tuple[Reason, str] | None:
-    """Do `plan_attempt` in one transaction, one per host at a time: no two get the same slot or share of a budget."""
+    """Do `plan_attempt` in one transaction, one per host at a time: no two attempts get the same slot or share."""
     limited = budgets.limited(manifest)  # without a budget, no rows are read to compute the spending
     with stores.ledger.transaction(stores.actor) as transaction:
         state = transaction.lock_run(stage.run_id, slots_of=jobs.host or "")
@@ -311,7 +311,7 @@ def launch_attempt(
     """Submit an attempt's job, which the executor does not have yet, and record the job's handle.
 
     Returns:
-        Why the job could not be started; None: it was started, or waits.
+        Why the job could not be started; None: the job was started, or waits.
     """
     manifest, folder = view.manifest, jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
@@ -363,7 +363,7 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
 
 
 def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
-    """Return the numbers of this host's slots that jobs of runs with a driver take, and that jobs of other runs take.
+    """Return how many of this host's slots are taken by jobs of runs with a driver, and by jobs of other runs.
 
     A job of a run without a driver counts while it is alive, because no driver records its end.
 
@@ -394,7 +394,7 @@ def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Sta
 def say(
     stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed", **columns: Any
 ) -> None:
-    """Record why a stage waits, unless its row already contains the reason."""
+    """Record why a stage waits, unless the stage's row already contains the reason."""
     if (stage.reason, stage.message) != (reason, message):
         stores.update_stage(stage, reason=reason, message=message, next_action=action, **columns)
 
@@ -453,7 +453,7 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
 
 
 def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecord:
-    """Set the attempt's mailbox to its place in this workspace.
+    """Set the attempt's mailbox to the mailbox's place in this workspace.
 
     A copy of a workspace has its own mailboxes, and older versions recorded no place.
     """
@@ -470,7 +470,7 @@ def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
 
 
 def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> Path:
-    """Return the cache folder of a job; a job in an image has a private one, since no other job may read its writes."""
+    """Return the cache folder of a job; a job in an image has a private folder, which no other job may read."""
     boxed = manifest.image_of(manifest.stage(stage.name))
     return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
 

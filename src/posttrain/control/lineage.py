@@ -1,6 +1,6 @@
 """Lineage of models, from released weights back to prompts, reward source, base model and manifest.
 
-A lineage is read from the edges between stages and bytes, once for each run, and from the registrations of these bytes.
+A lineage is read from the edges between stages and bytes, once for each run, and from the registrations of the bytes.
 
 Models made by runs of this workspace have names: `channel:prod`, `channel:prod@3`, `run:sort-b0ed9b49/sft`,
 `run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`. A name whose target can change (a channel, a run's name) is pinned
@@ -87,7 +87,7 @@ class Origins:
         return self._used.get(stage_end(run_id, stage), [])
 
     def made(self, run_id: str, stage: str) -> dict[str, str]:
-        """Return a stage's outputs: name → digest."""
+        """Return the digests of a stage's outputs, by name."""
         self.stages(run_id)
         return self._made.get(stage_end(run_id, stage), {})
 
@@ -102,13 +102,13 @@ class Origins:
         return self._assets[digest]
 
     def status(self, asset: Asset) -> str:
-        """Return `recalled by user:ann: a licence ran out`; empty for a version without a status."""
+        """Return a text such as `recalled by user:ann: a licence ran out`; empty for a version without a status."""
         if self._status is None:
             self._status = {(one.kind, one.name, one.version): one.words for one, _ in self.now.asset_status()}
         return self._status.get((asset.kind, asset.name, asset.version), "")
 
     def packages(self, stage: StageRecord, name: str) -> str:
-        """Return `httpx 0.28.1, sympy 1.13`: the imports of a reward or dataflow in a stage's run; empty: unknown."""
+        """Return the imports of a reward or dataflow in a stage's run (`httpx 0.28.1, sympy 1.13`); empty: unknown."""
         run_id = (stage.cached_from or stage.run_id).partition("/")[0]
         if run_id not in self._packages:
             pinned = self.now.events_about(run_id, RUN_ENVIRONMENT)
@@ -133,12 +133,12 @@ class Origins:
 
     def _take_used(self, found: Iterable[Edge]) -> None:
         for edge in found:
-            if edge.slot == REUSED:  # reused an equal result, which has the same inputs
+            if edge.slot == REUSED:  # the stage reused an equal result, which has the same inputs
                 continue
             self._used.setdefault(edge.consumer, []).append(edge)
 
     def maker(self, edge: Edge) -> Made | None:
-        """Return the stage and output of the model that an edge refers to; None: no stage made it."""
+        """Return the stage and output of the model to which an edge refers; None: no stage made the model."""
         release = release_of(edge.producer)
         if release:
             entry = next((e for e in self.now.history(release[0]) if e.sequence == release[1]), None)
@@ -154,15 +154,15 @@ class Origins:
         return (row, output) if row and output in self.made(*found) else None
 
     def trained(self, asset: Asset) -> Made | None:
-        """Return the stage that trained a registered version; None: a person registered it."""
+        """Return the stage that trained a registered version; None: a person registered the version."""
         origin = next((edge for edge in self.of_asset(asset) if edge.slot == ORIGIN), None)
         return self.maker(origin) if origin and stage_of(origin.producer) else None
 
     def that_made(self, run_id: str | None, digest: str) -> Made | None:
         """Return the stage and output of a run that made these weights.
 
-        If several outputs have these weights (a stage that changes nothing repeats its input, and the last model may
-        be the best), the output that the run releases, else the last one.
+        Several outputs may have these weights: a stage that changes nothing repeats its input, and the last model may
+        be the best. Then the output that the run releases is returned, else the last output.
         """
         if run_id is None:
             return None
@@ -178,7 +178,7 @@ class Origins:
 class MadeModel:
     """The model that a name denotes: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
 
-    name: str  # pinned, so it always denotes the same model
+    name: str  # a pinned name, so it always denotes the same model
     digest: str
     run_id: str | None  # None: the name denotes a release that no run made
     stage: str | None
@@ -188,7 +188,7 @@ class MadeModel:
 
     @property
     def word(self) -> str | None:
-        """The name of the model in a run file: `grpo`, `grpo/best`."""
+        """The name of the model in a run file: `grpo` or `grpo/best`."""
         return self.stage and InputRef(source="stage", name=self.stage, output=self.output).word
 
     def pinned(self, word: str) -> InputRef:
@@ -277,7 +277,7 @@ class Node:
     kind: str  # release | model | stage | dataset | reward | history | manifest | report | evaluation | import …
     name: str
     digest: str | None
-    form: str | None = None  # file | tree, if it is stored under `digest`
+    form: str | None = None  # file | tree, if the node is stored under `digest`
     details: tuple[tuple[str, str], ...] = ()
     children: tuple[Node, ...] = ()
 
@@ -304,7 +304,7 @@ def release_lineage(stores: Stores, channel: str) -> Node:
 
 
 def run_lineage(stores: Stores, run_id: str) -> Node:
-    """Return the lineage of a run, from its last model stage back."""
+    """Return the lineage of a run, starting at the last stage that made a model."""
     with stores.ledger.snapshot() as now:
         origins, run = Origins(stores, now), now.run(run_id)
         stages = [stage for stage in origins.stages(run.id) if MODEL in origins.made(run.id, stage.name)]
@@ -318,7 +318,7 @@ def run_lineage(stores: Stores, run_id: str) -> Node:
 
 
 def model_lineage(stores: Stores, made: MadeModel) -> Node:
-    """Return the lineage of a model made in this workspace, for a release with its report and evaluations."""
+    """Return the lineage of a model made in this workspace; for a release, with its report and evaluations."""
     with stores.ledger.snapshot() as now:
         origins = Origins(stores, now)
         history = now.history(made.channel) if made.channel else []
@@ -354,7 +354,7 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
 
 
 def _decided(origins: Origins, run_id: str, digest: str) -> Iterator[Node]:
-    """Yield the gate reports about a model of a run, and its releases with their approvals."""
+    """Yield the gate reports about a model of a run, and the model's releases with their approvals."""
     for stage in origins.stages(run_id):
         made, candidate = origins.made(run_id, stage.name), stage.inputs.get("candidate", {}).get("digest")
         if kind_of(stage.kind).judges and REPORT in made and candidate == digest:
@@ -373,7 +373,7 @@ def _release_details(origins: Origins, entry: ReleaseEntry) -> tuple[tuple[str, 
 
 
 def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
-    """Yield the approvers of a release with their reasons, if it required approvals; owners of its run are omitted."""
+    """Yield the approvers of a release with their reasons, if approvals were required; the run's owners are omitted."""
     now, before = origins.now, live_before(origins.now.history(entry.channel), entry.sequence)
     for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
         if asked.asked.get("live") != before or asked.asked.get("model") != entry.model_digest:
@@ -390,7 +390,7 @@ def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
 
 
 def _report_node(blobs: BlobStore, digest: str) -> Node:
-    """Return the verdicts on which a release is based, and the models with which they compared it."""
+    """Return the verdicts on which a release is based, and the models with which the gates compared its model."""
     try:
         report = read_report(blobs, digest)
     except (IntegrityError, NotFoundError):  # `verify` reports the error
@@ -438,7 +438,7 @@ def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:
 
 
 def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
-    """Return the model of a stage, with its inputs below it. For a cached stage, also the place of the computation."""
+    """Return a stage's model, with the stage's inputs below it; for a cached stage, with the place of computation."""
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
     children = tuple(_input_node(origins, stage, edge) for edge in origins.used(stage.run_id, stage.name))
     details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
@@ -469,7 +469,7 @@ def _asset_node(
 
     Args:
         name: the name under which the bytes were used, which selects one of several registrations.
-        entry: the function of a reward, since one file may contain several.
+        entry: the function of a reward, since one file may contain several functions.
     """
     assets = origins.assets(digest)
     asset = next((a for a in assets if a.ref == name), assets[0] if assets else None)
@@ -513,7 +513,7 @@ def _import_node(origins: Origins, digest: str, of: str) -> Node:
 
 
 def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
-    """Yield the files that an import read, and the parameters in them."""
+    """Yield the files that an import read, and the parameters in these files."""
     yield from (
         Node("file", name, file["digest"], None, (("read then", f"{file['size']} bytes, not kept"),))
         for name, file in record["read"].items()
@@ -554,7 +554,7 @@ def trained_models(
     Args:
         run: the name of the stage's run.
     """
-    if kind_of(stage.kind).from_nothing:  # `asset create` registers its model under the user's name
+    if kind_of(stage.kind).from_nothing:  # `asset create` registers the model under the user's name
         return []
     models = []
     for output in (one for one in (MODEL, BEST) if one in outputs):

@@ -1,4 +1,4 @@
-"""Names of processes that own leases, which distinguish a process from a later one with the same pid."""
+"""Names of processes that own leases; such a name distinguishes a process from a later process with the same pid."""
 
 import os
 import socket

@@ -34,7 +34,7 @@ class Resolve(Protocol):
 
         Raises:
             InputError: the ref is invalid, or names an asset that cannot be used.
-            NotFoundError: the ref names nothing.
+            NotFoundError: the ref names no existing object.
         """
 
 
@@ -46,7 +46,7 @@ class Count(Protocol):
 
         Args:
             word: the data set in the run file's `data`.
-            turns: count every assistant turn of a conversation instead of the row.
+            turns: whether to count every assistant turn of a conversation instead of the row.
 
         Raises:
             InputError: rows are invalid.
@@ -63,8 +63,8 @@ class Planned:
     contracts: Mapping[str, StageContract]
     warnings: tuple[str, ...] = ()  # conditions that could not be checked before the run, and probable failures
     changes: tuple[str, ...] = ()  # suggested changes before the run is started
-    passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, if it has them
-    trackers: Trackers | None = None  # of the run file; they affect no result, so they are not in the manifest
+    passes: Mapping[str, Passes] = field(default_factory=dict)  # stage with `epochs` → the epochs as steps
+    trackers: Trackers | None = None  # not in the manifest, because trackers affect no result
     policy: PinnedPolicy | None = None  # the policy of the channel to which the run releases
 
 
@@ -123,7 +123,7 @@ def plan_run(
 
 
 def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[StageManifest]:
-    """Return the stages in an order in which each follows its upstream stages.
+    """Return the stages in an order in which each stage follows its upstream stages.
 
     Raises:
         InputError: there is a cycle, or an `after` names an unknown stage.
@@ -156,7 +156,7 @@ def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
 
 
 def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
-    """Yield a warning if the channel is new: it may be a typo, which would mean a release without a baseline."""
+    """Yield a warning if the channel is new: the name may be a typo, and a release would then have no baseline."""
     channel = spec.release.channel if spec.release else None
     if channel and channels and channel not in channels:
         known = ", ".join(sorted(channels))

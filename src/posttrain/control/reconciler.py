@@ -1,4 +1,4 @@
-"""The level-triggered reconciler: it compares the desired with the observed state, acts on differences, and records.
+"""The level-triggered reconciler, which compares the desired with the observed state, acts on differences, and records.
 
 Loops and what unblocks them::
 
@@ -12,11 +12,11 @@ Loops and what unblocks them::
     deciding thread ──an effect that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
       ▲ collects its exception, and reads the rows again; until then that stage has no other effect ◀──────┘ ends
 
-An error in one object ends neither the others nor the driver (`control.wakeups`).
+An error in one object does not end the processing of other objects, or the driver (`control.wakeups`).
 
 Any process may die between any two lines: the next tick, in any process, derives the next action from the ledger and
 the attempt folders alone. No outside work happens inside a transaction. An idle driver queries the ledger only for
-work, less than twice a second, and asks the executor once for the jobs of all its runs.
+work, less than twice a second, and queries the executor once for the jobs of all its runs.
 """
 
 import functools
@@ -43,11 +43,11 @@ from posttrain.store.journal import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0
-SWEEP_SECONDS = 300.0  # between two sweeps for orphaned jobs
-RACED_SECONDS = 1.0  # until the next pass after a lost race
+SWEEP_SECONDS = 300.0  # seconds between two sweeps for orphaned jobs
+RACED_SECONDS = 1.0  # seconds until the next pass after a lost race
 UNWOKEN_SECONDS = 604800.0  # an unfinished run gets a pass at least every seven days, in case a notification was missed
-POLL_SECONDS = 0.7  # between two queries of the queue
-SLOT_SECONDS = 5.0  # between two checks for slots that other processes released
+POLL_SECONDS = 0.7  # seconds between two queries of the queue
+SLOT_SECONDS = 5.0  # seconds between two checks for slots that other processes released
 _LONG = (Start, Judge, Release, Launch, Collect)  # effects that hash, upload, compute or wait
 
 
@@ -58,8 +58,8 @@ class Tick:
     run: RunRecord
     changed: bool
     again_after: float = 0.0  # seconds until the next pass, unless a change is observed earlier
-    set_aside: tuple[str, ...] = ()  # stages that wait for a person, if no others are left
-    view: View | None = field(default=None, compare=False, repr=False)  # the rows that the pass decided on last
+    set_aside: tuple[str, ...] = ()  # stages that wait for a person, if no other stages are left
+    view: View | None = field(default=None, compare=False, repr=False)  # the rows of the pass's last decision
 
 
 @dataclass(slots=True)
@@ -88,9 +88,9 @@ class Reconciler:
         self._stores, self._jobs = stores, jobs
         self.queue = WorkQueue(stores.ledger, owner, alive, LEASE_SECONDS, jobs.host)
         self._manifests: dict[str, Manifest] = {}
-        self._held: dict[str, Work] = {}  # run → our claim
+        self._held: dict[str, Work] = {}  # run → this driver's claim
         self._watched: dict[str, _Watched] = {}
-        self._due: set[str] = set()  # notified
+        self._due: set[str] = set()  # runs that were notified
         self._renewed = self._polled = -NEVER
         self._swept = stores.clock.now()
         self._wakeups = Wakeups(stores.clock, jobs)
@@ -136,7 +136,7 @@ class Reconciler:
         return self._beside.over(run_id) | self._ending.over(run_id)
 
     def _looked_at(self, run_id: str) -> tuple[dict[str, Work], RunRows | None]:
-        """Return the rows of a run in the queue and the ledger; None instead of the latter: a ledger row is damaged."""
+        """Return a run's rows in the queue and its rows in the ledger (None if a row in the ledger is damaged)."""
         try:
             return self.queue.look_at(run_id)
         except IntegrityError:
@@ -193,7 +193,7 @@ class Reconciler:
         return Tick(run, changed=False, again_after=max(0.0, known.due_in))
 
     def _claim(self, run_id: str, row: Work | None) -> Work | None:
-        """Claim the run, whose row was just read, and return its current row; None: another driver has it."""
+        """Claim the run, whose row was just read, and return its current row; None: another driver has the run."""
         held = self._held.get(run_id)
         if row is None:
             self.queue.wake(RUN, [run_id])
@@ -227,7 +227,7 @@ class Reconciler:
         return other is not None
 
     def release(self, run_id: str) -> None:
-        """Release the lease, so another process need not wait until it expires."""
+        """Release the lease, so that another process need not wait until the lease expires."""
         self._held.pop(run_id, None)
         self._watched.pop(run_id, None)
         self._forget(run_id)
@@ -239,19 +239,19 @@ class Reconciler:
             beside.forget(run_id)
 
     def rest(self, seconds: float) -> bool:
-        """Wait this long or until threaded work ends; return whether some ended."""
+        """Wait this long or until threaded work ends; return whether any work ended."""
         if self._beside.runs() or self._ending.runs():
             return self._beside.wait(seconds)
         self._stores.clock.sleep(seconds)
         return False
 
     def worth(self, run_ids: Sequence[str]) -> list[str]:
-        """Return the runs that are due for a `step`, with one query of executor and queue for all of them."""
+        """Return the runs that are due for a `step`, with one query of executor and queue for all runs."""
         self._look_around()
         return [run_id for run_id in run_ids if self._is_due(run_id, self._stores.clock.now())]
 
     def step(self, run_id: str) -> Tick:
-        """Make a pass over a run if the run is due: its time has come, it was notified, or one of its jobs changed.
+        """Make a pass over a run if it is due: its time has come, a writer scheduled it, or one of its jobs changed.
 
         Otherwise return the result of the last pass. One query of executor and queue serves all runs.
 
@@ -282,7 +282,7 @@ class Reconciler:
             return
         if found.view is None and found.changed:
             return  # lost a race: the next pass reads the rows
-        if found.view is None:  # another driver has it
+        if found.view is None:  # another driver has the run
             self._forget(run_id)
         self._wakeups.follow(run_id, found.view)
         view = found.view
@@ -306,7 +306,7 @@ class Reconciler:
         now = self._stores.clock.now()
         if now - self._polled >= POLL_SECONDS:
             self._polled = now
-            with suppress(PosttrainError):  # database unavailable: the next due pass reports it
+            with suppress(PosttrainError):  # database unavailable: the next due pass reports the error
                 self._due |= self.queue.due(self._watched)
         self._wakeups.refresh()
         if now - self._dealt >= POLL_SECONDS:
@@ -335,7 +335,7 @@ class Reconciler:
             return
         try:
             room = self._jobs.executor.capacity()
-        except Exception:  # the pass over the run reports it
+        except Exception:  # the pass over the run reports the error
             self._due.add(waiting[0][1])
             return
         free = float(room.devices - len(room.held)) if room.devices else NEVER
@@ -347,7 +347,7 @@ class Reconciler:
         waiting = sorted((one.turn, run_id) for run_id, one in self._watched.items() if one.slot)
         if not waiting:
             return
-        with suppress(PosttrainError):  # ledger or executor unavailable: later
+        with suppress(PosttrainError):  # ledger or executor unavailable: a later call tries again
             free = self._jobs.slots - sum(taken_slots(self._stores, self._jobs))
             self._due |= self._slots.next([(run_id, 1) for _, run_id in waiting], free, self._due | self._beside.runs())
 
@@ -356,7 +356,7 @@ class Reconciler:
         if self._stores.clock.now() - self._swept < SWEEP_SECONDS:
             return
         self._swept = self._stores.clock.now()
-        with suppress(PosttrainError):  # database unavailable: the next sweep
+        with suppress(PosttrainError):  # database unavailable: the next sweep tries again
             name = f"executor {self._jobs.executor.name}"
             self._sweep_now(f"{name} {self._jobs.host}" if self._jobs.host else name)
 
@@ -366,7 +366,7 @@ class Reconciler:
         for one in self.queue.claim([name]):
             try:
                 told = end_orphans(self._stores.ledger, self._jobs)
-            except Exception as error:  # executor unavailable, or unreadable jobs: later
+            except Exception as error:  # executor unavailable or jobs unreadable: a later sweep tries again
                 self.queue.failed(SWEEP, name, one_line(error), "", SWEEP_SECONDS, held=one)
                 continue
             if told:
@@ -378,16 +378,16 @@ class Reconciler:
         """Renew the held leases once a third of their time has passed."""
         now = self._stores.clock.now()
         if self._jobs.hosts is not None:
-            with suppress(PosttrainError):  # database unavailable: the next time
+            with suppress(PosttrainError):  # database unavailable: a later call tries again
                 self._jobs.hosts.beat()
         if self._held and now - self._renewed >= LEASE_SECONDS / 3:
             self._renewed = now
-            with suppress(PosttrainError):  # database unavailable: the next time, or the lease expires
+            with suppress(PosttrainError):  # database unavailable: a later call tries again, or the lease expires
                 self.queue.renew()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the leases during work that takes longer than they last, such as hashing a model."""
+        """Renew the leases during work that takes longer than the leases last, such as hashing a model."""
         over = threading.Event()
 
         def keep() -> None:

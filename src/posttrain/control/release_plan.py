@@ -1,9 +1,9 @@
 """The stages that a release adds to a run, and the model selection by a probe.
 
-A release adds evaluations of the models that gates compare with, the gate, and the release.
+A release adds three kinds of stages: evaluations of the models with which gates compare, the gate, and the release.
 
 A gate compares item by item, so the evaluators of the released model also measure its baselines. These stages are named
-`baseline-EVALUATE` (for the channel's model) or `baseline-MODEL.EVALUATE` (for another; a `/` in MODEL becomes a dot).
+`baseline-EVALUATE` (for the channel's model) or `baseline-MODEL.EVALUATE` (for other models; `/` becomes a dot).
 No stage of a run file has a dot in its name. An equal evaluate stage of the run replaces such a stage.
 
 With `keep_best` and `early_stopping` a probe decides which model a stage outputs; that model is measured and released.
@@ -113,7 +113,7 @@ class Decision:
         return self._models.model("release.model", release.model)
 
     def _rival(self, rule: GateRule, candidate: InputRef) -> InputRef:
-        """Return the model that a rule compares with."""
+        """Return the model with which a rule compares the candidate."""
         rival = str(rule.rival)
         field = f"gates.{rule.name}.{'better_than' if rule.strict else 'not_worse_than'}"
         model = self._models.model(field, rival)
@@ -173,7 +173,7 @@ def _control_stage(kind: StageKind, inputs: dict[str, InputRef], after: tuple[st
 def _judged_metrics(
     spec: RunSpec, source: str, evaluators: list[StageManifest], contracts: Mapping[str, StageContract]
 ) -> dict[str, str]:
-    """Return metric of the released model → the stage that measures it; check that every gate can be judged."""
+    """Return the stage that measures each metric of the released model; check that every gate can be judged."""
     made: dict[str, str] = {}
     ranges: dict[str, ItemRange | None] = {}
     for stage in evaluators:
@@ -230,7 +230,7 @@ def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
 
 
 def selects(stage: StageManifest) -> bool:
-    """Return whether the stage's probe selects its model or its end."""
+    """Return whether the stage's probe selects the stage's model or ends the stage early."""
     return "probe" in stage.inputs and bool(stage.params.get("keep_best") or stage.params.get("early_stopping"))
 
 
@@ -238,7 +238,7 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
     """Yield a warning for each selecting probe whose rows a suite measures or the stage trains on.
 
     Args:
-        rows: digest of a data set → its rows; None: not read, so only the digests are compared.
+        rows: digest of a data set → its rows; None: the rows were not read, so only the digests are compared.
     """
     suites = {str(ref.digest): ref for stage in manifest.stages if stage.measures for _, ref in dataset_slots(stage)}
     for stage in filter(selects, manifest.stages):
@@ -258,10 +258,10 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
 
 
 def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield warnings about probes on used rows, stages that changed no weights, releases of an untrained best model.
+    """Yield warnings about probes on used rows, stages that changed no weights, and an untrained best model's release.
 
     Args:
-        metrics: stage → its metrics, for stages that have ended.
+        metrics: stage that has ended → its metrics.
     """
     yield from selected_on(manifest, {})
     for name, measured in metrics.items():
@@ -283,12 +283,12 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
 
 
 def selected(metrics: Mapping[str, float]) -> str:
-    """Return `probe/accuracy 0.91 at step 40` for a stage whose probe selected a model; else empty."""
+    """Return, e.g., `probe/accuracy 0.91 at step 40` for a stage whose probe selected a model; else empty."""
     found = [name for name in metrics if name.startswith("best/probe/")]
     return f"{found[0].removeprefix('best/')} {metrics[found[0]]:.4g} at step {metrics['best/step']:g}" if found else ""
 
 
 def selection_words(metrics: Mapping[str, float]) -> str:
-    """Return `best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty if no probe selected a model."""
+    """Return, e.g., `best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty if no probe selected."""
     early = f"; stopped early at step {metrics['stopped_early/step']:g}" if "stopped_early/step" in metrics else ""
     return f"best: {selected(metrics)}{early}" if selected(metrics) else ""

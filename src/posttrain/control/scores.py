@@ -1,11 +1,11 @@
-"""Scores of a run: every metric of every suite, before and after, and the responses behind them.
+"""Scores of a run: every metric of every suite, before and after training, and the responses behind the scores.
 
 Scores are read from the evaluations' per-item results. *Before* is either a model that the run started from (the
-channel's, the base model, or an earlier stage's), if an evaluation of this run measured it on the same suite, or a
-model with which a gate compares. No score is estimated from training.
+channel's, the base model, or an earlier stage's), if an evaluation of this run measured that model on the same suite,
+or a model with which a gate compares. No score is estimated from training.
 
 A model's responses in an evaluation are read item by item from `items.parquet`. Texts are read in batches, and only the
-selected ones stay in memory.
+selected texts stay in memory.
 """
 
 import io
@@ -40,13 +40,13 @@ _BATCH = 512  # rows
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The same metric of a model that the measured one was trained from, or would replace."""
+    """The same metric of a model from which the measured model was trained, or which it would replace."""
 
     of: str  # channel prod | base model:tiny@1 | stage sft
-    stage: str  # the stage of the run that measured it
+    stage: str  # the stage of the run that measured the earlier model
     estimate: Estimate
-    paired: Paired | None  # after - before; None: the two cannot be paired
-    unpaired: str = ""  # why the two cannot be paired
+    paired: Paired | None  # after - before; None: the values cannot be paired
+    unpaired: str = ""  # why the values cannot be paired
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -63,8 +63,8 @@ class Score:
     metric: str  # as gates name it: heldout/accuracy
     of: str  # the measured model: stage grpo | base … | channel …
     estimate: Estimate
-    before: tuple[Before, ...]  # empty: the run measured no such model
-    trained: bool = True  # whether this run trained the model; an input model has no before
+    before: tuple[Before, ...]  # empty: the run measured no earlier model
+    trained: bool = True  # whether this run trained the model; an input model has no earlier model
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -89,7 +89,7 @@ class Scores:
 
     @property
     def lone(self) -> bool:
-        """Whether a trained model has a score that no earlier model can be compared with."""
+        """Whether a trained model has a score without an earlier model to compare with."""
         return any(row.trained and not row.before for row in self.rows)
 
     @property
@@ -150,12 +150,12 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
     """Return all scores of a run that are measured so far.
 
     Args:
-        rows: stage → its row.
+        rows: the row of each stage, by name.
     """
     troubles: list[str] = []
     found = list(measurements(blobs, manifest, rows, troubles))
     scores: dict[str, list[Score]] = {}
-    used: set[str] = set()  # evaluations that are shown as the before of another one
+    used: set[str] = set()  # evaluations whose values are shown as earlier values
     for one in found:
         scores[one.stage.name] = list(_scores(one, _earlier(manifest, one, found), manifest, troubles))
         used |= {before.stage for score in scores[one.stage.name] for before in score.before}
@@ -227,7 +227,7 @@ def measurements(
 
 
 def model_words(manifest: Manifest, ref: InputRef) -> str:
-    """Return a model's name for people."""
+    """Return a model's human-readable name."""
     if ref.source == "stage":
         return f"stage {ref.word}"
     if ref.source == "channel":
@@ -236,9 +236,9 @@ def model_words(manifest: Manifest, ref: InputRef) -> str:
 
 
 def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[Measured]:
-    """Return the evaluations of the models that this model's gates compare with, and of its ancestors.
+    """Return the evaluations of the models with which the gates compare this model, and of this model's ancestors.
 
-    The channel's model comes first, then the others that gates compare with, then the ancestors, oldest first.
+    The channel's model comes first, then the other models of gates, then the ancestors, oldest first.
     """
     line = list(_ancestors(manifest, one.model))
     others = [other for other in found if other.model != one.model]
@@ -252,7 +252,7 @@ def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[M
 
 
 def _rivals(manifest: Manifest) -> list[InputRef]:
-    """Return the models of this run that its gates compare with."""
+    """Return the models of this run with which its gates compare."""
     inputs = [stage.inputs for stage in manifest.stages if kind_of(stage.kind).judges]
     named = [(RIVAL + rule.rival, own) for rule in manifest.gates if rule.rival for own in inputs]
     return [own[slot] for slot, own in named if slot in own]
@@ -264,7 +264,7 @@ def released(manifest: Manifest) -> str | None:
 
 
 def _ancestors(manifest: Manifest, model: InputRef) -> Iterator[InputRef]:
-    """Yield the models that this one was trained from, the nearest first."""
+    """Yield the models from which this model was trained, the nearest first."""
     while model.source == "stage":
         maker = next(stage for stage in manifest.stages if stage.name == model.name)
         if "model" not in maker.inputs:
@@ -314,7 +314,7 @@ def paired_json(one: Paired | None) -> dict[str, Any] | None:
 class Answered:
     """One response without its texts."""
 
-    row: int  # in the file
+    row: int  # number of the row in the file
     suite: str
     item_id: str
     kind: str  # greedy | sample
@@ -345,7 +345,7 @@ class Responses:
         source: the name of the file in errors.
 
     Raises:
-        IntegrityError: the bytes are not such a file.
+        IntegrityError: the bytes are not such a Parquet file.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
@@ -356,7 +356,7 @@ class Responses:
             if missing:
                 raise ValueError(f"column {missing[0]} is missing")
             known = self._file.schema_arrow.names
-            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # earlier versions lack them
+            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # absent in earlier versions
             columns = self._file.read(columns=[*_LIGHT, *self._scored[:1]]).to_pydict()
         except (OSError, ValueError, pa.ArrowException) as error:
             raise IntegrityError(f"{source}: responses cannot be read: {error}; evaluate again") from error
@@ -374,7 +374,7 @@ class Responses:
         return list(dict.fromkeys(one.suite for one in self.all))
 
     def texts(self, chosen: Collection[Answered]) -> dict[int, Response]:
-        """Return row → the whole response.
+        """Return the whole responses, by row.
 
         Raises:
             IntegrityError: the file is damaged.

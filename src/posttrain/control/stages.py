@@ -1,7 +1,7 @@
 """Carry out the effects of a decision, and move a stage from waiting to running.
 
-`act` has one function for each effect; each is a compare-and-set on the rows that the effect was decided on. A stage
-starts by binding its inputs, querying the stage cache, and planning an attempt.
+`act` has one function for each effect; each function is a compare-and-set on the rows on which the effect was decided.
+A stage starts by binding its inputs, querying the stage cache, and planning an attempt.
 """
 
 from collections.abc import Iterable, Mapping
@@ -59,7 +59,7 @@ from posttrain.store.hosts import Ledger
 def bind_pending(
     stores: Stores, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> StageRecord:
-    """Resolve the inputs of a pending stage whose upstream stages are done; make it ready, or skip it."""
+    """Resolve the inputs of a pending stage whose upstream stages are done; make the stage ready, or skip it."""
     plan = manifest.stage(stage.name)
     inputs: dict[str, InputBlob] = {}
     for slot, ref in plan.inputs.items():
@@ -99,7 +99,7 @@ def bind_pending(
 
 
 def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecord], channel: str) -> InputBlob | None:
-    """Return a channel's model, read once per run: the gate must judge against the measured baseline."""
+    """Return a channel's model, read once per run, because the gate must compare with the measured baseline."""
     for plan in manifest.stages:
         slot = next((s for s, r in plan.inputs.items() if r.source == "channel" and r.name == channel), None)
         other = stages[plan.name]
@@ -116,7 +116,7 @@ def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
 
 
 def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> None:
-    """Reuse a cached result, or plan the next attempt of a ready stage if slot and budget allow it."""
+    """Reuse a cached result, or plan the next attempt of a ready stage if slots and budget allow it."""
     manifest = view.manifest
     key = cache_key(manifest, manifest.stage(stage.name), bound_inputs(stage))
     cached, same = stores.ledger.computed(key)
@@ -132,7 +132,7 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     # read again: the view is older in a thread, and later spending counts
     attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
     spent = budgets.spending(view.stages, attempts, taken_over=tokens_taken_over(stores, jobs.folders, attempts))
-    # the planning transaction checks slots; they are checked also before it if the stage waits or searches a checkpoint
+    # the planning transaction checks slots; they are checked before it too if the stage waits or needs a checkpoint
     before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
     driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
     held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
@@ -193,7 +193,7 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
 def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Fail the stage if the libraries changed since the run started; return whether they changed."""
     image = manifest.image_of(manifest.stage(stage.name))
-    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image has its own
+    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image pins its own
     if not message:
         return False
     stores.update_stage(
@@ -307,7 +307,7 @@ def _launch(stores: Stores, jobs: Jobs, view: View, effect: Launch) -> None:
         failure = launch_attempt(
             stores, jobs, view, stage, attempt, jobs.trainer(view.manifest.stage(stage.name).trainer)
         )
-    except (InputError, IntegrityError) as error:  # its folder cannot be read, and a retry would not repair it
+    except (InputError, IntegrityError) as error:  # the folder cannot be read, and a retry would not repair it
         failure = Failure(FailureClass.BUG, f"the job cannot be launched: {error}", "collect")
     if failure and not failure.kind.retried:  # the job was never submitted, and a retry would not help
         act(stores, jobs, view, End(stage, attempt, JobResult("failed", failure=failure)))
@@ -316,7 +316,7 @@ def _launch(stores: Stores, jobs: Jobs, view: View, effect: Launch) -> None:
 
 
 def _ask_to_stop(stores: Stores, jobs: Jobs, effect: AskToStop) -> None:
-    with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order, and is killed later
+    with suppress(IntegrityError):  # the folder is damaged: the job cannot read the order, and is killed later
         jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.STOP)
     reason = effect.attempt.reason if effect.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     stores.update_attempt(effect.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=effect.cause)
@@ -334,8 +334,8 @@ def _keep_watch(stores: Stores, effect: KeepWatch) -> None:
 
 
 def _ask_to_checkpoint(stores: Stores, jobs: Jobs, effect: AskToCheckpoint) -> None:
-    """Ask for a checkpoint, then record the request. A crash in between repeats the request, but not the checkpoint."""
-    with suppress(IntegrityError):  # its folder is damaged: the job cannot read the order
+    """Request a checkpoint, then record this. A crash in between repeats the request, but not the checkpoint."""
+    with suppress(IntegrityError):  # the folder is damaged: the job cannot read the order
         jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.CHECKPOINT)
     crashpoint("stall.after_signal")
     action = f"posttrain logs {effect.stage.run_id} {effect.stage.name}"

@@ -26,7 +26,7 @@ class Stores:
         """Return the run's locked manifest.
 
         Raises:
-            IntegrityError: its bytes no longer match the digest.
+            IntegrityError: the manifest's bytes no longer match the digest.
         """
         return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
 

@@ -1,4 +1,4 @@
-"""Submit a manifest: the same digest attaches to the existing run."""
+"""Submit a manifest; a second submission of the same digest attaches to the existing run."""
 
 import base64
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from posttrain.domain.records import Artifact, RunRecord, StageRecord
 from posttrain.store.hosts import Ledger
 from posttrain.store.trees import stored_sizes
 
-_LONGEST = 55  # characters of a name in an id of at most 64
-_RACES = 100  # races that one `--again` may lose to other submissions
+_LONGEST = 55  # maximum characters of a name in an id, which has at most 64 characters
+_RACES = 100  # maximum races that one `--again` may lose to other submissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Submitted:
 
 
 def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:
-    """Record a run for this manifest, or attach to the newest one with the same digest.
+    """Record a run for this manifest, or attach to the newest run with the same digest.
 
     The call also attaches to an unfinished run if only the target of a name (`channel:prod`) has changed: a run may
     move its own channel, and a command repeated after a kill must find that run.
 
     Args:
-        again: start another run of the same manifest.
-        exact: attach only to a run of exactly this manifest, not to one with other targets of the same names.
+        again: whether to start another run of the same manifest.
+        exact: whether to attach only to a run of exactly this manifest, not to a run whose names have other targets.
     """
     existing = stores.ledger.runs(manifest_digest=manifest.digest)
     if existing and not again:

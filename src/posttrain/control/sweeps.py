@@ -19,7 +19,7 @@ Runs = Mapping[int, str]  # seed → run id
 def swept_model(planned: Planned, released: str | None) -> str:
     """Return the model by which settings are ranked, as named in a run file.
 
-    It is the released model if an evaluation measures it, else the model of the last evaluation.
+    This is the released model if an evaluation measures it, else the model of the last evaluation.
 
     Raises:
         InputError: there is no evaluation.
@@ -31,10 +31,10 @@ def swept_model(planned: Planned, released: str | None) -> str:
 
 
 def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named: str | None) -> str:
-    """Return the ranking metric: the named one, else the first gate's, else the evaluation's first.
+    """Return the ranking metric: the named metric, else the first gate's, else the evaluation's first metric.
 
     Args:
-        model: from `swept_model`.
+        model: the result of `swept_model`.
 
     Raises:
         InputError: no evaluation of the model has that metric.
@@ -104,7 +104,7 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _evidence(stores: Stores, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
-    """Return a run's measurement of that model; None: not measured."""
+    """Return a run's measurement of the model; None if the model was not measured."""
     manifest, rows = stores.manifest(stores.ledger.run(run_id)), {row.name: row for row in stores.ledger.stages(run_id)}
     found = [
         one

@@ -5,7 +5,7 @@ A gate stage judges the evidence; a release stage moves the channel.
 The explanation of a run's state contains the reason, the value that missed its limit with the difference, and the next
 action.
 
-A count records how often the items of a run's gates were evaluated before; `decision.gates` applies it. Items are
+A count records how often the items of a run's gates were evaluated before; `decision.gates` uses the count. Items are
 identified by their content. Two data sets count as the same items if they share half of the items of the smaller set,
 so an additional row or another order of rows starts no new count.
 """
@@ -81,7 +81,7 @@ def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list
 
     Args:
         items: the digest of a data set.
-        written: the ids of its items, for a data set without evaluations.
+        written: the ids of the items, for a data set without evaluations.
     """
     with stores.ledger.snapshot() as now:
         measured = now.measured(SUITES, METRICS)
@@ -132,16 +132,16 @@ def gate_looks(
     run_id: str | None = None,
     written: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, Look]:
-    """Return rule → its look at its items; rules with unknown items are omitted.
+    """Return, by rule, the look at the rule's items; rules with unknown items are omitted.
 
-    Evaluations of the same run with which the gate compares are part of its look, not earlier looks.
+    Evaluations of the same run with which the gate compares are part of the same look, not earlier looks.
 
     Args:
-        pinned: the policy that the run was planned under. If it has no `looks`, a project with roles (as on every
-            server) corrects for the number of looks, and an embedded workspace warns.
-        rows: stages of the run; before its submission, stages whose cached results it will reuse. A missing evaluation
-            is the next look.
-        run_id: the run; None: it is not submitted.
+        pinned: the policy under which the run was planned. If the policy has no `looks`, a project with roles (as on
+            every server) corrects for the number of looks, and an embedded workspace warns.
+        rows: stages of the run; before submission, the stages whose cached results the run will reuse. A missing
+            evaluation is the next look.
+        run_id: the run; None: the run is not submitted yet.
         written: digest → ids of the items, for data sets without evaluations.
     """
     gate = next((stage for stage in manifest.stages if kind_of(stage.kind).judges), None)
@@ -162,7 +162,7 @@ def gate_looks(
 
 
 def _items(stage: StageManifest, rule: GateRule) -> Iterator[str]:
-    """Yield the digests of a rule's data: its suite's, or for a kind without suites all its data inputs."""
+    """Yield the digests of a rule's data: the data of its suite or, for a kind without suites, all data inputs."""
     suites = {name: ref.digest for name, ref in measured_suites(stage)}
     if suites:
         wanted = suites.get(suite_of(rule.metric))
@@ -179,9 +179,9 @@ def _place(
     rows: Mapping[str, StageRecord],
     own: Collection[tuple[str | None, str]],
 ) -> int:
-    """Return the number of an evaluation among those of its items; a future evaluation gets the next number.
+    """Return the number of an evaluation among all evaluations of its items; a future evaluation gets the next number.
 
-    Evaluations that started or ended earlier come before it, so earlier judgements always count. A result from the
+    Evaluations that started or ended earlier have lower numbers, so earlier judgements always count. A result from the
     cache retains its number.
     """
     row = rows.get(stage.name)
@@ -256,7 +256,7 @@ def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
 
 
 def _summary(report: GateReport) -> str:
-    """Return one line with the number of gates and the values of the first."""
+    """Return one line with the number of gates and the values of the first gate."""
     total = len(report.verdicts)
     if report.outcome is Outcome.PASS:
         return "the gate passes" if total == 1 else f"all {total} gates pass"
@@ -270,7 +270,7 @@ def _summary(report: GateReport) -> str:
 def release_stage(
     stores: Stores, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> None:
-    """Move the channel to the judged model, if it has not moved since the gate ran.
+    """Move the channel to the judged model, if the channel has not moved since the gate ran.
 
     If the channel is protected or its policy names approvers, the stage waits for an approval before it hashes the
     model.
@@ -313,7 +313,7 @@ def release_stage(
                 state=StageState.SUCCEEDED,
                 reason=Reason.PROMOTED if move else Reason.ALREADY_LIVE,
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
-                next_action="",  # cleared, since it may request approvals
+                next_action="",  # cleared, since the old text may request approvals
                 finished_at=stores.clock.now(),
             )
     except StaleWriteError:  # the stage's own row changed, not the channel: decide again
@@ -336,7 +336,7 @@ def refuse_unmet(
     """Check a report against a channel's current policy, and return the policy.
 
     Raises:
-        PolicyError: the report is for another policy or manifest, or the run does not meet the policy.
+        PolicyError: the report is for a different policy or manifest, or the run does not meet the policy.
     """
     if report.manifest not in (None, run.manifest_digest):
         raise PolicyError(
@@ -400,7 +400,7 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
     """Return the per-item evidence of every metric in one evaluation file.
 
     Raises:
-        IntegrityError: the bytes are not such a file.
+        IntegrityError: the bytes are not an evaluation file.
     """
     try:
         # reads without threads, which may outlive the interpreter of a short command

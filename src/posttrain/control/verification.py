@@ -24,7 +24,7 @@ class VerifyReport:
     bytes: int
     events: int  # sealed events whose chain was recomputed
     problems: tuple[str, ...] = field(default=())
-    pending: int = 0  # events that are not sealed yet: not verified
+    pending: int = 0  # events that are not sealed yet, and therefore not verified
     erased: int = 0  # events whose words were erased
     elsewhere: tuple[str, ...] = field(default=())  # external bytes that could not be verified from this machine
     channels: tuple[str, ...] = field(default=())  # channels whose live releases were verified, if no target was named
@@ -36,9 +36,9 @@ def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, r
     Problems are collected, not raised. Rows are compared first, because the lineage is read from them.
 
     Args:
-        lost: facts that are stored outside the ledger and missing in it.
-        run_id: the run of the lineage: its events and rows, and those that its lineage names, are verified by proofs,
-            at a cost that does not depend on other runs.
+        lost: facts that are stored outside the ledger and missing from it.
+        run_id: the run of the lineage. The events and rows of this run, and of the runs and assets that the lineage
+            names, are verified by proofs, at a cost that does not depend on other runs.
 
     Raises:
         PosttrainError: the lineage cannot be read although the ledger matches its log.
@@ -93,7 +93,7 @@ def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> 
     """Return the report on the event log, if it could be read, and the problems of log, rows and database.
 
     Args:
-        names: the runs (with the channels that they were released to) and assets to read; empty: the whole log.
+        names: the runs (with the channels to which they were released) and assets to read; empty: the whole log.
     """
     chain, problems = None, list(lost.lines())
     try:

@@ -2,7 +2,7 @@
 
 A run is due again at a time that its rows contain, or when one of its jobs changes. One `Wakeups` watches the jobs of
 all runs of a driver. It observes all jobs with one request to the executor, at most twice in `OBSERVE_SECONDS` if there
-are many, and reads each job's reports; it does not query the ledger.
+are many jobs, and reads each job's reports; it does not query the ledger.
 
 An error of one object is recorded, and the pass over the object is retried with back-off; other objects are not
 affected. A lost race is not an error: the next pass reads the current rows. Bytes that do not match their digest fail a
@@ -36,7 +36,7 @@ from posttrain.domain.waits import times, wait_of, waiting
 from posttrain.store.journal import STAGE
 from posttrain.store.work import NEVER, Work, WorkQueue
 
-OBSERVE_SECONDS = 5.0  # within which a job's report is read, and a job that exceeds its budget gets a stop order
+OBSERVE_SECONDS = 5.0  # time within which a job's report is read, and a job over its budget gets a stop order
 _PACE = 25.0  # jobs observed per second; the fewer jobs, the more often each is observed
 _MOST, _LEAST = 4.0, 0.05  # seconds between two observations of all jobs
 _REPORTS = 2.0  # seconds between two reads of the jobs' reports, and of mailboxes in an object store
@@ -50,7 +50,7 @@ _WAITS: Mapping[str, float] = {  # seconds between polls for conditions whose en
 _WATCHED = (Reason.LAUNCHED, Reason.STALLED)  # attempts whose silence counts
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
-PATIENCE_SECONDS = 3600.0  # of repeated errors before the object is set aside
+PATIENCE_SECONDS = 3600.0  # seconds of repeated errors before the object is set aside
 _UNEXPECTED = 5  # tries after an unexpected error
 
 
@@ -86,8 +86,8 @@ class _Job:
     """A live job between two observations."""
 
     attempt: AttemptRecord
-    most: int | None  # maximum number of tokens that its lineage may report
-    quarter: float  # seconds without progress after which its run is due
+    most: int | None  # maximum number of tokens that the job's lineage may report
+    quarter: float  # seconds without progress after which the job's run is due
     quiet_until: float  # the time at which those seconds have passed
     sign: tuple[Any, ...] | None = None
     progress: str | None = None
@@ -150,7 +150,7 @@ class Wakeups:
         try:
             found = self._jobs.executor.observe([job_of(self._jobs.folders, job.attempt) for job in jobs])
             self._seen = {job.attempt.name: seen for job, seen in zip(jobs, found, strict=True)}
-        except Exception as error:  # the pass over the run reports it
+        except Exception as error:  # the pass over the run reports the error
             self._trouble = type(error).__name__
         if self._trouble != before:
             self._moved |= {job.attempt.run_id for job in jobs}
@@ -171,7 +171,7 @@ class Wakeups:
             job.answered, job.quiet_until = True, now + _LEAVING
         if reports and seen.state is JobState.RUNNING and not job.answered:
             progress = reported(folder, seen)
-            if progress != job.progress:  # a job that was asked to checkpoint moves again: its run is due now
+            if progress != job.progress:  # a job that had stalled makes progress again: its run is due now
                 job.quiet_until = now + (0.0 if job.attempt.reason == Reason.STALLED else job.quarter)
             job.progress = progress
             job.over = job.most is not None and folder.spent() > job.most
@@ -199,7 +199,7 @@ class Turns:
 
         Args:
             waiting: runs and the amount that each requires, in order of their turn.
-            woken: runs without a pass since they were selected, whose amount is not free.
+            woken: runs without a pass since they were selected, whose amount does not count as free.
         """
         if free != self._free or not {run_id for run_id, _ in waiting} - self._given:
             self._given.clear()
@@ -218,7 +218,7 @@ class Beside:
     """Threads for long work (hashing, uploads, waiting for a job to end); the deciding thread collects the results.
 
     Args:
-        threads: the maximum number.
+        threads: the maximum number of threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -243,7 +243,7 @@ class Beside:
         return (run_id, stage) in self._under
 
     def collect(self, run_id: str, stage: str) -> bool:
-        """Collect the work for a stage if it has ended; return whether it has.
+        """Collect the work for a stage if it has ended; return whether the work has ended.
 
         Raises:
             Exception: any exception that the work raised.
@@ -278,7 +278,7 @@ class Beside:
         self._under = {key: future for key, future in self._under.items() if key[0] != run_id}
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this long until any work ends; return whether some has."""
+        """Wait at most this long until any work ends; return whether any work has ended."""
         ended = self._any.wait(seconds)
         self._any.clear()
         return ended
@@ -317,7 +317,7 @@ class Backoffs:
 
     @property
     def again_after(self) -> float | None:
-        """Seconds until the first retry; None: no object waits for one."""
+        """Seconds until the first retry; None: no object waits for a retry."""
         due = [one.due_in for one in self._open.values() if one.dead_at is None]
         return max(0.0, min(due)) if due else None
 
@@ -391,7 +391,7 @@ def record_failure(
     """Record that a pass over an object raised, and when to retry it or that it is set aside.
 
     Args:
-        before: its row, if it was read.
+        before: the object's row, if the row was read.
         held: the claim of the pass, if the object is claimed individually.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The data plane: versioned assets (datasets, models, rewards) and their inspection."""
+"""The data plane: versioned assets (data sets, models, rewards) and their inspection."""

@@ -1,7 +1,7 @@
 """Inspection of a reward or a model before it is registered, without running any of its code.
 
-Each `inspect_…` returns the asset's `meta`, a JSON map for people and plans. Reward sources are parsed, never executed;
-model weights are measured from their headers.
+Each `inspect_…` function returns the asset's `meta`, a JSON map for people and plans. Reward sources are parsed, never
+executed; the sizes of model weights are read from the headers of the weights' files.
 """
 
 import ast
@@ -45,12 +45,12 @@ from posttrain.store.trees import beside_model
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_SIZES = (  # fields of config.json
+_SIZES = (  # fields of config.json that must be positive whole numbers
     *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
 )
-_PICKLED = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))  # first bytes of pickles of these protocols
-_MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
+_PICKLED = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))  # first bytes of a pickle, by protocol
+_MAX_HEADER = 100 * 2**20  # maximum bytes of the JSON header of a safetensors file
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
@@ -61,10 +61,10 @@ def inspect_reward(
     """Return `{"entry", "dialect", "parameters", "async", "source", "source_digest", "guideline"}` of a reward.
 
     Args:
-        path: a Python file, or a folder that contains it.
+        path: a Python file, or a folder that contains the file.
         entry: `function` or `file.py:function`; None: `score`, `compute_score` or the only public function.
-        dialect: the calling convention, when the parameter names are ambiguous.
-        guideline: a text file that describes the rewarded behaviour; None: the function's or module's docstring.
+        dialect: the calling convention, for parameter names that are ambiguous.
+        guideline: a text file that describes the rewarded behaviour; None: the docstring of the function or module.
 
     Raises:
         NotFoundError: there is no such source, function or guideline file.
@@ -95,11 +95,11 @@ def inspect_reward(
 
 
 def inspect_imported(found: ImportedReward, called: Called) -> Meta:
-    """Return `{"entry", "dialect", "source"}` of a reward of an installed package.
+    """Return `{"entry", "dialect", "source"}` for a reward in an installed package.
 
     Raises:
-        InputError: the function has parameters that its dialect, or any dialect, cannot provide, or `called` names a
-            function in addition to the ref's.
+        InputError: the function has parameters that its dialect, or every dialect, cannot provide, or `called` names a
+            function although the ref already names one.
     """
     word, dialect = f"{found.module}:{found.function}", called.dialect or AUTO
     if called.entry is not None:
@@ -112,16 +112,16 @@ def inspect_imported(found: ImportedReward, called: Called) -> Meta:
 
 
 def inspect_called(data: bytes, source: str, function: str, dialect: str, *, whole: bool) -> Meta:
-    """Return `{"entry", "dialect", "source"}` of a function of a stored reward that a run file names.
+    """Return `{"entry", "dialect", "source"}` for a function of a stored reward; a run file names the function.
 
     Args:
         data: the bytes of the file `source`.
-        function: empty: the conventional function.
-        whole: whether the reward is a folder, so its entry also names the file.
+        function: the function's name; if it is "", the conventional function is used.
+        whole: whether the reward is a folder, whose entry must also name the file.
 
     Raises:
         InputError: the source is not Python, the entry is unclear, or the dialect cannot provide the parameters.
-        NotFoundError: there is no such function; the message lists the existing ones.
+        NotFoundError: there is no such function; the message lists the existing functions.
     """
     _, name, _, _ = _callable(data, source, function, dialect)
     return {"entry": f"{source}:{name}" if whole else name, "dialect": dialect, "source": source}
@@ -130,7 +130,7 @@ def inspect_called(data: bytes, source: str, function: str, dialect: str, *, who
 def _callable(
     data: bytes, source: str, function: str, dialect: str
 ) -> tuple[ast.Module, str, Function | None, Signature | str]:
-    """Return a reward's module, and its function's name, definition and parameters."""
+    """Return the module of a reward, and the name, definition and parameters of the reward's function."""
     module = _parsed(data, source)
     name, node = _entry_node(module, function, source)
     signature = signature_of(module, name)
@@ -142,7 +142,7 @@ def _callable(
 
 
 def _refuse_unknown(signature: Signature, dialect: str, place: str, others: str = "") -> None:
-    """Reject a signature that the worker would reject, or that no data set could satisfy."""
+    """Reject a signature that a job's worker would reject, or that no data set could satisfy."""
     try:
         refuse_nameless(signature)
         if dialect == AUTO:
@@ -155,7 +155,7 @@ def _refuse_unknown(signature: Signature, dialect: str, place: str, others: str 
 
 
 def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, Signature | str]:
-    """Return the called function of a reward's source, and its parameters, or why they are unknown before it runs.
+    """Return the function of a reward's source that is called, and its parameters or why they are not known yet.
 
     Raises:
         InputError: the source is not Python, or the entry is unclear.
@@ -166,7 +166,7 @@ def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, 
 
 
 def inspect_recipe(path: Path, entry: str) -> Meta:
-    """Return `{"entry", "source"}` of a user's algorithm. It is parsed, never executed.
+    """Return `{"entry", "source"}` for a user's algorithm, whose file is parsed but never executed.
 
     Raises:
         NotFoundError: there is no such file or class.
@@ -185,7 +185,7 @@ def inspect_recipe(path: Path, entry: str) -> Meta:
 def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: too deep nesting
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
         line, reason = getattr(error, "lineno", None), str(error) or "nested too deeply for Python"
         raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 
@@ -202,7 +202,7 @@ def _reward_source(path: Path, file: str) -> Path:
 
 
 def _entry_node(module: ast.Module, entry: str, source: str) -> tuple[str, Function | None]:
-    """Return the entry's name and definition; None for a name that is imported or assigned."""
+    """Return the entry's name and its definition, which is None for a name that is imported or assigned."""
     known, own = definitions(module), functions(module)
     entry = entry or entry_name(own, source, rubrics(module), known.keys())
     if entry not in known:
@@ -226,14 +226,14 @@ def _guideline_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The maximum contents of a model folder, without hidden files: `ModelLimits(files=20_000)`.
+    """Limits on the contents of a model folder, not counting hidden files: `ModelLimits(files=20_000)`.
 
     Raises:
         InputError: a limit is below 1.
     """
 
     files: int = 10_000
-    depth: int = 16  # levels of nested folders
+    depth: int = 16  # maximum levels of nested folders
     bytes: int = 4 * 2**40
 
     def __post_init__(self) -> None:
@@ -243,7 +243,7 @@ class ModelLimits:
 
 
 def model_limits(words: Sequence[str]) -> dict[str, int]:
-    """Return the limits in arguments such as `files=20000`; `none` alone: the defaults.
+    """Return the limits in arguments such as `files=20000`; the single argument `none` means the defaults.
 
     Raises:
         InputError: a limit is unknown, or its value is not a whole number from 1.
@@ -268,8 +268,8 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
 
     Raises:
         NotFoundError: there is no such folder, config.json or weights, or a shard is missing.
-        InputError: the folder contains pickled files at any depth, code to execute, overlapping tensors, or an
-            unreadable config or header, or exceeds the limits.
+        InputError: the folder exceeds the limits, or contains pickled files at any depth, code to execute, overlapping
+            tensors, or an unreadable config or header.
     """
     if not folder.is_dir():
         raise NotFoundError(f"model folder {folder} does not exist; check the path")
@@ -332,13 +332,13 @@ def _survey(folder: Path, limits: ModelLimits) -> None:
 
 
 def _refuse_pickle(path: Path, folder: Path) -> None:
-    """Reject a pickle by its name or its first bytes, also inside an archive such as torch writes."""
+    """Reject a pickle by its name or its first bytes, and an archive, such as torch writes, that contains a pickle."""
     try:
         with path.open("rb") as file:
             start = file.read(4)
         inside = zipfile.ZipFile(path).namelist() if start == b"PK\x03\x04" else []
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
-        start, inside = b"", []  # hashing reports an unreadable file
+        start, inside = b"", []  # an unreadable file is reported when it is hashed
     if path.suffix in _PICKLES or start.startswith(_PICKLED) or any(name.endswith(_PICKLES) for name in inside):
         raise InputError(
             f"model {folder.name} must not contain pickled files, got {path.relative_to(folder)}; convert it to "
@@ -387,7 +387,10 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """Return tensor name → {"dtype", "shape", "data_offsets"}: the JSON after an 8-byte little-endian length."""
+    """Return the header: tensor name → {"dtype", "shape", "data_offsets"}.
+
+    The header is JSON, after an 8-byte little-endian length.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -426,7 +429,7 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 
 def _stored(tensor: Mapping[str, Any]) -> int:
-    """Return the bytes of a tensor by dtype and shape; for an unknown dtype, by its offsets."""
+    """Return the size of a tensor in bytes, computed from dtype and shape, or from offsets for an unknown dtype."""
     bits = re.fullmatch(r"(?:F|BF|I|U)(\d+)(?:_.*)?", tensor["dtype"])
     width = 8 if tensor["dtype"] == "BOOL" else int(bits[1]) if bits else 0
     begin, after = tensor["data_offsets"]
@@ -447,7 +450,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_sizes(config: Mapping[str, Any], model: str) -> None:
-    """Reject sizes that are not positive whole numbers, since later code relies on them."""
+    """Reject sizes that are not positive whole numbers, since later code relies on positive sizes."""
     for key in _SIZES:
         value = config.get(key)
         if value is not None and not (_is_count(value) and value):

@@ -1,8 +1,8 @@
 """The registry of versioned assets: addition, inspection, and resolution of refs to pinned inputs.
 
 The refs of a run file resolve to pinned inputs. A data set is inspected before it is registered: each row is read once,
-with one row in memory at a time. The bytes of a data set may be external: its registered version records the location
-and the digest.
+with one row in memory at a time. The bytes of a data set may be external; if so, the registered version records their
+location and digest.
 """
 
 import sys
@@ -58,7 +58,7 @@ from posttrain.store.trees import (
 
 _TELL = 10_000  # rows between two progress reports
 Form = Literal["file", "tree"]
-_CALLED_BY = ("entry", "dialect", "source")  # keys in `meta`: a reward's call, and its name in errors
+_CALLED_BY = ("entry", "dialect", "source")  # keys in `meta` that say how a reward is called
 
 
 def inspect_dataset(
@@ -66,17 +66,17 @@ def inspect_dataset(
 ) -> dict[str, Any]:
     """Return `{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of data.
 
-    `format` lists the formats of the files (see `data.files.file_format`), sorted and separated by spaces; `files` is
-    the number of files, `prompts` that of distinct prompts, and `answers` that of rows with an answer to compare a
-    response with. `characters` is {min, mean, max} of prompt lengths.
+    `format` lists the formats of the files (see `data.files.file_format`), sorted and separated by spaces. `files`,
+    `prompts` and `answers` are the numbers of files, of distinct prompts, and of rows with an answer with which a
+    response can be compared. `characters` is {min, mean, max} of prompt lengths.
 
     Args:
-        data: a file, a folder or a pattern (`data.files`), or files by name.
+        data: a file, a folder or a pattern (`data.files`), or name → file.
         progress: called with the number of rows read so far.
 
     Raises:
         NotFoundError: there is no such file.
-        InputError: there are no rows, a line (`file:line`) or row is malformed, or the files are not one data set.
+        InputError: there are no rows, a line (`file:line`) or row is malformed, or the files do not form one data set.
     """
     files = data if isinstance(data, Mapping) else data_files(data)
     rows = answers = characters = longest = 0
@@ -102,7 +102,7 @@ def inspect_dataset(
 
 
 def prompt_digests(texts: Iterable[str]) -> frozenset[str]:
-    """Return digests of prompts, ignoring whitespace at both ends; equal digests mean the same task."""
+    """Return the digests of prompts without whitespace at both ends; equal digests mean the same task."""
     return frozenset(digest_bytes(text.strip().encode()) for text in texts)
 
 
@@ -113,45 +113,47 @@ class Resolver(Protocol):
         """Return the pinned input of a ref.
 
         Args:
-            called: for a reward, the run file's settings of its function.
+            called: for a reward, the settings in the run file for the reward's function.
         """
 
 
 class Catalog:
-    """Assets of one workspace. Versions are immutable; equal content under one name is one version."""
+    """Assets of one workspace. Versions are immutable; equal content under the same name is one version."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str, limits: ModelLimits | None = None) -> None:
         self._ledger, self._blobs, self._actor, self._limits = ledger, blobs, actor, limits
         self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path and function that publishes it
-        self.not_taken: dict[str, str] = {}  # digest of a model's folder → the files that are not part of the model
+        self.not_taken: dict[str, str] = {}  # digest of a model's folder → note about files left out
 
     def add_dataset(
         self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
-        """Register a data set: a file, a folder, or several files. One file is stored unchanged, several as a tree.
+        """Register a data set, which is a file, a folder or several files.
+
+        One file is stored unchanged; several files are stored as a tree.
 
         Args:
             progress: called with the number of rows read so far.
 
         Raises:
             NotFoundError: there is no such file.
-            InputError: there are no rows, a line (`file:line`) or row is malformed, the files are not one data set, or
-                the name is invalid.
+            InputError: there are no rows, a line (`file:line`) or row is malformed, the files do not form one data set,
+                or the name is invalid.
         """
         files = together((path, *more), f"dataset:{name}") if more else data_files(path)
         meta = inspect_dataset(files, progress=progress)
         return self._register("dataset", name, path, meta, form=_form(files), files=files)
 
     def add_external(self, place: External, checksum: str, name: str, scratched: Path) -> Asset:
-        """Register an external data set. It is read once, hashed and checked; none of its bytes are stored.
+        """Register an external data set, which is read once, hashed and checked; none of its bytes are stored.
 
         Args:
-            checksum: the checksum of its bytes, `sha256:…`.
+            checksum: the checksum of the data set's bytes, `sha256:…`.
             scratched: a folder for the file while its rows are read.
 
         Raises:
-            InputError: the checksum is missing or not that of the bytes, there are no rows, a line (`file:line`) or row
-                is malformed, or the name is invalid.
+            InputError: the checksum is missing or does not match the bytes, there are no rows, a line (`file:line`) or
+                row is malformed, or the name is invalid.
             NotFoundError: the object does not exist.
             InfrastructureError: the object's store does not respond.
         """
@@ -176,7 +178,7 @@ class Catalog:
     def add_reward(
         self, path: Path, name: str, *, entry: str | None = None, dialect: str = "auto", guideline: Path | None = None
     ) -> Asset:
-        """Register a reward's source file with the guideline that it implements. It is parsed, never executed.
+        """Register a reward's source with the guideline that it implements. The source is parsed, never executed.
 
         Raises:
             NotFoundError: there is no such source, function or guideline file.
@@ -197,8 +199,8 @@ class Catalog:
         """Register a model folder in Hugging Face format with safetensors weights.
 
         Args:
-            origin: the producer of the model, for example `{"run": "tiny-sort-1f2e3d4c"}`.
-            parents: digests of the sources of the model.
+            origin: what made the model, for example `{"run": "tiny-sort-1f2e3d4c"}`.
+            parents: digests of the artifacts from which the model was made.
             progress: called with the number of stored files and bytes.
 
         Raises:
@@ -230,7 +232,7 @@ class Catalog:
     def version(
         self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()
     ) -> Asset:
-        """Return an unregistered version of stored bytes: the next version, or the latest if its content is equal."""
+        """Return a version of stored bytes, not registered: the next one, or the latest if its content is equal."""
         return Asset(kind, name, 0, digest, form, self._ledger.clock.now(), self._actor, meta, parents)
 
     def has(self, kind: str, digest: str) -> bool:
@@ -263,11 +265,11 @@ class Catalog:
         return self._blobs.put_file(path)
 
     def find(self, ref: str, kind: str | None = None) -> Asset:
-        """Return the asset of `kind:name[@version]`.
+        """Return the asset that `kind:name[@version]` names.
 
         Raises:
-            InputError: the ref is ill-formed.
-            NotFoundError: the name or version is unknown; the message contains the most similar known one.
+            InputError: the ref is malformed.
+            NotFoundError: the name or version is unknown; the message contains the most similar known name.
         """
         named = parse_ref(ref, kind or ref.partition(":")[0])
         if named.source is not Source.REGISTRY:
@@ -275,10 +277,10 @@ class Catalog:
         return self._registered(named)
 
     def resolver(self, base: Path, *, boxed: bool = False) -> Resolver:
-        """Return a resolver for the refs of a run file in the folder `base`. It reads and hashes, and writes nothing.
+        """Return a resolver for the refs of a run file in the folder `base`. The resolver writes nothing.
 
         Args:
-            boxed: whether the jobs run in an image, which allows recipes from remote clients.
+            boxed: whether the jobs run in an image; if so, recipes from remote clients are allowed.
         """
 
         def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
@@ -298,7 +300,7 @@ class Catalog:
         return resolve
 
     def _recipe(self, text: str, base: Path) -> InputRef:
-        """Return a user's algorithm, `my_module:MyAlgorithm`: the file `my_module.py` next to the run file."""
+        """Return the input for a user's algorithm, `my_module:MyAlgorithm` in `my_module.py` next to the run file."""
         module, _, entry = text.partition(":")
         if not entry:
             raise InputError(f"recipe {text!r} must name a module and its class, got no class; write {text}:NAME")
@@ -310,7 +312,7 @@ class Catalog:
         )
 
     def _file(self, text: str, base: Path) -> InputRef:
-        """Return a file or folder next to the run file that a reward's code reads."""
+        """Return the input for a file or folder next to the run file that a reward's code reads."""
         path = base / Path(text).expanduser()
         refuse_elsewhere(text, path)
         if not path.exists():
@@ -348,7 +350,7 @@ class Catalog:
         return found
 
     def _pinned(self, asset: Asset, called: Called = AS_FOUND) -> InputRef:
-        if asset.form == EXTERNAL:  # readers verify it; its location does not affect results
+        if asset.form == EXTERNAL:  # readers verify its bytes; its location does not affect results
             return InputRef(source="asset", name=asset.ref, digest=asset.digest, form="file")
         if not self._blobs.has(asset.digest):
             raise NotFoundError(
@@ -361,7 +363,8 @@ class Catalog:
     def _called(self, asset: Asset, called: Called) -> dict[str, Any]:
         """Return the entry, dialect and source of a registered reward.
 
-        The run file overrides the registration, whose dialect applies only to the registered function.
+        The run file's settings override the registered ones. The registered dialect applies only to the registered
+        function.
         """
         meta, whole = asset.meta, asset.form == "tree"
         file, _, function = (called.entry or str(meta["entry"])).rpartition(":")
@@ -387,7 +390,7 @@ class Catalog:
         else:
             found = inspect_reward(path, called.entry, dialect=called.dialect or AUTO)
         form: Form = "tree" if path.is_dir() else "file"
-        hub, skip = ref.source is Source.HUB, _beside(ref.kind)  # the hub's cache consists of links
+        hub, skip = ref.source is Source.HUB, _beside(ref.kind)  # files in the hub's cache are links
         digest = tree_digest(path, follow_links=hub, skip=skip) if form == "tree" else file_digest(path)
         if ref.kind == "model" and (line := not_taken(path)):
             self.not_taken[digest] = line
@@ -396,7 +399,7 @@ class Catalog:
         return self._planned(str(ref) if hub else f"path:{path.name}", digest, form, path, put, meta)
 
     def _imported(self, word: str, called: Called) -> InputRef:
-        """Return a reward of an installed package."""
+        """Return the input for a reward in an installed package."""
         found = imported_reward(word)
         put, meta = partial(self._blobs.put, found.source), inspect_imported(found, called)
         return self._planned(word, digest_bytes(found.source), "file", Path(SOURCE), put, meta)
@@ -428,7 +431,7 @@ class Catalog:
         """Put the inputs that a manifest names by path into the store, before the run is recorded.
 
         Raises:
-            InputError: a file has changed since it was planned.
+            InputError: a file has changed since the run was planned.
         """
         for _, _, ref in manifest.assets():
             if ref.digest not in self._local:
@@ -450,7 +453,7 @@ def _form(files: Mapping[str, Path]) -> Form:
 
 
 def _beside(kind: str) -> Callable[[str], bool]:
-    """Return the predicate of files, by path in an asset's folder, that are not part of the asset."""
+    """Return a function that returns whether a path in an asset's folder is not part of the asset."""
     return beside_model if kind == "model" else is_byproduct
 
 
@@ -460,18 +463,18 @@ def place_of(asset: Asset) -> External:
 
 
 def external_versions(registered: Iterable[Asset], digest: str, name: str = "") -> list[Asset]:
-    """Return the external versions with these bytes: first the versions of this name, then the others, newest first."""
+    """Return the external versions with these bytes: first the version `name`, then the others, newest first."""
     found = [asset for asset in registered if asset.digest == digest and asset.form == EXTERNAL]
     return sorted(found, key=lambda asset: (asset.ref != name, -asset.created_at))
 
 
 def cached_file(cache: Path, digest: str) -> Path:
-    """Return the path at which jobs look for a file, whose hash they verify, before they request it from the store."""
+    """Return the path of a file in the cache; a job verifies its hash, or requests the file from the store."""
     return cache / "files" / digest.removeprefix(DIGEST_PREFIX)
 
 
 def local_copy(versions: Iterable[Asset], cache: Path) -> Path:
-    """Return a copy of an external version's bytes below `cache`; fetch it if it is missing or damaged.
+    """Return the path of a copy of an external version's bytes below `cache`; fetch a missing or damaged copy.
 
     Args:
         versions: at least one version, all with the same digest; the first readable one is used.

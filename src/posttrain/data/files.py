@@ -1,4 +1,4 @@
-"""Data set files: the files of a data set, and the rows of one file as written.
+"""Data set files: which files a data set has, and the rows of one file as they are written.
 
 The format of a file is recognised by its bytes, never by its name:
 
@@ -14,14 +14,14 @@ anything else               CSV with a header row that names a known column; com
 =========================== ==========================================================================================
 
 A CSV cell is read as the written text, and an empty cell as None: pandas and `datasets` would convert `007` to 7.0 and
-`NA` to a missing value, but an answer is compared as text. A file is read row by row. Its unpacked size is bounded, so
-a small file cannot fill the memory.
+`NA` to a missing value, but an answer is compared as text. A file is read row by row. The file's unpacked size is
+limited, so a small file cannot fill the memory.
 
-A data set is one file, several files, the matches of a pattern, or the files of a folder. A folder is read as Hugging
-Face's tools write it: the output of `save_to_disk` (`state.json` lists the shards; a `DatasetDict` has a folder for
-every split), the snapshot of a repository, or any folder of shards. Only data files count; descriptions and hidden
-files are ignored. Data of several splits, or in several folders, is never mixed: the user must name one. Files are read
-in the order of their names.
+A data set is one file, several files, the matches of a pattern, or the files of a folder. A folder is read in the form
+that Hugging Face's tools write: the output of `save_to_disk` (`state.json` lists the shards; a `DatasetDict` has a
+folder for every split), the snapshot of a repository, or any folder of shards. Only data files count; descriptions and
+hidden files are ignored. Data of several splits, or in several folders, is never mixed: the user must name one split or
+folder. Files are read in the order of their names.
 """
 
 import codecs
@@ -39,14 +39,14 @@ from posttrain.domain.errors import InputError, NotFoundError
 
 Row = dict[str, Any]
 COLUMNS = ("prompt", "question", "messages", "text", "chosen")  # a row has at least one of these; see `data.rows`
-MOST_ROW = 64 * 2**20  # bytes of one row's text
-ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # unpacked bytes: allowed, allowed per packed byte, maximum
+MOST_ROW = 64 * 2**20  # maximum bytes of one row's text
+ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # unpacked bytes: always allowed; per packed byte; maximum
 _PARQUET, _STREAM, _ARROW = b"PAR1", b"\xff\xff\xff\xff", b"ARROW1"
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _FOREIGN = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x89HDF": "HDF5"}
 _BLANK = b" \t\r\n"
 _CHUNK = 1 << 16
-_SHOWN = 60  # characters of a wrong value in an error
+_SHOWN = 60  # maximum characters of a wrong value in an error
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst")
 _DESCRIBES = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -56,18 +56,18 @@ _SPLITS |= {"valid": "validation", "val": "validation", "dev": "validation"}
 _KNOWN = {"train", "test", "validation", *_SPLITS}
 _PATTERN = re.compile(r"[*?\[]")
 _MOST_FILES = 10_000
-_SHOWN_PARTS = 5  # names in an error
+_SHOWN_PARTS = 5  # maximum number of names in an error
 
 
 def read_file(path: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of a file as written.
+    """Yield the rows of a file as they are written.
 
     Args:
         name: the file's name in errors.
 
     Raises:
         NotFoundError: there is no such file.
-        InputError: the file is malformed or of unknown format; the message names file and line or row.
+        InputError: the file is malformed or has an unknown format; the message names the file and the line or row.
     """
     kind = _kind(path, name)
     return _bounded_tables(path, name, kind) if kind in ("parquet", "arrow") else _texts(path, name, kind)
@@ -78,7 +78,7 @@ def file_format(path: Path) -> str:
 
     Raises:
         NotFoundError: there is no such file.
-        InputError: the file is of unknown format.
+        InputError: the file has an unknown format.
     """
     kind = _kind(path, path.name)
     if kind in ("parquet", "arrow"):
@@ -123,7 +123,7 @@ def _opened(path: Path, name: str, packed: str) -> io.BufferedReader:
 
 
 def _text_form(file: io.BufferedReader, name: str) -> str:
-    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # only the first line: later cells of a CSV may contain NUL
+    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # only the first line, because later CSV cells may contain NUL
         raise InputError(
             f"{name} must be text (JSON lines, a JSON list or CSV in UTF-8), Parquet or Arrow, got a NUL byte; give "
             "the unpacked file, or save the text as UTF-8"
@@ -133,7 +133,7 @@ def _text_form(file: io.BufferedReader, name: str) -> str:
 
 
 class _Unpacked(io.RawIOBase):
-    """A file's text, decompressed if necessary, up to a bound."""
+    """The text of a file, decompressed if necessary, up to a maximum size."""
 
     def __init__(self, path: Path, name: str, packed: str) -> None:
         self._name, self._packed, self._count = name, packed, 0
@@ -150,7 +150,7 @@ class _Unpacked(io.RawIOBase):
         while filled < len(view):
             try:
                 chunk = self._source.read(len(view) - filled)
-            except (OSError, EOFError, zlib.error) as error:  # truncated, or another format
+            except (OSError, EOFError, zlib.error) as error:  # the file is truncated or has another format
                 reason = " ".join(str(error).split())[:200]
                 raise InputError(f"{self._name} cannot be read: {reason}; write the file again") from error
             if not chunk:
@@ -166,13 +166,13 @@ class _Unpacked(io.RawIOBase):
         return filled
 
     def close(self) -> None:
-        """Close the file below."""
+        """Close this stream and the underlying file."""
         self._source.close()
         super().close()
 
 
 def bound(size: int) -> int:
-    """Return the maximum unpacked bytes of a packed file of `size` bytes."""
+    """Return the maximum unpacked size of a packed file of `size` bytes."""
     return max(ALWAYS, min(size * TIMES, MOST))
 
 
@@ -256,7 +256,7 @@ class _Text:
         return found
 
     def shown(self) -> str:
-        """Return the next text, for an error."""
+        """Return the text at the current position, for an error."""
         self._blanks()
         return repr(self._window[self._at : self._at + _SHOWN]) if self._at < len(self._window) else "its end"
 
@@ -335,7 +335,7 @@ def _chained(first: str, text: io.TextIOWrapper, name: str) -> Iterator[str]:
 
 
 def _delimiter(line: str, name: str) -> str:
-    """Return the delimiter of a CSV header: the first one that splits off a known column."""
+    """Return the first delimiter with which a CSV header contains a known column."""
     for delimiter in (",", "\t", ";"):
         try:
             cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
@@ -350,7 +350,7 @@ def _delimiter(line: str, name: str) -> str:
 
 
 def _header(cells: list[str], name: str) -> list[str]:
-    """Return the names of the columns; an empty name becomes `Unnamed: N`, as in pandas, which writes such headers."""
+    """Return the names of the columns; an empty name, which pandas writes, becomes `Unnamed: N`, as in pandas."""
     names = [cell or f"Unnamed: {index}" for index, cell in enumerate(cells)]
     padded = next((cell for cell in names if cell != cell.strip()), None)
     if padded is not None:
@@ -370,7 +370,7 @@ def _refuse_twice(columns: list[str], name: str) -> None:
 
 
 def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
-    import pyarrow.parquet  # late: the import takes 0.1 s, too much for `posttrain --help`
+    import pyarrow.parquet  # imported here: the import takes 0.1 s, too long for `posttrain --help`
 
     most, count = bound(path.stat().st_size), 0
     word = "Parquet" if kind == "parquet" else "Arrow"
@@ -382,23 +382,23 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
             count += sum(map(_decoded, batch.columns))
             if count > most:
                 raise large
-            batch.validate(full=True)  # Arrow does not check a file's own metadata
+            batch.validate(full=True)  # Arrow does not validate the metadata of a file
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{name} cannot be read as {word}: {' '.join(str(error).split())[:200]}") from error
-    except (ValueError, OverflowError) as error:  # invalid UTF-8, a date out of range
+    except (ValueError, OverflowError) as error:  # invalid UTF-8, or a date out of range
         raise InputError(f"{name} contains values that cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def _declared(found: Any) -> int:
-    """Return the unpacked bytes of values by a Parquet file's metadata, but at least eight for each value."""
+    """Return the unpacked size of a Parquet file's values by its metadata, counting at least 8 bytes per value."""
     groups = [found.row_group(index) for index in range(found.num_row_groups)]
     each = [group.column(index) for group in groups for index in range(group.num_columns)]
     return sum(max(one.total_uncompressed_size, 8 * one.num_values) for one in each)
 
 
 def _decoded(array: Any) -> int:
-    """Return the bytes of an array's values; a shared value counts at every use."""
+    """Return the size of an array's values in bytes; a shared value counts each time that it is used."""
     import pyarrow.compute
 
     if pyarrow.types.is_dictionary(array.type):
@@ -433,20 +433,20 @@ def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
 
 
 def is_pattern(path: Path) -> bool:
-    """Return whether the last part of a path is a pattern of several files, such as `train-*.parquet`."""
+    """Return whether the last part of a path is a pattern for several files, such as `train-*.parquet`."""
     return _PATTERN.search(path.name) is not None and not path.exists()
 
 
 def data_files(path: Path, word: str = "") -> dict[str, Path]:
-    """Return the files of a data set by name, sorted.
+    """Return name → file for the files of a data set, sorted by name.
 
     Args:
-        path: a file, a folder, or a pattern of file names in a folder.
-        word: the user's name of the data set, for errors; empty: the path.
+        path: a file, a folder, or a pattern for file names in a folder.
+        word: the user's name for the data set, for errors; if it is "", errors contain the path.
 
     Raises:
-        NotFoundError: there is no such file, or no file matches.
-        InputError: the folder has no data or data of several splits or folders, or a file is not data.
+        NotFoundError: there is no such file, or no file matches the pattern.
+        InputError: the folder has no data, or data in several splits or folders, or a file is not a data file.
     """
     word = word or str(path)
     if is_pattern(path):
@@ -455,7 +455,7 @@ def data_files(path: Path, word: str = "") -> dict[str, Path]:
 
 
 def together(paths: Iterable[Path], word: str) -> dict[str, Path]:
-    """Return several files as one data set, by name.
+    """Return name → file for several files that form one data set.
 
     Raises:
         NotFoundError: there are no files.
@@ -513,7 +513,7 @@ def _refuse_mixed(found: list[Path], folder: Path, word: str) -> None:
 
 
 def _described(file: Path, key: str, word: str) -> list[Any]:
-    """Return a list in a metadata file that `datasets` writes next to its data."""
+    """Return the list under `key` in a metadata file, which `datasets` writes next to the data."""
     try:
         found = json.loads(file.read_bytes())[key]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -540,7 +540,7 @@ def _is_data(name: str) -> bool:
 
 
 def _split(name: str) -> str | None:
-    """Return the split in a file's name: `train` for `train-00000-of-00002.parquet`."""
+    """Return the split that a file's name contains: `train` for `train-00000-of-00002.parquet`."""
     word = next((part for part in re.split(r"[^a-z]+", name.lower()) if part in _KNOWN), None)
     return _SPLITS.get(word, word) if word else None
 

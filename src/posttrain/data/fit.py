@@ -1,9 +1,9 @@
-"""Checks that a data set's rows fit a model, before a job runs. Counts tokens as the engine does, without torch.
+"""Checks, before a job runs, that a data set's rows fit a model. Counts tokens as the engine does, without torch.
 
-`domain.rendering` renders rows for the control side and the engine. The engine tokenizes them with transformers, which
-the control side does not import. This module reads the same two files, `tokenizer.json` and the chat template, with
-`tokenizers` and `jinja2`; a test compares the token ids of both. For a tokenizer without `tokenizer.json` only the job
-makes these checks.
+`domain.rendering` renders rows for the control side and the engine. The engine tokenizes rendered rows with
+transformers, which the control side does not import. This module reads the same two files, `tokenizer.json` and the
+chat template, with `tokenizers` and `jinja2`; a test compares the token ids with those of the engine. For a tokenizer
+without `tokenizer.json`, only the job makes these checks.
 """
 
 import json
@@ -17,16 +17,16 @@ from posttrain.data.rows import Row
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 
-Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: it does not exist
+Read = Callable[[str], bytes | None]  # returns a file in the model's folder by name; None: it does not exist
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning in templates
-_SHOWN = 60  # characters of a wrong value in an error
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys under which templates read a message's reasoning
+_SHOWN = 60  # maximum characters of a wrong value in an error
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _RENDER_SECONDS = 10.0  # maximum time of one rendering, 100,000 times the usual time
 _MEAN_SECONDS = 0.1
-_MOST_RENDERED = 10**7  # characters of one row
+_MOST_RENDERED = 10**7  # maximum characters of one rendered row
 _SIMPLER = "simplify its loops"
-_MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # maximum characters or items, and bits of a number, of one operation
+_MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # limits per operation: characters or items; bits of a number
 
 
 class PlanTokenizer:
@@ -34,21 +34,21 @@ class PlanTokenizer:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        template: Jinja source; None: the model has none.
-        special: variables of the template: `eos_token` → its text, and others.
+        template: Jinja source; None if the model has no template.
+        special: variables of the template, such as `eos_token` → the token's text.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, special: Mapping[str, str]) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._source, self._compiled = template, cast(Any, None)
         self._renders, self._spent = 0, 0.0
-        # the end-of-sequence token; None: the files do not name one
+        # the id of the end-of-sequence token; None if the files do not name this token
         self.end: int | None = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
     @property
     def raised(self) -> tuple[type[Exception], ...]:
-        """The exceptions that the template itself raises."""
-        from jinja2 import TemplateError  # late: only plans need it
+        """The exceptions that a template raises itself."""
+        from jinja2 import TemplateError  # imported here, because only plans need it
 
         return (TemplateError,)
 
@@ -83,13 +83,13 @@ class PlanTokenizer:
         return str(text)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        """Return the token ids of each text; with `special` also the tokenizer's special tokens around it."""
+        """Return the token ids of each text; with `special`, include the tokenizer's special tokens around the text."""
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def open_tokenizer(read: Read) -> PlanTokenizer | None:
-    """Return the tokenizer of a model; None: it cannot be read without transformers."""
-    import tokenizers  # late: only plans need it
+    """Return the tokenizer of a model; None if it cannot be read without transformers."""
+    import tokenizers  # imported here, because only plans need it
 
     data = read("tokenizer.json")
     if data is None:
@@ -101,7 +101,7 @@ def open_tokenizer(read: Read) -> PlanTokenizer | None:
         known = {**json.loads(read("special_tokens_map.json") or b"{}"), **config}
         special = {name: text for name in _SPECIAL for text in _texts([known.get(name)])}
         tokenizer.add_special_tokens([*special.values(), *_texts(config.get("extra_special_tokens"))])
-    except Exception:  # tokenizers raises plain Exception for a file of a newer format
+    except Exception:  # tokenizers raises plain Exception for a newer file format
         return None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -109,7 +109,7 @@ def open_tokenizer(read: Read) -> PlanTokenizer | None:
 
 
 def context_length(read: Read) -> int | None:
-    """Return the context length in tokens from `config.json`; None: the file does not contain it."""
+    """Return the context length in tokens from `config.json`; None if the file does not contain it."""
     config = json.loads(read("config.json") or b"{}")
     text = config.get("text_config") or config
     return next((int(text[key]) for key in _CONTEXT if text.get(key)), None)
@@ -119,7 +119,7 @@ def check_answers(rows: Sequence[Row], name: str) -> None:
     """Reject rows that cannot be marked right or wrong.
 
     Raises:
-        InputError: a row has no reference answer; the message names data set and row (from 1).
+        InputError: a row has no reference answer; the message names the data set and the row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         answer = row.get("answer")
@@ -144,11 +144,11 @@ def check_prompts(
     """Reject prompts that leave no room for their responses.
 
     Args:
-        context: tokens of prompt and response together; None: no limit.
+        context: maximum number of tokens of prompt and response together; None: no limit.
         reserve: maximum number of tokens of a response.
 
     Raises:
-        InputError: a row cannot be rendered or does not fit; the message names data set and row (from 1).
+        InputError: a row cannot be rendered or does not fit; the message names the data set and the row (from 1).
     """
     for number, prompt in enumerate(rendering.prompts(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -161,14 +161,16 @@ def check_prompts(
 
 
 def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: int) -> None:
-    """Reject prompts that leave no room in a model that does not exist yet, whose tokens will be characters and marks.
+    """Reject prompts that leave no room for their responses in a model that does not exist yet.
+
+    The tokens of such a model will be characters and special tokens.
 
     Args:
-        context: tokens of prompt and response together.
+        context: maximum number of tokens of prompt and response together.
         reserve: maximum number of tokens of a response.
 
     Raises:
-        InputError: the text of a row alone does not fit; the message names data set and row (from 1).
+        InputError: the text of a row alone does not fit; the message names the data set and the row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         prompt = row.get("prompt") or ""
@@ -187,12 +189,12 @@ def check_demonstrations(
     """Reject demonstrations that are too long, since demonstrations are never truncated.
 
     Args:
-        context: the model's limit, tokens of prompt and completion together; None: no limit.
-        longest: the stage's own limit in tokens; None: no limit.
+        context: the model's limit in tokens for prompt and completion together; None: no limit.
+        longest: the stage's limit in tokens; None: no limit.
 
     Raises:
-        InputError: a row cannot be rendered, has no demonstration or does not fit; the message names data set and row
-            (from 1).
+        InputError: a row cannot be rendered, has no demonstration or does not fit; the message names the data set and
+            the row (from 1).
     """
     for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -224,10 +226,10 @@ def refuse_equal(chosen: object, rejected: object) -> None:
 
 
 def check_responses_differ(rows: Sequence[Row], name: str) -> None:
-    """Reject pairs of equal responses, before tokenisation.
+    """Reject preference pairs with equal responses, before tokenisation.
 
     Raises:
-        InputError: a pair has equal responses; the message names data set and row (from 1).
+        InputError: a pair has equal responses; the message names the data set and the row (from 1).
     """
     for number, row in enumerate(rows, start=1):
         if row.get("chosen") is not None:
@@ -238,15 +240,15 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
 def check_pairs(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:
-    """Reject preference pairs that are too long, or have equal responses.
+    """Reject preference pairs that are too long or have equal responses.
 
     Args:
-        context: the model's limit, tokens of prompt and response together; None: no limit.
-        longest: the stage's own limit in tokens; None: no limit.
+        context: the model's limit in tokens for prompt and response together; None: no limit.
+        longest: the stage's limit in tokens; None: no limit.
 
     Raises:
         InputError: a row cannot be rendered or does not fit, or its responses have the same tokens; the message names
-            data set and row (from 1).
+            the data set and the row (from 1).
     """
     for number, (prompt, chosen, rejected) in enumerate(rendering.pairs(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
@@ -263,27 +265,27 @@ def _template(read: Read, config: Mapping[str, Any]) -> str | None:
     if file is not None:
         return file.decode()
     found = config.get("chat_template")
-    if isinstance(found, list):  # several templates, each with a name
+    if isinstance(found, list):  # the file contains several templates, each with a name
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found or None
 
 
 def _texts(tokens: Any) -> list[str]:
-    """Return the texts of tokens that are written as text, or as `{"content": text, …}`."""
+    """Return the texts of tokens, each of which is written as text or as `{"content": text, …}`."""
     values = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
     found = [value.get("content") if isinstance(value, Mapping) else value for value in values]
     return [text for text in found if isinstance(text, str) and text]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, and with its reasoning under every key that templates use."""
+    """Return a message without null fields; its reasoning is under every key that templates use."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in _REASONING if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _huge(operator: str, left: Any, right: Any) -> bool:
-    """Return whether the result of a product, power or format is larger than any prompt needs."""
+    """Return whether the result of a product, power or format operation would be larger than any prompt needs."""
     bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
     if operator == "%":
         return isinstance(left, str) and re.search(r"%[^a-zA-Z%]*[0-9*]{4}", left) is not None

@@ -1,7 +1,7 @@
-"""External runs as assets: the model, its history and the existing data, each with the record of the import.
+"""Runs of other programs as assets: the model, its history and the available data, each with the import's record.
 
-The record is a blob: format, source, programs and parameters of the run; digests of the files that were read and of the
-resulting assets; and the inputs that are known by name only. Lineages are built from it.
+The record is a blob with the run's format, source, programs and parameters; the digests of the files that were read and
+of the resulting assets; and the inputs that are known by name only. Lineages are built from this record.
 """
 
 import io
@@ -38,24 +38,24 @@ class Imported:
 
     @property
     def unknown(self) -> str:
-        """The unknown part of the lineage, as text."""
+        """A description of the unknown part of the model's lineage."""
         return begins_at(self.record)
 
     @property
     def named_only(self) -> list[str]:
-        """The inputs that the run names and whose bytes are not available: `base model Qwen/Qwen3-0.6B`."""
+        """The inputs that the run names without available bytes, such as `base model Qwen/Qwen3-0.6B`."""
         return [f"{row['role']} {row['name']}" for row in self.record["named"] if "digest" not in row]
 
 
 def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
-    """Register the outputs of an external run, all or none; a repeated import returns the same versions.
+    """Register all outputs of another program's run, or none; a repeated import returns the same versions.
 
     Args:
         cache: a folder in which the model's files are inspected together.
-        name: the name of the model and the history; None: the run's name, reduced to valid characters.
+        name: the name for the model and the history; None: the run's name, reduced to valid characters.
 
     Raises:
-        InputError: the asset name is invalid, the model is unusable, or there is nothing to register.
+        InputError: the name is invalid, the model is unusable, or there is nothing to register.
         WorkspaceError: the workspace is read-only or full.
     """
     name = name or _name_from(run.source)
@@ -83,7 +83,7 @@ def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun,
 
 
 def _record(run: OutsideRun) -> dict[str, Any]:
-    """Return the part of the record that is independent of the registered assets."""
+    """Return the part of the record that does not depend on the registered assets."""
     return {
         "format": RECORD,
         "of": run.format,
@@ -98,7 +98,7 @@ def _record(run: OutsideRun) -> dict[str, Any]:
 
 
 def _name_from(source: str) -> str:
-    """Return a name reduced to valid characters; raise InputError if none remain."""
+    """Return a name reduced to valid characters; raise InputError if no valid character remains."""
     found = _NO_LETTER.sub("-", source.lower()).strip("-._")[:63].rstrip("-._")
     if not found:
         raise InputError(f"{source!r} contains no valid asset name; set one with --name")
@@ -133,9 +133,9 @@ def _store_model(blobs: BlobStore, cache: Path, run: OutsideRun) -> tuple[dict[s
 def _named(
     catalog: Catalog, blobs: BlobStore, run: OutsideRun, name: str
 ) -> tuple[list[dict[str, Any]], dict[str, Asset]]:
-    """Return the inputs that the run names, as rows of the record, and digest → version of its existing data sets.
+    """Return the inputs that the run names, as rows of the record, and digest → new version of available data sets.
 
-    Data sets that are registered already get no new version.
+    Data sets that are already registered get no new version.
     """
     rows: list[dict[str, Any]] = []
     versions: dict[str, Asset] = {}
@@ -156,7 +156,10 @@ def _named(
 
 
 def _data(named: Named, row: dict[str, Any]) -> tuple[Mapping[str, Path], dict[str, Any]]:
-    """Return files and metadata of a data set that the run names; if it is known by name only, set in `row` why."""
+    """Return the files and metadata of a data set that the run names.
+
+    If the data set is known by name only, both are empty. If its file is unusable, `row` gets the reason.
+    """
     if named.role != _DATA or named.path is None:
         return {}, {}
     try:
@@ -181,7 +184,7 @@ def _summary(points: Points) -> dict[str, Any]:
 
 
 def _parquet(points: Points, run: str, stage: str) -> bytes:
-    """Return points as Parquet, in the columns of the Parquet tracker; unknown times are null."""
+    """Return points as Parquet with the columns of the Parquet tracker; unknown times are null."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -208,7 +211,7 @@ def _parquet(points: Points, run: str, stage: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric of a history: its points, the steps from first to last, and the values there."""
+    """A metric in a history: the number of points, the first and last step, and the first, last and extreme values."""
 
     metric: str
     points: int
@@ -220,7 +223,10 @@ class Curve:
 
 
 def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (metric, steps, values), arrays of shape [points], of a history in the order of first recording."""
+    """Yield (metric, steps, values) for each metric of a history, in the order of first recording.
+
+    Steps and values are arrays of shape [points].
+    """
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -237,7 +243,7 @@ def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
 
 
 def curves(data: bytes) -> Iterator[Curve]:
-    """Yield the metrics of a history in the order of first recording; minimum and maximum are of finite values."""
+    """Yield a history's metrics in the order of first recording; minima and maxima are those of the finite values."""
     import numpy as np
 
     for name, at, own in recorded(data):
@@ -247,7 +253,7 @@ def curves(data: bytes) -> Iterator[Curve]:
 
 
 def begins_at(record: Mapping[str, Any]) -> str:
-    """Return the unknown part of the lineage, as text."""
+    """Return a description of the unknown part of the lineage."""
     bases = [row["name"] for row in record["named"] if row["role"] == _MODEL and "digest" not in row]
     data = [row for row in record["named"] if row["role"] == _DATA]
     base = f"the origin of {os.fspath(bases[0])}" if bases else "the base model"

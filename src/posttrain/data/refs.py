@@ -1,18 +1,18 @@
-"""Refs of assets, the files that they may name, and the functions in a reward's source.
+"""Refs of assets, the files that refs may name, and the functions in a reward's source.
 
 A user names an asset as `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision` or
-`hf:org/name@revision/path/in/repo.jsonl`; a model that this workspace made as `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft` or `model:sort/sft@2`; and a reward of an installed package as `trl.rewards:accuracy_reward`. A
-data set's path may be a folder or a pattern: `./shards/train-*.jsonl`. On a server, refs may name only the files that
-came with the request, and no other file of the machine.
+`hf:org/name@revision/path/in/repo.jsonl`. A model that this workspace made is named as `channel:prod`,
+`channel:prod@3`, `run:sort-b0ed9b49/sft` or `model:sort/sft@2`, and a reward in an installed package as
+`trl.rewards:accuracy_reward`. A data set's path may be a folder or a pattern: `./shards/train-*.jsonl`. On a server,
+refs may name only the files that came with the request, and no other file of the machine.
 
-The parameters of a reward's function are read from its source without executing it. If the function is imported, made
-by a call or wrapped by an unknown decorator, its parameters are unknown, and the result is the reason, for the caller
-to report.
+The parameters of a reward's function are read from the source without executing it. If the function is imported, made
+by a call or wrapped by an unknown decorator, its parameters are unknown, and the result is the reason, which the caller
+reports.
 
-A reward function of an installed package needs no file of the user. It is found and parsed, never imported here. A
-generated source of a few lines represents it: it imports the function and rejects a different version, so its digest
-pins distribution, version and the bytes of the module.
+A reward function in an installed package needs no file from the user. The function's module is found and parsed, never
+imported here. A generated source file of a few lines represents the function: this file imports the function and
+rejects a different version, so the file's digest pins the distribution, the version and the bytes of the module.
 """
 
 import ast
@@ -46,10 +46,10 @@ UNCONFINED = (
 _FOLDER: ContextVar[Path | None] = ContextVar("posttrain_confined", default=None)
 KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # a run's name, and its stage
+_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # a run's name and the stage
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
-_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # refs of models: prefix → form of the name
+_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # prefix of a model's ref → form of the name
 
 
 _VERIFIERS = Signature(("state",), takes_all="columns")  # verifiers' rubrics and tasks get all columns
@@ -58,7 +58,7 @@ _VERIFIERS = Signature(("state",), takes_all="columns")  # verifiers' rubrics an
 _ENVIRONMENT = "load_environment"  # the conventional function of verifiers' modules
 
 
-_DEEPEST = 8  # depth of names bound to names
+_DEEPEST = 8  # maximum length of a chain of names bound to names
 
 
 WORD = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -80,7 +80,7 @@ if importlib.metadata.version("{distribution}") != "{version}":
 
 
 def definitions(module: ast.Module) -> dict[str, _Definition | None]:
-    """Return name → definition for names bound at a module's top level, also under `if` and `try`; None: ambiguous."""
+    """Return name → definition for names bound at a module's top level, including `if` and `try`; None: ambiguous."""
     found: dict[str, _Definition | None] = {}
     for name, value, certain in _bindings(module.body, True):
         found[name] = value if certain or name not in found else None
@@ -113,7 +113,7 @@ def functions(module: ast.Module) -> dict[str, Function]:
 
 
 def rubrics(module: ast.Module) -> list[str]:
-    """Return names bound to a call of a class whose name ends in Rubric or RubricGroup, as in verifiers."""
+    """Return the names of rubrics: names bound to a call of a class `…Rubric` or `…RubricGroup`, as in verifiers."""
     return [name for name, node in definitions(module).items() if isinstance(node, ast.Call) and _is_rubric(node)]
 
 
@@ -122,7 +122,7 @@ def _is_rubric(node: ast.Call) -> bool:
 
 
 def signature_of(module: ast.Module, entry: str) -> Signature | str:
-    """Return the parameters of `entry`, or why they are unknown before the module is loaded."""
+    """Return the parameters of `entry`, or the reason why they are unknown until the module is loaded."""
     return _signature(definitions(module), entry, _DEEPEST)
 
 
@@ -146,7 +146,7 @@ def _signature(known: dict[str, _Definition | None], name: str, depth: int) -> S
 
 
 def _of_call(known: dict[str, _Definition | None], name: str, node: ast.Call, depth: int) -> Signature | str:
-    """Return the parameters of `partial(f, …)`, or of an object of a class in this file."""
+    """Return the parameters of `partial(f, …)`, or of an instance of a class in the same file."""
     if _last(node.func) == "partial" and node.args and isinstance(node.args[0], ast.Name):
         whole = _signature(known, node.args[0].id, depth)
         plain = not any(isinstance(a, ast.Starred) for a in node.args) and all(k.arg for k in node.keywords)
@@ -212,7 +212,7 @@ class ImportedReward:
     distribution: str
     version: str
     digest: str  # the digest of the module's files
-    signature: Signature | str  # or why the signature is unknown
+    signature: Signature | str  # or the reason why the signature is unknown
 
     @property
     def source(self) -> bytes:
@@ -226,8 +226,8 @@ def imported_reward(word: str) -> ImportedReward:
     """Return the reward `module:function` of an installed package.
 
     Raises:
-        InputError: the text is not of this form, or names a built-in or a file that cannot be read.
-        NotFoundError: no such module is installed, or the module lacks the function.
+        InputError: the text does not have this form, or names a built-in or a file that cannot be read.
+        NotFoundError: no such module is installed, or the module does not have the function.
     """
     if not WORD.fullmatch(word):
         raise InputError(f"reward {word!r} must be MODULE:FUNCTION, such as trl.rewards:accuracy_reward")
@@ -291,7 +291,7 @@ def confined(folder: Path) -> Iterator[None]:
 
 
 def is_confined() -> bool:
-    """Return whether refs come from a remote client."""
+    """Return whether refs come from a remote client and may therefore name only the client's files."""
     return _FOLDER.get() is not None
 
 
@@ -303,7 +303,7 @@ def refuse_elsewhere(word: str, path: Path) -> None:
         path: the file's location.
 
     Raises:
-        InputError: the file is outside.
+        InputError: the file is outside the folder.
     """
     folder = _FOLDER.get()
     if folder is None:
@@ -337,7 +337,7 @@ class Source(StrEnum):
     PATH = "path"  # a local file or folder
     HUB = "hub"  # the local cache of the Hugging Face hub
     CHANNEL = "channel"  # a current or past release of a channel of this workspace
-    RUN = "run"  # the output of a stage of a run of this workspace
+    RUN = "run"  # the output of a stage of a run in this workspace
     MODULE = "module"  # a reward of an installed package
 
 
@@ -347,15 +347,15 @@ class AssetRef:
 
     kind: str
     source: Source
-    name: str  # registry name, path or module as written, org/name on the hub, channel, or run (id, prefix of it, name)
-    version: int | None = None  # registry: None is the latest; channel: the release, None is the live one
+    name: str  # name in the registry, path or module as written, org/name on the hub, channel, or run
+    version: int | None = None  # version (None: the latest), or a channel's release (None: the live release)
     revision: str | None = None  # hub only
-    file: str | None = None  # hub data sets only: a file, folder or pattern in the repository; None: all of it
+    file: str | None = None  # hub data sets only: a file, folder or pattern; None: the whole repository
     stage: str | None = None  # run only; None: the stage of the run's final model
 
     @property
     def made(self) -> bool:
-        """Whether the ref names a run's output: by a channel, by the run, or as a version that a stage trained."""
+        """Whether the ref names a run's output, through a channel, the run, or a version that a stage trained."""
         return self.source in (Source.CHANNEL, Source.RUN) or (self.source is Source.REGISTRY and "/" in self.name)
 
     @property
@@ -377,11 +377,11 @@ class AssetRef:
 def parse_ref(text: str, kind: str) -> AssetRef:
     """Parse a reference to an asset of `kind`.
 
-    A text with a slash, a leading dot or tilde, or a suffix of a known file type is a path.
+    A text that contains a slash, begins with a dot or a tilde, or ends in the suffix of a known file type is a path.
 
     Raises:
-        InputError: the text names an unknown or another kind (the message contains the most similar kind), its name or
-            version is ill-formed, or a hub reference has no revision.
+        InputError: the text names an unknown or different kind (the message contains the most similar kind), its name
+            or version is malformed, or a hub reference has no revision.
     """
     if kind not in KINDS:
         raise InputError(f"asset kind must be one of {', '.join(KINDS)}, got {kind!r}{nearest(kind, KINDS)}")
@@ -435,7 +435,7 @@ def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
     if not _HUB_NAME.fullmatch(name):
         raise InputError(f"ref {text!r}: must be hf:org/name@revision, got name {name!r}")
     file = None
-    if kind == "dataset" and "/" in revision:  # one file of a repository is the data set
+    if kind == "dataset" and "/" in revision:  # the data set is one file of a repository
         revision, _, file = revision.partition("/")
     if not revision:
         raise InputError(f"ref {text!r}: a hub ref must name its revision, got none; write hf:{name}@COMMIT")
@@ -452,14 +452,14 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
     """Return the absolute or relative path of the file or folder that a path or hub reference names.
 
     Args:
-        base: the base of relative paths: the run file's folder.
+        base: the folder at which relative paths start: the run file's folder.
         environment: the variables that locate the hub's cache folder: HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME.
 
     Raises:
-        InputError: the reference names an asset of the workspace, the path is not readable or outside the files of a
+        InputError: the reference names an asset of the workspace, the path is not readable or is outside the files of a
             request, or the hub revision is malformed.
-        NotFoundError: there is no such file, or the hub's cache does not contain it; then the message contains the
-            command that fetches it.
+        NotFoundError: there is no such file, or the hub's cache does not contain the file; in the second case, the
+            message contains the command that fetches it.
     """
     if not ref.on_disk:
         raise InputError(f"ref {ref} names an asset of the workspace, not a file")
@@ -469,7 +469,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         path = base / Path(ref.name).expanduser()
         refuse_elsewhere(ref.name, path)
         there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
-    except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, or no such ~user
+    except (OSError, RuntimeError, ValueError) as error:  # the path is too long or not permitted, or ~USER is unknown
         raise InputError(f"{ref.kind} {ref.name[:60]}: is not a readable path: {error}") from error
     if not there:
         hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)

@@ -1,25 +1,25 @@
-"""Rows of a data set in one canonical form, and their overlap with training data.
+"""Rows of a data set in one canonical form, and the overlap of evaluation rows with training data.
 
-Rows are read in several conventions; `data.files` describes the file formats. A canonical row has one of
+Rows are read in several conventions; `data.files` describes the file formats. A canonical row has one of the following:
 
 * `prompt` (text, or a list of chat messages), optionally with `completion` (text, or assistant messages), or with the
   preference pair `chosen` and `rejected` (each in the forms of `completion`);
 * `messages` (a whole conversation);
 * `text`.
 
-A row may also have a reference `answer`: text to compare a response with. A null or NaN is not an answer. A list, map
-or boolean is retained for rewards that read it, but no response is compared with it.
+A row may also have a reference `answer`, a text with which a response is compared. A null or NaN is not an answer. A
+list, map or boolean is retained for rewards that read it, but no response is compared with it.
 
 Every other column is retained. These conventions are read: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`,
 `prompt` + `chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet
 (`prompt` as a chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; and
 `question` + `answer`. A row's number is its position, from 1, in its file if the file is named, else in the data set.
 
-Contamination means evaluation rows that are in the training data, on which a score does not measure the task. Three
+Contamination means that evaluation rows are in the training data; a score on such rows does not measure the task. Three
 kinds are distinguished: the same prompt; the same prompt except for case and whitespace, which is a different task if
-case matters; and near-duplicates, with a large part of their word n-grams in one training prompt. N-grams that many
-prompts share are part of a task's template and do not count. Rows that consist of a common template, and short rows,
-are not found.
+case matters; and near-duplicates, which share a large part of their word n-grams with one training prompt. N-grams that
+many prompts share are part of a task's template and do not count. Rows that consist only of a common template, and
+short rows, are not found.
 """
 
 import json
@@ -37,9 +37,9 @@ from posttrain.domain.errors import InputError
 
 Row = dict[str, Any]
 NGRAM, OVERLAP = 5, 0.7
-MOST_NGRAMS = 2_000_000  # maximum in one comparison, which takes one core five seconds
-_LEAST = 8  # minimum of counted n-grams for a comparison
-_SHARED, _SHARED_LEAST, _SHARED_MOST = 20, 3, 20  # a template's: in over 1/20 of the prompts, from 3 to 20
+MOST_NGRAMS = 2_000_000  # maximum n-grams of one comparison, which takes five seconds on one core
+_LEAST = 8  # minimum number of counted n-grams for a comparison
+_SHARED, _SHARED_LEAST, _SHARED_MOST = 20, 3, 20  # an n-gram in more prompts than 1/20, but 3 to 20, is ignored
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -49,7 +49,7 @@ class Rows(list[Row]):
     files: Mapping[str, int]
 
     def located(self, message: str, name: str) -> str:
-        """Return an error message with row numbers rewritten to file and row, if the data set has several files."""
+        """Return an error message; if the data set has several files, row numbers become those in the named file."""
         if len(self.files) < 2:
             return message
 
@@ -68,13 +68,13 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
     """Return all rows of a data set in canonical form.
 
     Args:
-        data: a file, a stored folder of files (all, sorted by name), or files by name (`data.files`).
-        name: the data set's name in errors, for example `dataset:sort-train@1`; empty: the file's name.
+        data: a file, a stored folder (all its files, sorted by name), or name → file (`data.files`).
+        name: the data set's name in errors, for example `dataset:sort-train@1`; if it is "", the file's name.
 
     Raises:
         NotFoundError: there is no such file.
-        InputError: there are no rows, a line is malformed, or a row has no known convention; the message names file
-            and line or row.
+        InputError: there are no rows, a line is malformed, or a row has no known convention; the message names the file
+            and the line or row.
     """
     files = data if isinstance(data, Mapping) else stored_files(data)
     rows, counts = Rows(), dict.fromkeys(files, 0)
@@ -86,12 +86,12 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
 
 
 def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str, Row]]:
-    """Yield file and canonical row, with one row in memory at a time.
+    """Yield (file, canonical row) with one row in memory at a time.
 
     Raises:
         NotFoundError: there is no such file.
-        InputError: there are no rows, a line is malformed, or a row has no known convention; the message names file
-            and line or row.
+        InputError: there are no rows, a line is malformed, or a row has no known convention; the message names the file
+            and the line or row.
     """
     some = False
     for file, path in files.items():
@@ -109,7 +109,7 @@ def named(file: str, name: str, files: int) -> str:
 
 
 def stored_files(path: Path) -> dict[str, Path]:
-    """Return the files of a stored data set: one file, or all files of a folder."""
+    """Return name → file for a stored data set, which is one file or all files of a folder."""
     return {file.name: file for file in (sorted(path.iterdir()) if path.is_dir() else [path])}
 
 
@@ -117,7 +117,7 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     """Return a row in canonical form.
 
     Raises:
-        InputError: the row has no prompt, messages or text, or an ill-formed one.
+        InputError: the row's prompt, messages or text is missing or malformed.
     """
     place = f"{name} row {number}"
     result = dict(row)
@@ -145,7 +145,7 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
 
 
 def _responses(row: Row) -> list[str]:
-    """Return the columns that contain responses to the prompt. `chosen` or `rejected` alone is an ordinary column."""
+    """Return the columns with responses to the prompt. `chosen` without `rejected`, or the reverse, does not count."""
     if row.get("prompt") is None:
         return []
     found = ["completion"] if row.get("completion") is not None else []
@@ -154,7 +154,7 @@ def _responses(row: Row) -> list[str]:
 
 
 def _split_preference(row: Row, place: str) -> None:
-    """Split TRL's implicit prompt: the common beginning of the whole conversations `chosen` and `rejected`."""
+    """Split off TRL's implicit prompt, which is the common beginning of the conversations `chosen` and `rejected`."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     prompted = any(row.get(key) is not None for key in ("prompt", "messages", "text"))
     if prompted or not isinstance(chosen, list) or not isinstance(rejected, list):
@@ -170,12 +170,12 @@ def _split_preference(row: Row, place: str) -> None:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Return a message without null fields: Parquet gives every message all fields of its column."""
+    """Return a message without null fields; in Parquet, every message has all fields of its column."""
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message
 
 
 def uniform(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the union of their columns, as in `datasets`; None if a row lacks a column."""
+    """Return the rows, each with all columns, as in `datasets`; a column that a row lacks is None."""
     columns = dict.fromkeys(name for row in rows for name in row)
     return [{**columns, **row} for row in rows]
 
@@ -196,7 +196,7 @@ def answer_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _is_blank(value: Any) -> bool:
-    """Return whether a value is Parquet's mark of a missing entry: null or NaN."""
+    """Return whether a value marks a missing entry, as null and NaN do in Parquet."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
@@ -214,7 +214,7 @@ def _check_content(value: Any, key: str, place: str) -> None:
 
 
 def demonstrations(row: Mapping[str, Any]) -> int:
-    """Return the number of training documents of a canonical row: one for every assistant turn of a conversation."""
+    """Return how many training documents a canonical row gives: one for every assistant turn of a conversation."""
     paired = row.get("prompt") is not None and row.get("completion") is not None
     if paired or row.get("messages") is None:
         return 1
@@ -222,9 +222,9 @@ def demonstrations(row: Mapping[str, Any]) -> int:
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """Return the text that identifies a row's task: the prompt, every message as `role: content`.
+    """Return the text that identifies the task of a canonical row: the prompt, with each message as `role: content`.
 
-    `row` is canonical. For a conversation, the text is the part before the first assistant message.
+    For a conversation, the text is the part before the first assistant message.
     """
     prompt: Any = row.get("prompt")
     if prompt is None and row.get("messages") is not None:
@@ -238,16 +238,16 @@ def prompt_text(row: Mapping[str, Any]) -> str:
 def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> list[Row]:
     """Return the rows of an evaluation suite without those that repeat an earlier prompt and its answer.
 
-    A repeated prompt gets the same greedy answer, so a gate must not count it twice: 20 rows repeated ten times are 20
-    items. The suite's setting `samples` gives more samples of an item.
+    A repeated prompt gets the same greedy response, so a gate must not count it twice: 20 rows repeated ten times are
+    20 items. For several samples per item, a suite has the setting `samples`.
 
     Args:
         name: the data set's name in errors.
-        whole: whether a reward reads the rows, so a repeated prompt must repeat every column.
+        whole: whether a reward reads the rows; if so, a repeated prompt must repeat every column.
 
     Raises:
-        InputError: a prompt has two answers or, with `whole`, two values of a column; the message names data set and
-            rows (from 1).
+        InputError: a prompt has two answers or, with `whole`, two values of a column; the message names the data set
+            and the rows (from 1).
     """
     first: dict[str, int] = {}
     for index, row in enumerate(rows):
@@ -285,13 +285,13 @@ class ContaminationReport:
     Example: `ContaminationReport(rows=600, exact=(17,), alike=(), similar=(23,), ngram=5, overlap=0.7, left=0)`
     """
 
-    rows: int  # compared evaluation rows
-    exact: tuple[int, ...]  # the same prompt is in the training data
-    alike: tuple[int, ...]  # the same except for case and whitespace
+    rows: int  # number of compared evaluation rows
+    exact: tuple[int, ...]  # rows whose prompt is in the training data
+    alike: tuple[int, ...]  # rows whose prompt is, except for case and whitespace
     similar: tuple[int, ...]  # other near-duplicates
     ngram: int | None  # words and punctuation marks per n-gram; None: no search for near-duplicates
-    overlap: float  # share of a row's counted n-grams in one training prompt
-    left: int = 0  # prompts beyond the limit, not compared for near-duplicates
+    overlap: float  # minimum share of a row's counted n-grams in one training prompt
+    left: int = 0  # number of prompts beyond the limit, which were not compared for near-duplicates
 
     @property
     def found(self) -> int:
@@ -320,12 +320,12 @@ def contamination(
     overlap: float = OVERLAP,
     most: int = MOST_NGRAMS,
 ) -> ContaminationReport:
-    """Compare prompts of canonical rows.
+    """Compare the prompts of canonical rows with those of the training data.
 
     Args:
         ngram: words per n-gram; None: no search for near-duplicates.
-        overlap: share of a row's counted n-grams that must be in one training prompt to flag it, in (0, 1].
-        most: maximum number of n-grams; rows beyond it are compared for equality only.
+        overlap: share of a row's counted n-grams, in (0, 1]; the row is flagged if one training prompt has this share.
+        most: maximum number of n-grams; rows beyond this limit are compared for equality only.
 
     Raises:
         InputError: there are no evaluation rows, or a parameter is out of range.
@@ -353,16 +353,16 @@ def contamination(
 
 
 def _folded(text: str) -> str:
-    """Return a key that is equal for prompts that differ in case and whitespace only."""
+    """Return a key that is equal for prompts that differ only in case and whitespace."""
     return " ".join(text.casefold().split())
 
 
 def _near(
     known: Collection[str], asked: Collection[str], ngram: int, overlap: float, most: int
 ) -> tuple[set[str], int]:
-    """Return the prompts of `asked` that are near-duplicates of one in `known`, and the number of omitted prompts."""
+    """Return the prompts in `asked` that are near-duplicates of a prompt in `known`, and how many were omitted."""
     asked_grams = dict(_grams(asked, ngram, most // 2))
-    index: dict[int, list[str]] = defaultdict(list)  # n-gram → prompts of `asked`
+    index: dict[int, list[str]] = defaultdict(list)  # n-gram → prompts in `asked` that contain it
     for text, grams in asked_grams.items():
         for gram in grams:
             index[gram].append(text)
@@ -380,12 +380,12 @@ def _near(
 
 
 def _shared(prompts: int) -> int:
-    """Return the maximum number of prompts that share an n-gram which is not part of a template."""
+    """Return the maximum number of prompts that can share an n-gram without making it part of a template."""
     return min(max(prompts // _SHARED, _SHARED_LEAST), _SHARED_MOST)
 
 
 def _grams(texts: Iterable[str], length: int, most: int) -> Iterator[tuple[str, set[int]]]:
-    """Yield texts with their n-grams, until the total number of n-grams would exceed `most`."""
+    """Yield (text, the text's n-grams) until the total number of n-grams would exceed `most`."""
     for text in texts:
         grams = _ngrams(text, length)
         most -= len(grams)

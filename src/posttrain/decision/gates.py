@@ -1,4 +1,4 @@
-"""Verdicts of gates, and intervals of measured numbers for people.
+"""Verdicts of gates, and intervals that show people the uncertainty of measured numbers.
 
 A rule and the evidence give a verdict. Gates fail closed: evidence that cannot be judged does not pass.
 
@@ -14,9 +14,9 @@ A rule and the evidence give a verdict. Gates fail closed: evidence that cannot 
 A value equal to the threshold meets it, except with `better_than`, where the value must exceed it. A model exactly at
 the threshold passes with probability at most `1 - confidence`: docs/gates.md has the measured levels.
 
-An interval for people shows the uncertainty of a measured number, or of the difference of two models on the same items.
-Its limits are those of gates (`decision.statistics`), on both sides: an interval of confidence 0.95 has a one-sided
-limit of confidence 0.975 at each end. No gate reads an interval.
+An interval shows the uncertainty of a measured number, or of the difference between two models on the same items. Its
+two ends are one-sided limits as in gates (`decision.statistics`): an interval of confidence 0.95 has a one-sided limit
+of confidence 0.975 at each end. No gate reads an interval.
 """
 
 import math
@@ -40,7 +40,7 @@ CONFIDENCE = 0.95  # two-sided
 _Z_POWER = NormalDist().inv_cdf(0.8)  # for the number of items that an inconclusive verdict names
 _NONE = 1e-9  # a smaller spread is rounding
 _MANY = 500  # distinct values above which fewer resamples are drawn, which keeps tables fast
-_FEW_RESAMPLES = 1_999  # one more is a multiple of 1 / level at each end; the limit is valid at any number
+_FEW_RESAMPLES = 1_999  # 2,000 is a multiple of 1 / level at each end; the limit is valid for any number
 
 
 PAIRED_LIMIT = "paired limit of two rates (Gaffke; against 0 exact McNemar)"
@@ -54,7 +54,7 @@ NOT_TESTED = "none"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The evaluation that a gate judges, by its number among those of its items."""
+    """The evaluation that a gate judges, by its number among the evaluations of its items."""
 
     number: int  # from 1
     budget: LookBudget  # from `ChannelPolicy.looks`
@@ -66,11 +66,11 @@ class Look:
 
     @property
     def words(self) -> str:
-        """Words for people: `look 3 at these items`."""
+        """The look in words, such as `look 3 at these items`."""
         return f"look {self.number} at these items"
 
     def rule(self, rule: GateRule) -> GateRule:
-        """The rule with the confidence at which this look is judged."""
+        """Return the rule with the confidence at which this look is judged."""
         if self.budget == "warn":
             return rule
         shares = self.budget if isinstance(self.budget, int) else self.number * (self.number + 1)
@@ -99,7 +99,8 @@ class Look:
 class Evidence:
     """One metric of one model, item by item: `Evidence(("q1", "q2"), np.array([1.0, 0.0]), RATE)`.
 
-    The value of an item with several samples is their mean: items are independent, samples of an item are not.
+    The value of an item with several samples is their mean, because items are independent but samples of an item are
+    not.
     """
 
     item_ids: tuple[str, ...]  # unique; the same items for candidate and baseline, in any order
@@ -109,7 +110,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Baseline:
-    """A model that rules compare with, and its measurements."""
+    """A model with which rules compare the candidate, and the model's measurements."""
 
     digest: str | None  # None: the channel is empty
     evidence: Mapping[str, Evidence] = field(default_factory=dict)  # metric → values
@@ -168,8 +169,8 @@ def judge_all(
         rules: the rules, with unique names; an empty sequence makes the report an ERROR.
         candidate: metric name → evidence of the candidate.
         baselines: rival of rules (`channel`, `base`, a stage) → that model, measured by the same evaluator on the
-            same items. Without `channel`, the channel is empty. A promotion requires that the channel still serves the
-            model under `channel`.
+            same items. Without `channel`, the channel is empty. A promotion requires that the channel still points at
+            the model under `channel`.
         candidate_digest: the digest of the judged model.
         evaluator_digest: the digest of the evaluator that measured candidate and baselines.
         seed: the run's seed.
@@ -211,7 +212,8 @@ def usable(what: str, evidence: Evidence) -> Evidence:
         what: the name of the evidence in errors.
 
     Raises:
-        InputError: there are no items, a duplicate item, no declared range, or values not finite or out of range.
+        InputError: there are no items, there is a duplicate item, no range is declared, or a value is not finite or is
+            out of range.
     """
     values = np.asarray(evidence.values, dtype=np.float64)
     ids = evidence.item_ids
@@ -374,9 +376,9 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
 
 
 def _enough_items(rule: GateRule, measured: _Measured, items: int) -> str:
-    """Name the number of items on which a model with this estimate passes with a power of about 80 %.
+    """Return text with the number of items on which a model with this estimate passes with a power of about 80 %.
 
-    The normal approximation gives the number; without any spread, the distance of the limit shrinks with the items.
+    The normal approximation gives the number; without any spread, the limit's distance shrinks as items are added.
     """
     margin, distance = abs(measured.quantity - rule.threshold), abs(measured.quantity - measured.limit)
     if distance > 1_000 * margin:
@@ -452,7 +454,7 @@ class Estimate:
     """A mean over items with its interval: `Estimate(0.985, 0.957, 0.997, 200, "exact limit of a rate …")`."""
 
     value: float
-    low: float | None  # None: the metric declares no range, so it has no valid limit
+    low: float | None  # None: the metric declares no range, so there is no valid limit
     high: float | None
     items: int
     method: str
@@ -476,11 +478,11 @@ class Paired:
 
     @property
     def items(self) -> int:
-        """All paired items."""
+        """The number of all paired items."""
         return self.higher + self.lower + self.same
 
     def wins(self, better: str | None) -> tuple[int, int]:
-        """Return the numbers of items (won, lost) by the candidate; `better`: "lower", or any other text for higher."""
+        """Return how many items the candidate won and lost; `better`: "lower", or any other text for higher."""
         return (self.lower, self.higher) if better == "lower" else (self.higher, self.lower)
 
     @property
@@ -514,10 +516,10 @@ def estimate(metric: str, evidence: Evidence, confidence: float = CONFIDENCE) ->
 
 
 def paired(metric: str, candidate: Evidence, reference: Evidence, confidence: float = CONFIDENCE) -> Paired:
-    """Return the difference of two models, item by item.
+    """Return the difference between two models, item by item.
 
     Raises:
-        InputError: the two were measured on different items, or with different or undeclared ranges.
+        InputError: the models were measured on different items, or with different or undeclared ranges.
     """
     ours, theirs = usable(metric, candidate), usable(metric, reference)
     if ours.range != theirs.range:

@@ -1,17 +1,18 @@
-"""The power of gates before a run, and the ranking of a sweep's settings after it.
+"""The power of gates before a run, and the ranking of a sweep's settings after the sweep.
 
-Power: the probability that a gate passes a model that is as good as hoped, computed before training. It needs
-assumptions about results that do not exist yet, which every note states. For rates the power is exact: the sum of the
-probabilities of all results that the gate would pass. For means it is unknown until their spread is known.
+Power is the probability that a gate passes a model that is as good as hoped; it is computed before training. The
+computation needs assumptions about results that do not exist yet; every note states its assumptions. For rates, the
+power is exact: the sum of the probabilities of all results that the gate would pass. For means, the power is unknown
+until the spread of the values is known.
 
-Ranking: settings are ranked as far as the measurements allow. A setting was trained with one or several seeds, and each
-of its models was measured on the same items. Two sources of uncertainty remain: the items of the suite, and the drawn
-seeds. The interval of a mean over seeds combines an interval over items and one over seeds as if they were independent:
-the distance of each limit from the mean is the square root of the sum of the two squared distances (MOVER; Zou and
-Donner 2008). The interval over items is that of `decision.gates`; the interval over seeds is Student's, paired by seed
-for a difference. Item noise is in both intervals, so the combination is conservative (too wide). With one seed, the
-interval over seeds is missing: models are compared, not settings. Two seeds that happen to agree are no evidence about
-a third, so of settings with several seeds, those with fewer than three seeds in common are not ordered.
+Settings are ranked as far as the measurements allow. A setting was trained with one or several seeds, and each of its
+models was measured on the same items. Two sources of uncertainty remain: the items of the suite, and the drawn seeds.
+The interval of a mean over seeds combines an interval over items with an interval over seeds as if these were
+independent: the distance of each limit from the mean is the square root of the sum of the two squared distances (MOVER;
+Zou and Donner 2008). The interval over items is that of `decision.gates`; the interval over seeds is Student's, paired
+by seed for a difference. Item noise is in both intervals, so the combination is conservative (too wide). With one seed,
+there is no interval over seeds, so models are compared, not settings. Two seeds that happen to agree are no evidence
+about a third seed, so settings with several seeds, but fewer than three in common, are not ordered.
 
 A setting is ahead of another if the interval of their difference excludes 0, with all pairs simultaneous (Bonferroni).
 The rank of a setting is a range: from 1 + the number of settings ahead of it to the number of all settings minus the
@@ -62,9 +63,9 @@ class Expectation:
 
     rate: float | None = None  # true rate under an absolute rule; None: halfway between threshold and perfect
     discordance: float = 0.1  # share of items that exactly one of candidate and baseline gets right
-    improvement: float | None = None  # true gain under `better_than`, metric's units: twice `by`, at least 0.05, and at
+    improvement: float | None = None  # true gain under `better_than`, in the metric's units; None: twice `by`, at
 
-    # most halfway between `by` and 1
+    # least 0.05, and at most halfway between `by` and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def gate_power(
     Args:
         rule: the gate.
         items: the number of items of the evaluation suite.
-        possible: the range of one item of the metric that the evaluation declares.
+        possible: the range of the metric's value for one item, as the evaluation declares it.
         channel_empty: whether the channel has no model to compare with yet.
         expectation: the assumptions; None: `Expectation()`.
     """
@@ -147,7 +148,7 @@ def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
 
 
 def _enough(passes: Callable[[int], bool], low: int) -> int | None:
-    """Return the least number of items that passes; `low` items do not; None: more than about `_MOST_ITEMS`."""
+    """Return the least number of items that passes, given that `low` items fail; None: above about `_MOST_ITEMS`."""
     high = 2 * low
     while not passes(high):
         low, high = high, 2 * high
@@ -184,7 +185,7 @@ def _note(rule: GateRule, items: int, possible: ItemRange, channel_empty: bool, 
 
 
 def _warning(rule: GateRule, items: int, power: float, needed: int | None, assumption: str) -> str | None:
-    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # the sawtooth of `_needed`
+    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # a sawtooth: see `_needed`
         return None
     if items < rule.min_items:
         return _too_few(rule, items)
@@ -282,9 +283,9 @@ def paired_power(items: int, better: float, worse: float, threshold: float, conf
 
 
 def _wanted(items: int, losses: np.ndarray, threshold: float, level: float) -> np.ndarray:
-    """Return for each number of losses the least number of gains that passes; if none does, more than fit the items.
+    """Return, for each number of losses, the least number of gains that passes; more than the items if none passes.
 
-    The gains grow with the losses, so one pass over the losses finds all of them.
+    The gains grow with the losses, so one pass over the losses finds all these numbers.
     """
     wanted = np.empty_like(losses)
     gains = max(0, math.ceil(losses[0] + items * threshold))  # with fewer gains, even the estimate misses the threshold
@@ -319,7 +320,7 @@ def _too_few(rule: GateRule, items: int) -> str:
 
 
 def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:
-    """Return the note for a mean, whose range gives the distance from the threshold that even a constant needs."""
+    """Return the note for a mean; the range gives the distance from the threshold that even a constant value needs."""
     worst, _ = _ends(rule, possible)
     threshold = rule.threshold if rule.higher_is_better else -rule.threshold
     least = (threshold - worst) * ((1 - rule.confidence) ** (-1 / max(items, 1)) - 1)
@@ -337,7 +338,7 @@ def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNot
 class Ranked:
     """One setting."""
 
-    mean: Estimate | None  # over seeds; None: not measured
+    mean: Estimate | None  # mean over seeds; None: the setting was not measured
     values: Mapping[int, float]  # seed → mean over items
     best: int  # possible ranks among the measured settings, from `best` to `worst`
     worst: int
@@ -375,7 +376,7 @@ class Ranking:
 
     settings: tuple[Ranked, ...]
     differences: tuple[Difference, ...]
-    confidence: float  # confidence of each mean's interval, and of those of all differences together
+    confidence: float  # confidence of each mean's interval, and of the intervals of all differences together
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()  # lines about pairs with too few common seeds
 

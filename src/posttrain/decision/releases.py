@@ -2,9 +2,9 @@
 
 `control` does the compare-and-set. The append-only history numbers releases; the channel's deployment names the live
 release. A rollback quarantines the model that it takes off the channel. A rollback without a target goes to the newest
-release that is not quarantined, so a second rollback goes further back and never returns to the model of the first.
+release that is not quarantined, so a second rollback goes further back and never returns to a model that was taken off.
 
-The policy of its channel constrains a run's gates: a run may add gates and make them stricter, never weaker.
+The policy of the channel constrains a run's gates: a run may add gates and make gates stricter, but never weaker.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,20 +21,20 @@ _AMOUNT = {"not_worse_than": "margin", "better_than": "by"}  # the key with the 
 
 
 def moves(history: Sequence[ReleaseEntry]) -> list[ReleaseEntry]:
-    """Return the entries of a history that made a model live, in its order."""
+    """Return the entries of a history that made a model live, in the order of the history."""
     return [entry for entry in history if entry.action in MOVES]
 
 
 def live_before(history: Sequence[ReleaseEntry], sequence: int) -> int:
-    """Return the sequence of the release that was live before this one; 0: no release was."""
+    """Return the sequence of the release that was live before this release; 0 if no release was live."""
     return max((entry.sequence for entry in moves(history) if entry.sequence < sequence), default=0)
 
 
 def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry]) -> int:
-    """Return the sequence of the channel's release that a report was judged against; 0 for an empty channel.
+    """Return the sequence of the channel's release with which a report compared; 0 for an empty channel.
 
-    A report of an older version, or about another channel, names no release of this channel. It is current only if the
-    model with which it compared was live exactly once.
+    A report of an older version, or about another channel, names no release of this channel. Such a report is current
+    only if the model with which it compared was live exactly once.
 
     Args:
         history: the channel's entries, oldest first.
@@ -128,7 +128,7 @@ def rollback_target(
 
 
 def release_states(history: Sequence[ReleaseEntry]) -> dict[str, ReleaseState]:
-    """Return model digest → release state, from a replay of the history through the release state machine.
+    """Return release states by model digest, from a replay of the history through the release state machine.
 
     Args:
         history: one channel's entries, oldest first.
@@ -163,7 +163,7 @@ def _shown(sequence: int) -> str:
 
 
 def under_policy(gates: Sequence[GateRule], pinned: PinnedPolicy) -> tuple[GateRule, ...]:
-    """Return the gates of a run, and those of the policy that the run does not have.
+    """Return the gates of a run, and the policy's gates that the run does not have.
 
     Raises:
         InputError: a gate has the name of a gate of the policy and is weaker; the message names the key.

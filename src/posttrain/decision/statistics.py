@@ -1,9 +1,9 @@
-"""The statistics of gates: one-sided confidence limits that hold at every number of items. Pure functions, no state.
+"""The statistics of gates: one-sided confidence limits, valid for every number of items. Pure functions, no state.
 
-Each of the three limits passes a model exactly at the threshold with probability at most `1 - confidence`; `python -m
-benchmarks.gates` enumerates or simulates the levels. The functions compute lower limits; an upper limit is the mirror
-image (`upper(x) = -lower(-x)`, and for rates `upper(k, n) = 1 - lower(n - k, n)`), so a rule and its mirror image
-always agree.
+With each of the three limits, a model exactly at the threshold passes with probability at most `1 - confidence`;
+`python -m benchmarks.gates` enumerates or simulates the levels. The functions compute lower limits; an upper limit is
+the mirror image (`upper(x) = -lower(-x)`, and for rates `upper(k, n) = 1 - lower(n - k, n)`), so a rule and its mirror
+image always agree.
 
 scipy is imported inside functions: the import takes a third of a second, which every command would pay.
 """
@@ -31,7 +31,7 @@ class _Json:
 
 Array = Annotated[NDArray[np.float64], _Json()]
 
-RESAMPLES = 9_999  # RESAMPLES + 1 times every usual level is whole, so the quantile is one draw, not between two
+RESAMPLES = 9_999  # RESAMPLES + 1 times every usual level is a whole number, so the quantile is exactly one draw
 _DRAWS_AT_ONCE = 2_000_000  # bounds the memory of the weights to about 32 MB, whatever the number of items
 _NODES = 128  # nodes of the quadrature, whose error is below 1e-10 (tested)
 _TAIL = 1e-15  # probability of discordant shares that the quadrature omits on each side
@@ -40,12 +40,12 @@ _TAIL = 1e-15  # probability of discordant shares that the quadrature omits on e
 def rate_lower(successes: int, items: int, confidence: float) -> float:
     """Return the exact lower one-sided limit of a binomial rate (Clopper & Pearson 1934, Biometrika 26).
 
-    It is the rate at which at least `successes` successes have probability `1 - confidence`: a beta quantile.
+    The limit is the rate at which at least `successes` successes have probability `1 - confidence`: a beta quantile.
 
     Args:
-        successes: items that are right, 0 ≤ successes ≤ items.
-        items: ≥ 1.
-        confidence: one-sided; 0.95 is the lower end of the two-sided 90 % interval.
+        successes: number of items that are right, 0 ≤ successes ≤ items.
+        items: number of items, ≥ 1.
+        confidence: one-sided confidence; at 0.95, the limit is the lower end of the two-sided 90 % interval.
     """
     from scipy.special import betaincinv
 
@@ -55,15 +55,15 @@ def rate_lower(successes: int, items: int, confidence: float) -> float:
 def paired_lower(better: int, worse: int, items: int, confidence: float) -> float:
     """Return the lower one-sided limit of candidate - baseline for two rates measured on the same items.
 
-    It is Gaffke's limit for the mean of differences that are -1, 0 or 1 (see `mean_lower`), computed instead of drawn:
-    the point at which `difference_chance` is `1 - confidence`. Against zero it is the exact test of McNemar. Against
-    other differences, no pair of rates is known that passes too often.
+    The limit is Gaffke's limit for the mean of differences that are -1, 0 or 1 (see `mean_lower`), computed instead of
+    drawn: the point at which `difference_chance` is `1 - confidence`. Against zero, the test is McNemar's exact test.
+    Against other differences, no pair of rates is known for which the test passes too often.
 
     Args:
-        better: items that only the candidate gets right.
-        worse: items that only the baseline gets right; better + worse ≤ items.
-        items: all paired items.
-        confidence: one-sided.
+        better: number of items that only the candidate gets right.
+        worse: number of items that only the baseline gets right; better + worse ≤ items.
+        items: number of all paired items.
+        confidence: one-sided confidence.
     """
     from scipy import optimize, special
 
@@ -80,16 +80,15 @@ def paired_lower(better: int, worse: int, items: int, confidence: float) -> floa
 def difference_chance(better: int, worse: int, items: int, difference: float) -> float:
     """Return P(B - W < `difference`) for shares (B, W, rest) ~ Dirichlet(better, worse + 1, items - better - worse).
 
-    With flat Dirichlet weights on the items and on one more item that only the baseline gets right, it is the
+    With flat Dirichlet weights on the items and on one more item that only the baseline gets right, this is the
     probability that the weighted mean is below `difference`: a p-value of "the true difference is at most
-    `difference`". B + W is a beta variate and independent of B's share of it, which leaves one integral
-    (Gauss-Legendre).
+    `difference`". B + W is a beta variate and is independent of B / (B + W), so one integral remains (Gauss-Legendre).
 
     Args:
-        better: items that only the candidate gets right.
-        worse: items that only the baseline gets right.
-        items: all paired items.
-        difference: in [-1, 1].
+        better: number of items that only the candidate gets right.
+        worse: number of items that only the baseline gets right.
+        items: number of all paired items.
+        difference: the difference, in [-1, 1].
     """
     from scipy.special import betainc, betaincinv, betaln, xlog1py, xlogy
 
@@ -123,15 +122,15 @@ def mean_lower(values: Array, worst: float, confidence: float, seed: int, resamp
     One more item of value `worst` is added, and the limit is a quantile of the mean under flat Dirichlet weights of the
     n + 1 items. For zeros and ones this is the limit of Clopper and Pearson. So the limit does not collapse when all
     values are equal, and allows for a rare bad item that the sample lacks: 20 ones give 0.86, not 1. No distribution is
-    known for which its coverage is too low. The quantile is the draw of rank ⌊(resamples + 1)(1 - confidence)⌋, so
-    drawing instead of integrating does not raise the level either (Besag & Clifford 1989).
+    known for which the limit's coverage is too low. The quantile is the draw of rank ⌊(resamples + 1)(1 - confidence)⌋,
+    so drawing instead of integrating does not raise the level either (Besag & Clifford 1989).
 
     Args:
         values: one finite number per item, each >= worst, [items].
         worst: the smallest possible value, as the metric declares it.
-        confidence: one-sided.
+        confidence: one-sided confidence.
         seed: the seed of the weights; the same seed and values give the same limit.
-        resamples: number of weightings.
+        resamples: number of drawn weight vectors.
     """
     rank = math.floor((resamples + 1) * (1 - confidence) + 1e-9)
     if rank == 0:

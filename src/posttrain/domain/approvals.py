@@ -1,8 +1,8 @@
-"""Approvals: a request names one action on a channel by its digest, and people approve or reject it.
+"""Approvals: a request identifies one action on a channel by a digest, and people approve or reject the action.
 
 The digest covers everything on which the action depends. For a release these are the model, its run, the gate report,
-the policy and the live release. If any of them differs, the request is a different one, and verdicts on the first do
-not count.
+the policy and the live release. If any of these values differs, the request is a different one, and verdicts on
+the first request do not count.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +36,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who must approve an action on a channel: the approvers of its policy, or those of the project."""
+    """Who must approve an action on a channel: the approvers of the channel's policy, or of the project."""
 
     approvers: tuple[str, ...]
     needed: int  # how many of the approvers must approve
@@ -56,7 +56,7 @@ class ApprovalRequest:
     digest: str  # the digest of `asked`
     channel: str
     run_id: str | None
-    asked: Mapping[str, Any]  # everything that the action would change
+    asked: Mapping[str, Any]  # the action, and the values on which it depends
     actor: str  # its owner: the submitter of the run, or the requester of the change
     at: float
 
@@ -73,7 +73,7 @@ class ApprovalRequest:
 
     @property
     def words(self) -> str:
-        """Words for people: `release of run sort-1`; the caller adds the channel."""
+        """The action in one human-readable phrase, such as `release of run sort-1`, without the channel."""
         of = f" of run {self.run_id}" if self.run_id else ""
         policy = self.asked.get("set")
         return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of}"
@@ -96,7 +96,7 @@ class ApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """The verdict of one person on a request; a later verdict of that person replaces it."""
+    """The verdict of one person on a request; a later verdict of that person replaces the earlier one."""
 
     request: str
     actor: str
@@ -106,7 +106,7 @@ class Approval:
 
     @property
     def words(self) -> str:
-        """Words for people: `approved by user:ann: the numbers hold`."""
+        """The verdict as text: `approved by user:ann: the numbers hold`."""
         said = f"rejection {WITHDRAWN}" if self.verdict == WITHDRAWN else self.verdict
         return f"{said} by {self.actor}{f': {self.reason}' if self.reason else ''}"
 
@@ -154,7 +154,7 @@ class ApprovalStatus:
 
     @property
     def words(self) -> str:
-        """Words for people: `needs 2 approvals, has 1 (user:bob); user:carol may approve`."""
+        """The status as text: `needs 2 approvals, has 1 (user:bob); user:carol may approve`."""
         if self.refusal is not None:
             return self.refusal.words
         has = f"{len(self.given)} ({', '.join(one.actor for one in self.given)})" if self.given else "none"
@@ -198,9 +198,9 @@ def weigh(
     """Return the status of a request.
 
     Args:
-        terms: who must approve it.
+        terms: who must approve the request.
         own: canonical names of the request's owners, who may not approve. Once an owner's name is erased, no one may
-            approve: a later person of that name has another identity in the ledger.
+            approve: a later person with that name has another identity in the ledger.
         said: verdicts on this request, one per person.
         outdated: why the verdicts no longer count.
         done: whether the requested action was carried out.
@@ -209,7 +209,7 @@ def weigh(
     ownerless = any(name.startswith(NOBODY) for name in own)
     able = [name for name in approvers if not (ownerless or canonical(name) in own or name in roleless)]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
-    refusal = next(  # a rejection by an approver, or by a person who was erased since
+    refusal = next(  # a rejection by an approver, or by a person whose name has been erased since
         (one for one in said if one.verdict == REJECTED and (one.actor in approvers or one.actor.startswith(NOBODY))),
         None,
     )

@@ -1,4 +1,4 @@
-"""Canonical JSON (RFC 8785), digests of it, and derived seeds.
+"""Canonical JSON (RFC 8785), its digests, and derived seeds.
 
 Seeds are derived, never global: a seed is a hash of the run's seed and of the names of the seed's purpose.
 """
@@ -54,7 +54,7 @@ def _usual(value: Any) -> Any:
         return value
     if kind is float and (value == 0 or 1e-4 <= abs(value) < _EXACT):  # else Python writes an exponent, or NaN
         return int(value) if value.is_integer() else value
-    if kind is dict and all(type(key) is str and key.isascii() for key in value):  # ASCII keys sort like UTF-16
+    if kind is dict and all(type(key) is str and key.isascii() for key in value):  # ASCII keys sort as in UTF-16
         return {key: _usual(item) for key, item in value.items()}
     if kind is list or kind is tuple:
         return [_usual(item) for item in value]

@@ -23,22 +23,23 @@
     ├── ConflictError                   9   the current state forbids the action     (retryable)
     │   ├── ChannelClosedError          9   the channel is frozen or protected
     │   ├── RecalledError               9   the model was made from a recalled asset
-    │   ├── PolicyError                 9   not judged as the channel's policy requires
+    │   ├── PolicyError                 9   the gates were judged under another policy
     │   ├── ApprovalError               9   an approval is missing or rejected
-    │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
+    │   └── StaleWriteError             9   a ledger row changed after it was read   (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
     │   └── LedgerUnavailableError     10   its database does not respond            (retryable)
     ├── StoppedError                   11   a user stopped the run
     ├── DeadlineError                  12   a wait reached its deadline               (retryable)
     │   └── SlowError                  12   a request body did not arrive in time     (retryable)
-    └── AccessError                    13   the caller may not do this
+    └── AccessError                    13   the caller lacks the permission
         └── AuthenticationError        13   the credentials are missing or invalid
 
-Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what, the
-constraint, the offending value, the next action. The type states whether a retry can help (`retryable`).
+Exit code 0 means success, 1 an unexpected error (a bug in Posttrain), 130 that Ctrl-C detached the command. An error's
+message is one line with the object, the constraint, the offending value and the next action. Its type states whether a
+retry can help (`retryable`).
 
-The error for an unknown name suggests similar known names. An exception raised by a worker of a group carries a note
-that names the worker, for the report.
+The error for an unknown name suggests similar known names. An exception that a worker raises has a note that names the
+worker; the job's one-line error contains the note.
 """
 
 import difflib
@@ -73,7 +74,7 @@ class PartSizeError(InputError):
 
 
 class LostOperationError(NotFoundError):
-    """The server that ran an operation has ended; a repeated request runs it once."""
+    """The server that ran an operation has ended; a repeated request runs the operation once."""
 
 
 class ApiVersionError(InputError):
@@ -81,7 +82,7 @@ class ApiVersionError(InputError):
 
 
 class CursorError(InputError):
-    """A cursor is not a position of this list."""
+    """A cursor is not a position in this list."""
 
 
 class GateRejectedError(PosttrainError):
@@ -118,7 +119,7 @@ class BusyError(CapacityError):
 
 
 class LimitError(CapacityError):
-    """A principal exceeds a limit of the server; it did not run the request."""
+    """A principal exceeds a limit of the server; the server did not run the request."""
 
 
 class UnavailableError(InfrastructureError):
@@ -150,14 +151,14 @@ class UploadError(IntegrityError):
 
 
 class ConflictError(PosttrainError):
-    """The current state forbids the action: changed, frozen, quarantined or not approved."""
+    """The current state forbids the action: an object changed, or is frozen, quarantined or not approved."""
 
     exit_code = 9
     retryable = True
 
 
 class QuarantinedError(ConflictError):
-    """A model that was rolled back from a channel needs a reason to be promoted there again."""
+    """A model that was rolled back from a channel can be promoted to it again only with a reason."""
 
 
 class ChannelClosedError(ConflictError):
@@ -177,7 +178,7 @@ class ApprovalError(ConflictError):
 
 
 class StaleWriteError(ConflictError):
-    """A ledger row changed since it was read: read again and decide again."""
+    """A ledger row changed after it was read: the caller must read it and decide again."""
 
 
 class WorkspaceError(PosttrainError):
@@ -220,20 +221,20 @@ class AuthenticationError(AccessError):
 
 
 class FailureClass(StrEnum):
-    """Why an attempt failed; determines the next step of the control side (see `control`)."""
+    """The reason why an attempt failed, which determines the next step of the control side (see `control`)."""
 
     INFRASTRUCTURE = "infrastructure"  # a process or node was lost; the next attempt resumes from the checkpoint
-    PREEMPTED = "preempted"  # ended from outside and queued again; uses no attempt of the budget
+    PREEMPTED = "preempted"  # the job was ended from outside and is queued again; this does not count as an attempt
     OUT_OF_MEMORY = "out_of_memory"  # not retried automatically: the next attempt would need the same memory
     DISK_FULL = "disk_full"  # not retried automatically: the disk would still be full
-    DIVERGED = "diverged"  # training diverged: NaN loss, reward collapse
+    DIVERGED = "diverged"  # training diverged: the loss is NaN, or the reward collapsed
     BAD_INPUT = "bad_input"
     BUG = "bug"  # an unexpected exception in the job; not retried automatically
     BUDGET = "budget"
 
     @property
     def retried(self) -> bool:
-        """Whether the control plane retries this class by itself."""
+        """Whether the control plane retries this class automatically."""
         return self in (FailureClass.INFRASTRUCTURE, FailureClass.PREEMPTED)
 
     @property
@@ -264,8 +265,8 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 def is_full(error: BaseException) -> bool:
     """Return whether a write failed because the disk is full.
 
-    The error or its cause is an `OSError` with such a number, or is from a library of `_WRITERS` with such a message.
-    The same text in any other error proves nothing."""
+    This is the case if the error or its cause is an `OSError` with a number in `_FULL`, or an error of a library in
+    `_WRITERS` with a text in `_SAID`. The same text in any other error proves nothing."""
     told = type(error).__module__.partition(".")[0] in _WRITERS and any(words in str(error) for words in _SAID)
     full = told or (isinstance(error, OSError) and error.errno in _FULL)
     return full or (error.__cause__ is not None and is_full(error.__cause__))
@@ -281,7 +282,7 @@ def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)`, else the known names; empty without known names."""
+    """Return ` (did you mean 'x'?)`; without a similar name, the known names; without known names, an empty text."""
     names = sorted(known)
     return meant(word, names) or (f" (known: {', '.join(names)})" if names else "")
 

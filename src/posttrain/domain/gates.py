@@ -1,14 +1,14 @@
-"""Gate rules in the form that people write, and the verdicts on them. Values only; `decision` judges.
+"""Gate rules as users write them, and the verdicts of gates. The module has values only; `decision` judges gates.
 
-A rule takes exactly one of three forms::
+A rule has exactly one of three forms::
 
     {name: accuracy,      metric: heldout/accuracy, at_least: 0.9}                       # absolute (or at_most)
     {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.02, if_channel_empty: pass}
     {name: shorter,       metric: heldout/response_tokens, direction: lower, better_than: channel, by: 0.5}
     {name: rl-helped,     metric: heldout/accuracy, better_than: sft, by: 0.02}
 
-`channel` is the model that the run's release channel points at when the gate judges. Any other name is a stage of the
-run, or `base`, as in the `model` of stages.
+`channel` is the model that the run's release channel points at when the gate is judged. Any other name is a stage of
+the run, or `base`, as in the `model` of stages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outcome(StrEnum):
     """The outcome of a gate. Only PASS allows a release."""
 
     PASS = "pass"  # the confidence limit meets the threshold
-    INCONCLUSIVE = "inconclusive"  # the estimate meets the threshold but its limit does not; or too few items
+    INCONCLUSIVE = "inconclusive"  # the estimate meets the threshold but its limit does not, or there are too few items
     FAIL = "fail"  # the estimate itself misses the threshold
     ERROR = "error"  # the evidence cannot be used
 
@@ -58,7 +58,7 @@ class Direction(StrEnum):
     LOWER = "lower"
 
 
-# a model as in a stage's `model`, or `channel`
+# a model, named as in a stage's `model`, or `channel`
 Rival = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]
 
 
@@ -72,17 +72,17 @@ class GateRule(Frozen):
 
     name: str  # unique in the run; lower case
     metric: str  # the evaluation's name for the metric: heldout/accuracy
-    at_least: FiniteFloat | None = None  # in units of the metric
-    at_most: FiniteFloat | None = None
-    not_worse_than: Rival | None = None  # non-inferiority: the loss is at most `margin`
-    better_than: Rival | None = None  # superiority: the gain is more than `by`
+    at_least: FiniteFloat | None = None  # required minimum, in units of the metric
+    at_most: FiniteFloat | None = None  # allowed maximum, in units of the metric
+    not_worse_than: Rival | None = None  # non-inferiority: the model is worse by at most `margin`
+    better_than: Rival | None = None  # superiority: the model is better by more than `by`
     margin: FiniteFloat | None = None  # in units of the metric; required by `not_worse_than`
     by: FiniteFloat | None = None  # in units of the metric; default of `better_than`: 0
-    direction: Direction | None = None  # of improvement; default of relative forms: `higher`
-    if_channel_empty: Literal["pass", "fail"] | None = None  # with `channel` only; default: `fail`
-    confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
+    direction: Direction | None = None  # the direction of improvement; default for relative forms: `higher`
+    if_channel_empty: Literal["pass", "fail"] | None = None  # only with `channel`; default: `fail`
+    confidence: FiniteFloat = 0.95  # one-sided: at 0.95, the limit is one end of a two-sided 90 % interval
     min_items: Annotated[int, Field(le=MOST_ITEMS)] = (
-        20  # fewer items are not judged: their confidence limits are too wide
+        20  # with fewer items, the verdict is INCONCLUSIVE: the limit would be too wide
     )
 
     @model_validator(mode="before")
@@ -144,7 +144,7 @@ class GateRule(Frozen):
             possible: the range of one item's value.
 
         Raises:
-            InputError: the threshold is such; the message has key, constraint, value and next action.
+            InputError: the threshold is one of these two; the message has key, constraint, value and next action.
         """
         low, high = (-possible.span, possible.span) if self.needs_baseline else (possible.low, possible.high)
         up, threshold = self.higher_is_better, self.threshold
@@ -179,7 +179,7 @@ class GateRule(Frozen):
 
     @property
     def strict(self) -> bool:
-        """Whether a limit exactly on the threshold is a miss, since an identical model is not better."""
+        """Whether a limit exactly at the threshold misses it, since an identical model is not better."""
         return self.better_than is not None
 
     @property
@@ -216,13 +216,13 @@ class Verdict(Frozen):
     difference: FiniteFloat | None = None  # candidate - baseline
     limit: FiniteFloat | None = None  # the one-sided confidence limit that is compared with `threshold`
     threshold: FiniteFloat | None = None
-    missed_by: FiniteFloat | None = None  # distance of `limit` to the threshold: > 0 missed, < 0 met with a margin
+    missed_by: FiniteFloat | None = None  # distance from `limit` to the threshold; < 0: the threshold is met
     details: dict[str, FiniteFloat] = Field(default_factory=dict)  # such as discordance, mcnemar_p
     against: str | None = None  # channel | base | a stage: the compared model; None: no model, or a verdict of
-    # an older release, which compared with the channel only
+    # an older version, which compared with the channel only
     baseline: str | None = None  # digest of that model; None: no model
     look: int | None = None  # 1 for the first evaluation of its items; None: the items are unknown
-    asked: FiniteFloat | None = None  # the rule's own confidence, if the number of looks raised it
+    asked: FiniteFloat | None = None  # the rule's own confidence, if the number of looks raised `confidence`
 
     @property
     def against_words(self) -> str:
@@ -243,11 +243,12 @@ class GateReport(Frozen):
     candidate: str  # digest of the judged model
     baseline: str | None = None  # digest of the channel's model, which a promotion replaces; None: the channel was
     # empty. Each verdict contains the model with which its rule compared
-    evaluator: str | None = None  # digest of the evaluator of candidate and baselines: suite, code, parameters
-    manifest: str | None = None  # digest of the run's manifest. None, as the next fields, in reports of older releases
+    evaluator: str | None = None  # digest of the evaluator that measured candidate and baselines
+    # digest of the run's manifest; None, like the next fields, in reports by older versions
+    manifest: str | None = None
     policy: str | None = None  # digest of the channel's policy with its gates; None: no policy
     channel: str | None = None
-    release: int | None = None  # sequence of the live release when the gate judged; 0: no release
+    release: int | None = None  # number of the release that was live when the gate was judged; 0: no release
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -260,7 +261,7 @@ class GateReport(Frozen):
     def of(
         cls, verdicts: Iterable[Verdict], *, candidate: str, baseline: str | None = None, evaluator: str | None = None
     ) -> GateReport:
-        """Return the report of these verdicts; without verdicts it is an ERROR."""
+        """Return the report of these verdicts; without verdicts, its outcome is ERROR."""
         rows = tuple(verdicts)
         return cls(
             outcome=worst(verdict.outcome for verdict in rows),

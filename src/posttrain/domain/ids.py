@@ -5,9 +5,9 @@ annotated with a type of this module; `api.guard` checks the parameter for every
 value of each type is one printable word of bounded length that is safe as part of a path: it has no `..`, slash, NUL
 or other control character.
 
-Principals act: `user:ann`, `service:ci`. This module defines the rules for their names, and which principals a written
-name may mean. Each role in a project includes the permissions of those before it. Names of lock files are recognised
-before a workspace is loaded.
+A principal is a user or a service that acts: `user:ann`, `service:ci`. This module defines the rules for the names of
+principals, and which principals a written name may mean. Each role in a project includes the permissions of the roles
+before it. Names of lock files are recognised here, since commands check them before they load a workspace.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from posttrain.domain.errors import InputError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHOWN = 80  # characters of a value in errors
-DRIVER = "service:posttrain"  # the actor of the server's driver and of upgrades; never logs in
-NOBODY = "erased:"  # prefix of the name of an erased principal; its id follows
+DRIVER = "service:posttrain"  # the principal as which the server's driver and upgrades act; it cannot log in
+NOBODY = "erased:"  # prefix of an erased principal's name; the principal's id follows
 FORM = "user:NAME or service:NAME, without spaces around it and without line breaks"
 _KINDS = ("user", "service")
 _LONGEST = 200  # characters of a name
-SERVER_VARIABLE, PROJECT_VARIABLE = "POSTTRAIN_SERVER", "POSTTRAIN_PROJECT"  # what commands ask
+SERVER_VARIABLE, PROJECT_VARIABLE = "POSTTRAIN_SERVER", "POSTTRAIN_PROJECT"  # server and project of commands
 LOCK_SUFFIX = ".lock.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Id:
-    """The constraint of a type's values."""
+    """The constraint on the values of a type."""
 
     noun: str
     pattern: str  # matches the whole value
@@ -85,7 +85,7 @@ ProjectId = Annotated[str, Id("a project", r"[a-z0-9][a-z0-9-]{0,62}", "1-63 of 
 Tag = Annotated[str, Id("a tag", r"[a-z0-9][a-z0-9._-]{0,23}", "1-24 of a-z 0-9 . _ - and begin with a-z 0-9")]
 
 
-Name = Annotated[  # of a channel, a sink, a kind of events; a user's reference of a run
+Name = Annotated[  # of a channel, a sink or a kind of events, or a user's reference to a run
     str,
     Id("a name", r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", "1-128 characters without / and \\"),
 ]
@@ -125,7 +125,7 @@ def is_principal(name: str) -> bool:
 
 
 def is_project(name: str) -> bool:
-    """Return whether this is a valid name of a project: 1-63 of a-z 0-9 -, beginning with a letter or digit."""
+    """Return whether this is a valid name of a project: 1-63 characters a-z 0-9 -, beginning with a letter or digit."""
     return re.fullmatch(TYPES["ProjectId"].pattern, name) is not None
 
 
@@ -165,7 +165,7 @@ class Role(StrEnum):
     ADMIN = "admin"  # manage roles and policies
 
     def covers(self, other: Role) -> bool:
-        """Return whether this role includes the permissions of the other."""
+        """Return whether this role includes the permissions of the other role."""
         return _RANK[self] >= _RANK[other]
 
 
@@ -183,5 +183,5 @@ def lock_path(path: Path) -> Path:
 
 
 def is_lock(path: Path) -> bool:
-    """Return whether a file is a locked manifest, by its name."""
+    """Return whether a file has the name of a locked manifest."""
     return path.name.endswith(LOCK_SUFFIX)

@@ -1,6 +1,6 @@
-"""The contract between the control side and a job process: orders, results, and facts that it reports while it runs.
+"""The contract between the control side and a job process: orders, results, and facts that the job reports.
 
-Facts are values, streamed as JSON lines into the attempt folder's event segments. The engine makes them without
+Facts are values, streamed as JSON lines into the attempt folder's event segments. The engine creates facts without
 importing store or telemetry; a reader gets the same values back. A value must have the type that the dataclass
 declares; any other type raises.
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 
-MOST_NUMBER = 1 << 53  # maximum of any count; sums of such counts still fit a database
+MOST_NUMBER = 1 << 53  # maximum of any count; sums of such counts still fit in a database column
 _LARGE = 1 << 63  # a database can store only smaller whole numbers
 MOST_TEXT = 1 << 14  # characters of a text stored in rows
 T = TypeVar("T")
@@ -28,11 +28,11 @@ PHASE_SECONDS = 30.0  # a job reports the end of a phase after this silence, sin
 _STATUSES = ("succeeded", "failed", "stopped")
 _PATH = 1024  # characters
 NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job without memory or disk space for its result (EX_OSERR, EX_IOERR)
-ANOTHER_RUNS = 73  # exit code if another process began the attempt, or no process may (EX_CANTCREAT)
+ANOTHER_RUNS = 73  # exit code if another process began the attempt, or none may begin it (EX_CANTCREAT)
 
 
 def shaped(form: Callable[..., T], raw: Mapping[str, Any]) -> T:
-    """Return a dataclass with these fields. Elements of lists are not checked, since there may be millions.
+    """Return the dataclass `form` with these fields. Elements of lists are not checked, since there may be millions.
 
     Raises:
         TypeError: a field is missing, unknown, or of another type.
@@ -46,10 +46,10 @@ def shaped(form: Callable[..., T], raw: Mapping[str, Any]) -> T:
 
 
 def count(value: Any) -> int:
-    """Return a whole number from 0.
+    """Return the value if it is a whole number from 0 to `MOST_NUMBER`.
 
     Raises:
-        TypeError: the value is not one.
+        TypeError: the value is not such a number.
     """
     if not _is_int(value) or not 0 <= value <= MOST_NUMBER:
         raise TypeError(f"must be a whole number from 0 to {MOST_NUMBER}, got {repr(value)[:60]}")
@@ -57,10 +57,10 @@ def count(value: Any) -> int:
 
 
 def duration(value: Any) -> float:
-    """Return seconds: a finite number from 0.
+    """Return the value as seconds if it is a finite number and at least 0.
 
     Raises:
-        TypeError: the value is not one.
+        TypeError: the value is not such a number.
     """
     if not _is_number(value) or not 0 <= value < math.inf:
         raise TypeError(f"must be a finite number of seconds, at least 0, got {repr(value)[:60]}")
@@ -68,10 +68,10 @@ def duration(value: Any) -> float:
 
 
 def real(value: Any) -> float:
-    """Return a number, which may be NaN.
+    """Return the value if it is a number, including NaN.
 
     Raises:
-        TypeError: the value is not one.
+        TypeError: the value is not a number.
     """
     if not _is_number(value):
         raise TypeError(f"must be a number, got {repr(value)[:60]}")
@@ -79,7 +79,7 @@ def real(value: Any) -> float:
 
 
 def text(value: Any, most: int = MOST_TEXT) -> str:
-    """Return text that every database accepts: without NUL and lone surrogates, and at most `most` characters.
+    """Return text that every database accepts: without NUL or lone surrogates, and at most `most` characters.
 
     Raises:
         TypeError: the value is not text.
@@ -138,9 +138,9 @@ class Progress:
     * every generated token;
     * every token of a document trained on, prompt and response, once per optimiser step that it is part of.
 
-    So supervised fine-tuning counts the tokens that it trains on, an evaluation those of prompts and responses, and
-    GRPO the sum, since responses of groups with signal are generated and then trained on. Passes that neither generate
-    nor train (such as those of the frozen reference of a KL penalty) are not counted.
+    So supervised fine-tuning counts the tokens that it trains on, an evaluation counts the tokens of prompts and
+    responses, and GRPO counts the sum, since responses of groups with signal are generated and then trained on. Passes
+    that neither generate nor train (such as those of the frozen reference for a KL penalty) are not counted.
     """
 
     step: int
@@ -163,7 +163,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for people: a warning, or a report of progress."""
+    """One line of text for users: a warning, or a report of progress."""
 
     message: str
     at: float
@@ -174,8 +174,8 @@ class Note:
 class Sample:
     """The history of one response in a step, from the prompt to the update that consumed it.
 
-    Sequences have one value per response token, 0 at observed tokens. They are empty if the role is absent or the
-    response was not trained on.
+    A sequence has one value per response token, 0 at observed tokens. It is empty if the role that computes it is
+    absent, or if the response was not trained on.
     """
 
     id: str  # "<step>.<prompt's position in the data stream>.<sample>", such as "12.388.3"; steps count from 0
@@ -190,7 +190,7 @@ class Sample:
     reward: float | None
     fate: str  # "update 12, mini-batch 0" | "dropped: no score" | "dropped: group without signal", or another reason
     components: Mapping[str, float] = field(default_factory=dict)
-    status: str = "ok"  # the reward's: ok | timeout | error | none
+    status: str = "ok"  # status of the reward: ok | timeout | error | none
     advantages: Sequence[float] = ()
     logprobs: Sequence[float] = ()  # log-probabilities under the policy before the update
     ratios: Sequence[float] = ()  # exp(logprobs - old), with the old log-probabilities of the loss
@@ -199,7 +199,7 @@ class Sample:
     values: Sequence[float] = ()
     returns: Sequence[float] = ()
     earned: Sequence[float] = ()  # the reward earned at each token; empty: all of it at the end
-    observed: Sequence[bool] = ()  # whether the token was not sampled by the policy; empty: all were sampled
+    observed: Sequence[bool] = ()  # for each token, whether the policy did not sample it; empty: all were sampled
     temperature: float | None = None  # temperature of sampling and of the log-probabilities; None: unknown
 
 
@@ -237,7 +237,7 @@ def _packed(code: str, numbers: Sequence[float]) -> dict[str, str]:
 
 
 def _unpacked(given: Any) -> Any:
-    """Return the numbers of `_packed`; a list, which an older release wrote, is returned unchanged."""
+    """Return the numbers of `_packed`; a list, which an older version wrote, is returned unchanged."""
     if not isinstance(given, Mapping):
         return given
     [(code, text)] = given.items()
@@ -268,14 +268,14 @@ def fact_from_json(value: Mapping[str, Any]) -> Fact:
 
 @dataclass(frozen=True, slots=True)
 class InputBlob:
-    """One resolved input of a job: `slot` of the stage, `digest` in the artifact store.
+    """One resolved input of a job: an artifact in the store, identified by its digest.
 
     `form` is `file` (a single blob) or `tree` (a folder, addressed by the digest of its listing).
     """
 
     digest: str
     form: str
-    name: str = ""  # human name: dataset:sort-train@1
+    name: str = ""  # readable name: dataset:sort-train@1
     meta: Mapping[str, Any] = field(default_factory=dict)  # a reward's {"entry": "score", "dialect": "auto"}
 
 
@@ -298,7 +298,7 @@ class JobOrder:
     resumed_step: int = 0  # steps completed in the checkpoint
     tokens_inherited: int = 0  # tokens already counted in the checkpoint
     token_allowance: int | None = None  # total tokens that this attempt's lineage may spend
-    seconds_allowance: float | None = None  # its maximum running time, without time in a queue
+    seconds_allowance: float | None = None  # the attempt's maximum running time, without time in a queue
     tokens_declared: int | None = None  # budget.tokens; the allowance is its unspent part
     seconds_declared: float | None = None  # budget.wall_clock
     environment: str = ""  # digest of the run's first environment; empty: not compared
@@ -319,7 +319,7 @@ class JobOrder:
         """Return the inverse of `to_json`.
 
         Raises:
-            InputError: another version of Posttrain wrote it, in an unsupported schema.
+            InputError: another version of Posttrain wrote the order, in an unsupported schema.
         """
         if value["schema"] != ORDER_SCHEMA:
             raise InputError(
@@ -335,10 +335,10 @@ def tokens_short(coming: str, worst: int, spent: int, allowed: int, declared: in
     """Return the message that the next piece of work may exceed the token budget.
 
     Args:
-        coming: the next piece of work: "the next step".
+        coming: the next piece of work, such as "the next step".
         worst: the maximum number of tokens that the work may take.
         spent: tokens of the lineage so far.
-        allowed: total tokens of the lineage; less than `declared` if other stages spent some.
+        allowed: total tokens that the lineage may spend; less than `declared` if other stages spent some.
         declared: `budget.tokens`; None: unknown.
     """
     of = "" if declared is None else f" (budget.tokens: {declared})"
@@ -367,7 +367,7 @@ class JobCommand:
 class Capacity:
     """The devices that an executor allocates to jobs: `Capacity(2, {"1": "sort-1f3a-sft-1 of ada"})`.
 
-    With 0 devices (no GPU, or a cluster scheduler that allocates them) no job waits for one.
+    With 0 devices (there is no GPU, or a cluster scheduler allocates the GPUs), no job waits for a device.
     """
 
     devices: int = 0
@@ -394,7 +394,7 @@ class Capacity:
 class JobState(StrEnum):
     """The state of a job as its executor observes it."""
 
-    UNKNOWN = "unknown"  # no job of that name is visible; see `Observation.absent`
+    UNKNOWN = "unknown"  # no job with this name is visible; see `Observation.absent`
     STARTING = "starting"  # accepted: queued, pulling an image, starting
     RUNNING = "running"
     EXITED = "exited"  # with an exit code
@@ -402,7 +402,7 @@ class JobState(StrEnum):
 
 
 class Absence(StrEnum):
-    """The meaning of an observation without a job of that name."""
+    """The meaning of an observation that finds no job with the name."""
 
     AUTHORITATIVE = "authoritative"  # the job does not exist
     NOT_VISIBLE_YET = "not_visible_yet"  # a submitted job may still appear
@@ -443,7 +443,7 @@ class PodSeen:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One observation of a job. `handle`, `node`, `seconds` and `pods` do not count for equality."""
+    """One observation of a job. Comparisons for equality ignore `handle`, `node`, `seconds` and `pods`."""
 
     state: JobState
     exit_code: int | None = None
@@ -451,7 +451,7 @@ class Observation:
     absent: Absence = Absence.AUTHORITATIVE  # the meaning of UNKNOWN
     cause: Cause | None = None
     incarnation: int = 0  # restarts by the executor itself, within the same attempt
-    handle: str = field(default="", compare=False)  # the executor's name of the job
+    handle: str = field(default="", compare=False)  # the executor's name for the job
     node: str = field(default="", compare=False)
     # running time in seconds by the executor's record, from the start until now or the end, over all incarnations. Time
     # in a queue and time after an unnoticed end do not count. None: the job never ran
@@ -493,7 +493,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """The executor already has a job of that name, running or ended; no job was started."""
+    """The executor already has a job with this name, running or ended; no job was started."""
 
     handle: str
 
@@ -511,8 +511,8 @@ Submission = Accepted | Exists | Unknown
 class Signal(StrEnum):
     """A request to a job, which the job itself carries out."""
 
-    STOP = "stop"  # checkpoint, and end
-    CHECKPOINT = "checkpoint"  # checkpoint, and continue
+    STOP = "stop"  # write a checkpoint, and end
+    CHECKPOINT = "checkpoint"  # write a checkpoint, and continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,7 +559,7 @@ class CheckpointCommit:
         """Return the inverse of `to_json`.
 
         Raises:
-            IntegrityError: the value has another shape or format, or names no shards.
+            IntegrityError: the value has a different shape or format, or names no shards.
         """
         try:
             if value["format"] != CHECKPOINT_FORMAT:
@@ -596,7 +596,7 @@ class JobResult:
         """Return the inverse of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: the value has another shape.
+            KeyError, TypeError, ValueError, AttributeError: the value has a different shape.
         """
         if value["status"] not in _STATUSES:
             raise ValueError(f"status must be one of {', '.join(_STATUSES)}, got {repr(value['status'])[:60]}")

@@ -1,10 +1,10 @@
-"""Specs of jobs, and references of container images.
+"""Specs of jobs, and references to container images.
 
-A spec is a job with its pods, its limits and its owner.
+A spec describes a job with its pods, its limits and its owner.
 
-A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so the planned image runs. A
-project lists the images that its runs may name: such a reference, or `registry.example.org/team/train@*` for every
-digest of that repository.
+A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so exactly the planned
+image runs. A project lists the images that its runs may name: an entry is such a reference, or
+`registry.example.org/team/train@*` for every digest of that repository.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.domain.errors import InputError
 
 SPEC_SCHEMA = 1
 WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every spec has
-SHORTEST_SECRET = 8  # minimum of characters, with whitespace collapsed
+SHORTEST_SECRET = 8  # minimum number of characters, after whitespace is collapsed
 SECRET_NAME = re.compile(  # names of variables whose values are never written; TOKENIZERS_PARALLELISM does not match
     r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
     re.IGNORECASE,
@@ -35,19 +35,19 @@ _WHERE = "REGISTRY/NAME@sha256:…"
 
 
 class JobRef(Protocol):
-    """The reference of a job: its name, and the folder of its attempt."""
+    """A reference to a job: its name, and the folder of its attempt."""
 
     @property
     def name(self) -> str:
-        """Deterministic external name, `RUN-STAGE-ATTEMPT`."""
+        """The deterministic external name, `RUN-STAGE-ATTEMPT`."""
 
     @property
     def attempt_dir(self) -> str:
-        """The attempt's folder, absolute."""
+        """The absolute path of the attempt's folder."""
 
     @property
     def mailbox(self) -> str | None:
-        """The URL of the mailbox; empty: the attempt folder; None: the URL is in the order of an older release."""
+        """The URL of the mailbox; empty: the attempt folder; None: an older version wrote it only into the order."""
 
 
 def secret_fault(name: str) -> str:
@@ -106,9 +106,9 @@ class JobSpec:
     attempt_dir: str  # not stored: the workspace may be moved
     environment: Mapping[str, str] = field(default_factory=dict)  # variables, in addition to the executor's own
     gang: tuple[PodGroup, ...] = (PodGroup(),)
-    image: str = ""  # NAME@sha256:…; empty: an environment like this one, which the order names by digest
+    image: str = ""  # NAME@sha256:…; empty: an environment like the submitter's, whose digest is in the order
     secrets: tuple[str, ...] = ()  # names of variables whose values the executor provides
-    max_seconds: float | None = None  # from the job's start; then the executor ends it
+    max_seconds: float | None = None  # counted from the job's start; then the executor ends the job
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL
     labels: Mapping[str, str] = field(default_factory=dict)  # its owner: workspace, run, stage
     epoch: int = 0  # number that grows with each attempt of a stage
@@ -123,7 +123,7 @@ class JobSpec:
 
     @property
     def mailbox(self) -> str | None:
-        """None: the mailbox of the job's order counts, since a spec contains none."""
+        """Always None: a spec contains no mailbox, so the mailbox in the job's order is used."""
         return None
 
     @property
@@ -145,9 +145,9 @@ class JobSpec:
         """Return the inverse of `to_json`.
 
         Raises:
-            InputError: another version of Posttrain wrote it.
+            InputError: another version of Posttrain wrote the value.
             KeyError: the value lacks a field.
-            TypeError: a field of the value has another type.
+            TypeError: a field of the value has the wrong type.
         """
         if value["schema"] != SPEC_SCHEMA:
             raise InputError(
@@ -169,7 +169,7 @@ class Listed:
 
 
 def image_reference(text: str) -> str:
-    """Return a reference to one image, pinned by digest.
+    """Return the text if it is a reference to one image, pinned by digest.
 
     Raises:
         ValueError: the text is not such a reference; the message is one line.
@@ -191,7 +191,7 @@ def image_digest(reference: str) -> str:
 
 
 def image_rule(text: str) -> str:
-    """Return a rule of a project: one image by its digest, or `NAME@*`.
+    """Return the text if it is an entry in a project's list of images: one image by its digest, or `NAME@*`.
 
     Raises:
         InputError: the text is neither.

@@ -1,7 +1,7 @@
 """The kinds of stages: Posttrain's own, and those of installed packages (entry points `posttrain.kinds`).
 
-Everything that depends on a stage's kind is a property of the kind here: its driver, its outputs, whether it measures.
-No other code compares a stage's kind with a name; a test checks the sources.
+Everything that depends on a stage's kind is a property of its `StageKind`: the driver, the outputs, whether the stage
+measures. No other code compares a stage's kind with a name; a test checks the sources.
 
 The contract of a stage is declared before any job runs. An evaluation also declares the range of one item's value for
 each metric. A gate's limit depends on that range, so the producer of the metric declares it; it is never inferred from
@@ -22,7 +22,7 @@ from posttrain.domain.placement import LEAST_STALL, Placement
 from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
 
 MODEL: Final = "model"  # an output: the last model
-BEST: Final = "best"  # an output: the best model by the stage's probe
+BEST: Final = "best"  # an output: the best model according to the stage's probe
 METRICS: Final = "metrics"  # an output: the measurements of an evaluation, item by item
 REPORT: Final = "report"  # an output: the report of a gate
 UNCHANGED: Final = "unchanged"  # a metric of a stage: no step updated weights
@@ -30,7 +30,7 @@ FORMS = ("file", "tree")
 _FORM_OF = {MODEL: "tree", BEST: "tree", METRICS: "file"}
 _TAKEN = ("model", "dataset", "reward", "recipe")
 KINDS: Final = "posttrain.kinds"  # the group of entry points
-CONTROL: Final = "control"  # the "trainer" of stages without a process, and of those that wait
+CONTROL: Final = "control"  # the "trainer" of gate, release and wait stages
 _MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _STEPS = "lower steps or batch_size of {}"
@@ -59,7 +59,7 @@ class ItemRange:
 
     @property
     def span(self) -> float:
-        """The maximum distance of two values: a difference of two models' values is in [-span, span]."""
+        """The maximum distance between two values: the difference of two models' values is in [-span, span]."""
         return self.high - self.low
 
 
@@ -69,7 +69,7 @@ RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
 SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
 
 
-ENOUGH_SEEDS = 3  # seeds of each setting: a third may contradict two
+ENOUGH_SEEDS = 3  # required seeds of each setting: a third seed may contradict the first two
 
 
 _COMPARED = ("accuracy", "sampled_accuracy")
@@ -130,30 +130,30 @@ class Load:
     micro_batch_tokens: int | None  # None: chosen (`planner.sizes`)
     activation_checkpointing: bool | None = None  # None: chosen
     sequence_parallel: int = 1
-    documents: int = 0  # of one optimiser step; 0: unknown, so micro-batches count as full
+    documents: int = 0  # documents of one optimiser step; 0: unknown, so micro-batches count as full
     rows: int = 0  # maximum number of responses that one rank decodes together
     response_tokens: int = 0
     ray_address: str | None = None
     samples: int = 0  # responses of one step, or of one batch of an evaluation
-    kv_cache: int | None = None  # bytes of one rollout rank; None: chosen
+    kv_cache: int | None = None  # bytes on one rollout rank; None: chosen
     object_store: int | None = None  # bytes; None: chosen
     reward_timeout: float | None = None  # seconds; None: chosen
     start_timeout: float | None = None  # seconds; None: chosen
     call_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # whether a reward function scores the responses
     lag: int = 0  # steps by which sampling may be ahead of training
-    correction: str = ""  # for samples of a different policy or engine; the policy rereads every response
+    correction: str = ""  # correction for samples of another policy or engine: the policy computes each response again
     streams: bool = False  # gradients are summed while other groups of the step are sampled
     wide: int = 0  # bytes per response token of columns that stay on their ranks
 
     def decoded(self, ranks: int) -> int:
-        """Return how many responses each of `ranks` ranks decodes together: its share of a step's, at most `rows`."""
+        """Return how many responses each of `ranks` ranks decodes together: its share of a step, at most `rows`."""
         return min(self.rows, -(-(self.samples or self.rows) // ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
-    """What a stage requires of a data set's rows; a plan rejects the same rows that its job would reject."""
+    """The requirements of a stage on a data set's rows; a plan rejects the same rows that the job would reject."""
 
     pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
     learn: bool = False  # rows are demonstrations; false: prompts
@@ -183,7 +183,7 @@ class StageContract:
     params: Mapping[str, Any]  # normalised: defaults filled in
     inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, name in run.yaml): "data" → ("dataset", "train")
     outputs: Mapping[str, str]  # name → form: file | tree
-    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # its metrics; None: not for gates
+    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # metric → range; None: gates cannot use it
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
     rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → requirements of its rows
     load: Load | None = None  # its memory and devices; None: one process without training
@@ -194,7 +194,7 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
     """Check the invariants of a contract made by third-party code.
 
     Args:
-        told: the owner of the contract, for errors.
+        told: the owner of the contract in errors.
 
     Raises:
         InputError: the value is not a contract, its parameters are not JSON, or an input or output is invalid.
@@ -233,11 +233,11 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
 
 
 class Driver(StrEnum):
-    """The driver of a stage."""
+    """The component that drives a stage."""
 
     JOB = "job"  # a process that an executor launches
     CONTROL = "control"  # the reconciler itself
-    WAIT = "wait"  # no process: a time, or a signal from a person
+    WAIT = "wait"  # no process: the stage ends at a time, at a signal from a person, or after both
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +245,11 @@ class AlgorithmSpec:
     """An algorithm of the engine: `AlgorithmSpec("words.config:WordsConfig", "words.algorithm:Words")`.
 
     Both have the form `module:Name`. The module of `config` is imported where runs are planned, so it must not need
-    torch; that of `algorithm` is imported in the job.
+    torch; the module of `algorithm` is imported in the job.
     """
 
     config: str  # the class of its parameters: a `TrainingConfig` of `posttrain.engine.config`
-    algorithm: str  # built from them: an algorithm of `posttrain.engine.recipes.algorithm`
+    algorithm: str  # the algorithm's class, which implements a protocol of `posttrain.engine.recipes.algorithm`
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class StageKind:
     driver: Driver = Driver.JOB
     phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # phase of a step → its roles, if known
     outputs: Mapping[str, str] = field(default_factory=dict)  # outputs of every stage of the kind: name → file | tree
-    module: str = ""  # of the job, which runs as `python -m MODULE ATTEMPT_DIR`
+    module: str = ""  # the module of the job, which runs as `python -m MODULE ATTEMPT_DIR`
     from_nothing: bool = False  # makes a model from its parameters alone, without reporting progress
     scores: bool = False  # its model scores responses and does not generate any
     ships: bool = False  # its stages move a channel
@@ -403,7 +403,7 @@ ADDED: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.CONTROL
 
 @dataclass(frozen=True, slots=True)
 class InstalledKind:
-    """A kind, and its package."""
+    """A kind of an installed package, and the entry point that adds it."""
 
     kind: StageKind
     plugin: Plugin
@@ -419,7 +419,7 @@ class InstalledKind:
         return self.kind.contract(params)
 
     def code_digest(self) -> str:
-        """Return the digest of its sources, its version and its requirements: part of its stages' cache keys."""
+        """Return the digest of the package's sources, version and requirements, which is part of cache keys."""
         spec = self.kind.algorithm
         parts = (spec.config, spec.algorithm) if spec else (self.kind.module,)
         return self.plugin.code_digest(*dict.fromkeys(part.partition(":")[0] for part in parts))
@@ -428,7 +428,7 @@ class InstalledKind:
 def kind_of(name: str) -> StageKind:
     """Return the kind of an existing stage.
 
-    For a missing or broken package it is a kind with defaults only, so every old run can be shown.
+    If the kind's package is missing or broken, the result has defaults only, so every old run can be shown.
     """
     try:
         found = OWN.get(name) or installed_kind(name)
@@ -438,7 +438,7 @@ def kind_of(name: str) -> StageKind:
 
 
 def installed_kind(name: str) -> InstalledKind | None:
-    """Return the kind of that name of an installed package; None: Posttrain's own, or unknown.
+    """Return the kind with this name in an installed package; None: the kind is Posttrain's own, or unknown.
 
     Raises:
         InputError: the package of the kind is broken, or two packages have the kind.

@@ -3,7 +3,7 @@
 Every transition is a compare-and-set on (id, generation) with its event. A transition outside these tables is a bug and
 raises an error. The diagrams in docs/architecture.md are generated from the tables (`handbook/states.py`).
 
-A reason code states why a run, a stage or an attempt is in its state; each is listed with its meaning and the next
+A reason code states why a run, a stage or an attempt is in its state; each code is listed with its meaning and the next
 action. A run that fails has the reason of the stage that failed it. The strings are stored, and scripts read them.
 """
 
@@ -17,7 +17,7 @@ from posttrain.domain.errors import ConflictError, FailureClass
 
 _NOTHING = "nothing"
 _RUN, _STAGE, _ATTEMPT = "run", "stage", "attempt"
-_ENDED = (_RUN, _STAGE)  # ends a stage, and its run with it
+_ENDED = (_RUN, _STAGE)  # the reason of a stage that ends, and of its run
 _ALL = (_RUN, _STAGE, _ATTEMPT)
 
 
@@ -25,7 +25,7 @@ class RunState(StrEnum):
     PENDING = "pending"  # submitted; no process drives it yet
     RUNNING = "running"  # its stages are under way
     STOPPING = "stopping"  # a user requested a stop; its jobs write a checkpoint
-    STOPPED = "stopped"  # `posttrain retry` continues it
+    STOPPED = "stopped"  # a user stopped it; `posttrain retry` continues it
     SUCCEEDED = "succeeded"  # every stage ended, and the model is released if the file has a release
     REJECTED = "rejected"  # a gate did not pass: the run completed, but the model was not released
     FAILED = "failed"  # a stage failed; `posttrain retry` continues it
@@ -43,7 +43,7 @@ class StageState(StrEnum):
 
 
 class AttemptState(StrEnum):
-    PLANNED = "planned"  # the attempt is recorded; the job is possibly not submitted yet
+    PLANNED = "planned"  # the attempt is recorded; there is no record yet that its job was submitted
     LAUNCHED = "launched"  # the executor has the job
     SUCCEEDED = "succeeded"  # the job wrote its result
     STOPPED = "stopped"  # the job ended on request
@@ -144,7 +144,7 @@ def check_transition(machine: str, source: str, target: str) -> None:
 
 
 def is_final(machine: str, state: str) -> bool:
-    """Return whether `state` is left only by a person's action (`retry`)."""
+    """Return whether the object stays in `state` unless a person acts (`retry`)."""
     if machine in ("run", "stage"):
         return state in ("succeeded", "rejected", "failed", "stopped", "skipped")
     return not TABLES[machine][state]
@@ -155,7 +155,7 @@ class Reason(StrEnum):
 
     of: tuple[str, ...]  # the objects that may have it: run, stage, attempt
     meaning: str  # one sentence
-    action: str  # the next action of a person
+    action: str  # what a user should do next
 
     def __new__(cls, code: str, of: tuple[str, ...], meaning: str, action: str) -> Self:
         self = str.__new__(cls, code)
@@ -424,7 +424,7 @@ class Reason(StrEnum):
 
 
 class StopCause(StrEnum):
-    """Why a job was stopped: by an order of the control side, or from outside. Attempts store it."""
+    """Why a job was stopped, by an order of the control side or from outside. The attempt's row stores the cause."""
 
     meaning: str  # one clause
 
@@ -455,5 +455,5 @@ _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
 
 def meaning(code: str) -> str:
-    """Return the meaning of a stored reason; the code itself if another version of Posttrain wrote an unknown code."""
+    """Return the meaning of a stored reason code, or the code itself if only another version of Posttrain has it."""
     return _BY_CODE[code].meaning if code in _BY_CODE else code

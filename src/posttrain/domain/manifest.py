@@ -6,9 +6,9 @@ The identity of a stage's cached outputs and checkpoints is a digest of exactly 
 Placement, checkpoint frequency and budget do not affect the result, so work under other values of these settings is the
 same work and can be continued.
 
-An evaluator, which measures a suite, is one digest of code, settings and rewards, but not of the data, the model or the
-seed. A channel's policy names the allowed evaluators. A different version of Posttrain is a different evaluator, since
-the digest of its code differs.
+An evaluator, which measures a suite, is identified by one digest of code, settings and rewards, but not of the data,
+the model or the seed. A channel's policy names the allowed evaluators. A different version of Posttrain is a different
+evaluator, since the digest of its code differs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _UNDECIDING = frozenset({"placement"})
 _UNDECIDING_RUNTIME = frozenset(
     {"call_timeout", "checkpoint_every", "object_store", "ray_address", "stall_after", "start_timeout"}
 )
-_UNDECIDING_META = frozenset({"source", NAMED})  # names of files in errors, and of models for people
+_UNDECIDING_META = frozenset({"source", NAMED})  # names of files for errors, and of models for display
 SUITES: Final = "suites."  # prefix of the slots of measured data
 _OF_THE_RUN_FILE = ("data", "reward")  # settings that are names in the run file; the inputs contain their digests
 
@@ -87,7 +87,7 @@ class StageManifest(Ordered):
         return METRICS in self.outputs and MODEL in self.inputs
 
     def upstream(self) -> set[str]:
-        """Return the names of the stages that this one waits for."""
+        """Return the names of the stages that this stage waits for."""
         return {ref.name for ref in self.inputs.values() if ref.source == "stage"} | set(self.after)
 
 
@@ -105,7 +105,7 @@ class Manifest(Frozen):
     code: dict[str, str]  # trainer → digest of the sources and engine versions that affect results
     policy: str | None = None  # digest of the channel's policy, whose gates are in `gates`; None: no policy
     runtime: RunRuntime | None = None  # None: not set in the file
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of jobs (`image_of`); None: no container
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of the jobs (`image_of`); None: no container
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON; `Manifest.model_validate` is the inverse. Newer fields are omitted if unset."""
@@ -118,7 +118,7 @@ class Manifest(Frozen):
         return digest_json(self.to_json())
 
     def unpinned(self) -> dict[str, Any] | None:
-        """Return plain JSON with names of moving models (`channel:prod`) in place of digests; None: no such name."""
+        """Return plain JSON with names of moving models (`channel:prod`) in place of digests; None: no such names."""
         if not any(NAMED in ref.meta for _, _, ref in self.assets()):
             return None
         stages = [stage.model_dump(mode="json") for stage in self.stages]
@@ -179,7 +179,7 @@ def topological(edges: Mapping[str, set[str]]) -> list[str]:
 
 
 def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of a lock.
+    """Return the manifest in a lock file.
 
     Raises:
         InputError: an unknown external parameter, or a different schema.

@@ -27,7 +27,7 @@ class Override:
     values: tuple[Any, ...]
 
 
-Setting = tuple[tuple[str, Any], ...]  # (path, value) of each path: one point
+Setting = tuple[tuple[str, Any], ...]  # (path, value) pairs: one point of a sweep
 
 
 def parse_override(text: str) -> Override:
@@ -75,13 +75,13 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
 
 
 def settings(overrides: Sequence[Override]) -> Iterator[Setting]:
-    """Yield every combination of values, the last path's changing fastest; without overrides, one empty setting."""
+    """Yield every combination of values, varying the last path fastest; without overrides, one empty setting."""
     for values in itertools.product(*(one.values for one in overrides)):
         yield tuple((one.path, value) for one, value in zip(overrides, values, strict=True))
 
 
 def single(texts: Sequence[str]) -> Setting:
-    """Return the single setting of overrides with one value each.
+    """Return the one setting that these overrides define; each override must have exactly one value.
 
     Raises:
         InputError: an override is malformed or has several values, or two overrides have the same path.

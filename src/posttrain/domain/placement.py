@@ -8,7 +8,7 @@ A placement states where the roles of the stage run:
     placement: {collocated: {gpus: 4, kind: h100}}            # every role in one pool of 4 ranks
     placement: {policy: {gpus: 4, kind: h100}, rollout: {gpus: 12, kind: l40s}, reference: {with: rollout}}
 
-A **resource pool** is a set of processes, one per rank. A role with its own resources has a pool of its name; a role
+A **resource pool** is a set of processes, one per rank. A role with its own resources has a pool with its name; a role
 `with` another role runs in the pool of that role; a role that is not mentioned runs in the policy's pool. Roles that
 share a pool are separate workers.
 
@@ -94,7 +94,7 @@ class Resources(Frozen):
 
     @model_serializer
     def _written(self) -> dict[str, Any]:
-        """Serialise as in run.yaml, without defaults: equal requests have equal digests."""
+        """Serialise as in run.yaml, without defaults, so that equal requests have equal digests."""
         if self.with_ is not None:
             return {"with": self.with_}
         given = {"gpus": self.gpus or None, "cpus": self.cpus, "kind": self.kind, "ranks": self.ranks}
@@ -119,11 +119,11 @@ class Placement(Frozen):
     """The shared pools of roles, and the resources of each pool.
 
     Raises:
-        pydantic.ValidationError: a role is unknown (the message has the most similar one), amounts are not divisible by
-            ranks, or roles are `with` each other in a cycle.
+        pydantic.ValidationError: a role is unknown (the message suggests the most similar one), amounts are not
+            divisible by ranks, or roles are `with` each other in a cycle.
     """
 
-    collocated: Resources | None = None  # the pool of every role; excludes placing single roles
+    collocated: Resources | None = None  # the pool of every role; cannot be combined with pools for individual roles
     policy: Resources | None = None
     critic: Resources | None = None
     reference: Resources | None = None
@@ -131,7 +131,8 @@ class Placement(Frozen):
     teacher: Resources | None = None
     rollout: Resources | None = None
     reward: Resources | None = None  # its ranks are parallel scoring processes
-    sleep: Literal["auto"] | bool = "auto"  # idle frozen roles of a shared pool release its memory; auto: on a GPU
+    # whether frozen roles in a shared pool release their device memory while they are idle; auto: only on a GPU
+    sleep: Literal["auto"] | bool = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -160,7 +161,7 @@ class Placement(Frozen):
 
     @property
     def placed(self) -> dict[str, Resources]:
-        """The resources of single roles, in the order of `ROLES`."""
+        """The resources of individual roles, in the order of `ROLES`."""
         found = {role: getattr(self, role) for role in ROLES}
         return {role: given for role, given in found.items() if given is not None}
 
@@ -168,7 +169,8 @@ class Placement(Frozen):
     def is_inline(self) -> bool:
         """Whether one process is enough for all models: a single pool of one rank.
 
-        A named cluster is used nevertheless. A reward function always has separate processes.
+        If the stage names a Ray cluster, the cluster is used nevertheless. A reward function always has separate
+        processes.
         """
         pools = self.pools([role for role in ROLES if role != "reward"])
         return len(pools) == 1 and all(pool.ranks == 1 for pool in pools.values())
@@ -222,7 +224,7 @@ class Placement(Frozen):
 
     @model_serializer
     def _written(self) -> str | dict[str, Any]:
-        """Serialise in one form of run.yaml, which is read back as an equal placement."""
+        """Serialise as in run.yaml; reading the result gives an equal placement."""
         nap = {} if self.sleep == "auto" else {"sleep": self.sleep}
         shared = self.collocated.model_dump() if self.collocated is not None else {}
         both = {role: given.model_dump() for role, given in self.placed.items()}

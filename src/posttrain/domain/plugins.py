@@ -1,8 +1,8 @@
-"""Extensions of installed packages by entry points: `posttrain.kinds`, `posttrain.trainers`, `posttrain.executors`.
+"""Extensions by installed packages (entry points `posttrain.kinds`, `posttrain.trainers`, `posttrain.executors`).
 
 Entry points are read only if a name is requested that Posttrain itself lacks, and their objects are imported only when
-they are used. Errors of a package are reported where its name is requested, and by `posttrain doctor`; they do not
-affect other commands.
+they are used. Errors of a package are reported when a command requests the name of its entry point, and by
+`posttrain doctor`; they do not affect other commands.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Plugin:
         return f"{self.group.removeprefix(_PREFIX).removesuffix('s')} {self.name!r} of {self.distribution}"
 
     def load(self) -> Any:
-        """Return the object that the entry point names, imported now.
+        """Import and return the object that the entry point names.
 
         Raises:
             InputError: the import raises any error.
@@ -54,10 +54,10 @@ class Plugin:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Convert errors of the package's code, except Posttrain's own, to one line that names the distribution.
+        """Convert errors of the package's code, except Posttrain's own, to one-line errors that name the distribution.
 
         Raises:
-            InputError: the code raised another error.
+            InputError: the code raised an error that is not one of Posttrain's.
         """
         try:
             yield
@@ -89,7 +89,7 @@ class Plugin:
 
 
 def find_plugin(group: str, name: str) -> Plugin | None:
-    """Return the entry point of that name; None: no installed package has it.
+    """Return the entry point with this name; None: no installed package has one.
 
     Raises:
         InputError: two packages have the name, or none was found and a package cannot be read.
@@ -132,7 +132,7 @@ def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[
 
 @functools.cache
 def _scan() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
-    """Return every entry point of our groups, and the errors. For other packages only one file is read."""
+    """Return every entry point of Posttrain's groups, and the errors. For other packages, only one file is read."""
     from importlib import metadata  # late: a slow import, and most commands need no plugin
 
     found: dict[tuple[str, str, str], Plugin] = {}
@@ -153,7 +153,7 @@ def _scan() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
 
 
 def _digests(module: str) -> dict[str, str]:
-    """Return path below its folder → digest, of the package or module at the beginning of a dotted name."""
+    """Return path → digest for the files of the package or module at the beginning of a dotted name."""
     spec = _outermost(module)
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
     if not folders:

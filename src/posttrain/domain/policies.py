@@ -9,7 +9,8 @@
     approvals: 2
     quarantine: {lift: reason}
 
-It is stored as canonical JSON, with the digest of every suite's data; the channel's row contains its digest.
+The policy is stored as canonical JSON, with the digest of every suite's data; the channel's row contains the policy's
+digest.
 """
 
 from collections.abc import Mapping
@@ -37,8 +38,8 @@ def _evaluators(value: Any) -> Any:
     return value
 
 
-# the number of evaluations of the same items that share a gate's error rate; or corrected: the rate holds for any
-# number of them; or warn: each is judged as the first, with a warning
+# the number of evaluations (looks) of the same items that share a gate's error rate; or corrected: the rate holds for
+# any number of looks; or warn: each look is judged like the first, with a warning
 LookBudget = Annotated[int, Field(ge=1, le=10_000)] | Literal["corrected", "warn"]
 
 
@@ -46,25 +47,26 @@ class SuitePolicy(Frozen):
     """A suite on which every release must be measured."""
 
     data: str  # a registered data set, dataset:NAME@VERSION; without a version, the newest
-    digest: Digest | None = None  # of the data; filled in when the policy is set
-    evaluators: Annotated[Literal["any"] | tuple[Digest, ...], BeforeValidator(_evaluators)]  # code and settings
+    digest: Digest | None = None  # digest of the data; filled in when the policy is set
+    # digests of the allowed evaluators (code and settings), or any
+    evaluators: Annotated[Literal["any"] | tuple[Digest, ...], BeforeValidator(_evaluators)]
 
 
 class QuarantinePolicy(Frozen):
     """The requirement for lifting the quarantine of a model that was rolled back."""
 
-    lift: Literal["reason", "approval", "never"] = "reason"  # a reason; an approval; the quarantine is permanent
+    lift: Literal["reason", "approval", "never"] = "reason"  # with a reason, with an approval, or never
 
 
 class ChannelPolicy(Frozen):
-    """The whole document."""
+    """A channel's policy: the whole document."""
 
     policy: Literal[1] = 1  # the schema version of this document
     gates: tuple[GateRule, ...]  # at least one; every release must pass all
     suites: dict[SuiteName, SuitePolicy]  # suites on which every release must be measured
     approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # user:NAME or service:NAME
-    approvals: int | None = Field(default=None, ge=1)  # number needed for every release; default with approvers: 1
-    self_approval: bool | None = None  # whether the run's submitter or the requester may approve; default false
+    approvals: int | None = Field(default=None, ge=1)  # number required for every release; default with approvers: 1
+    self_approval: bool | None = None  # whether the run's submitter or the requester may approve; default: false
     quarantine: QuarantinePolicy = QuarantinePolicy()  # the rule for models that were rolled back
     looks: LookBudget | None = None  # allowed evaluations of a suite's items; default: the project's rule
 
@@ -131,7 +133,7 @@ class PinnedPolicy:
 
 
 def suite_of(metric: str) -> str:
-    """Return `heldout` of `heldout/accuracy`."""
+    """Return the suite of a metric: `heldout` for `heldout/accuracy`."""
     return metric.rpartition("/")[0]
 
 
@@ -139,12 +141,12 @@ def load_policy(path: Path) -> ChannelPolicy:
     """Read and validate a policy file.
 
     Raises:
-        InputError: there is no such file, it is not YAML, a key is unknown (the message has the most similar one), or a
-            value is out of range.
+        InputError: there is no such file, it is not YAML, a key is unknown (the message suggests the most similar
+            key), or a value is out of range.
     """
     return parse_policy(read_yaml(path), str(path))
 
 
 def parse_policy(raw: Mapping[str, Any], source: str) -> ChannelPolicy:
-    """Validate an already parsed policy; `source` names it in errors."""
+    """Validate an already parsed policy, which errors call `source`."""
     return validated(ChannelPolicy, raw, source)

@@ -1,10 +1,11 @@
-"""The ports of artifact store and clock, and crashpoints.
+"""The ports of the artifact store and the clock, and crashpoints.
 
 Several packages need these ports. A crashpoint is a marked place at which a recovery test can end the process.
 
-`POSTTRAIN_CRASHPOINT=name` or `name@3` (the third time it is reached in this process) sends SIGKILL to the process
-itself. With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just
-before. Without the variable a crashpoint costs one dictionary look-up.
+With `POSTTRAIN_CRASHPOINT=name`, a process that reaches this crashpoint kills itself with SIGKILL; with `name@3`, it
+does so when it reaches the crashpoint for the third time. With `POSTTRAIN_CRASHPOINT_ONCE=FILE`, only the first process
+to reach the crashpoint dies: it creates FILE with O_EXCL just before. Without `POSTTRAIN_CRASHPOINT`, a crashpoint
+costs one dictionary look-up.
 """
 
 import os
@@ -89,7 +90,7 @@ class Clock(Protocol):
         """Return seconds since the epoch."""
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for some seconds."""
+        """Sleep for this number of seconds."""
 
 
 def crashpoint(name: str) -> None:

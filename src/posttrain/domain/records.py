@@ -35,7 +35,7 @@ IMPORT: Final = "import"  # the record of the external run from which an asset w
 ORIGIN: Final = "origin"  # the run or stage that made an asset
 REUSED: Final = "reused"  # the stage whose results another stage reused from the stage cache
 IMPORTED: Final = "imported"  # in an asset's meta: the digest of the import record
-_LONGEST = 512  # characters of a name: index entries are bounded
+_LONGEST = 512  # maximum characters of a name, because the size of index entries is limited
 _REJECTED: Mapping[str, type[PosttrainError]] = {
     Reason.GATE_INCONCLUSIVE: GateInconclusiveError,
     Reason.CHANNEL_MOVED: ConflictError,
@@ -92,7 +92,7 @@ class RunRecord:
     finished_at: float | None = None
     desired: str = "running"  # the requested state: running | stopped
     project: str = DEFAULT_PROJECT
-    repeat: int = 1  # 1, 2, …: runs of one manifest
+    repeat: int = 1  # 1, 2, …: the number of this run among the runs of its manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class StageRecord:
     started_at: float | None = None  # the first launch; for a waiting stage, the beginning of the wait
     finished_at: float | None = None
     not_before: float | None = None  # back-off: the earliest launch; for a waiting stage, the end of the wait
-    retried_after: int = 0  # attempts before the last `retry`, which no longer count against the limit
+    retried_after: int = 0  # number of attempts before the last `retry`; these no longer count against the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +159,13 @@ class AssetStatus:
 
     @property
     def words(self) -> str:
-        """Words for people: `recalled by user:ann: a licence ran out`."""
+        """The status as text: `recalled by user:ann: a licence ran out`."""
         return f"{self.status} by {self.actor}{f': {self.reason}' if self.reason else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One try at a stage; owns a folder."""
+    """One try to compute a stage; each attempt has its own folder."""
 
     run_id: str
     stage: str
@@ -180,20 +180,20 @@ class AttemptRecord:
     reason: str = ""
     message: str = ""
     failure_signature: str | None = None
-    stop_requested_at: float | None = None  # when the job was asked to checkpoint and end; it has a grace period
+    stop_requested_at: float | None = None  # when the job was requested to end; a grace period follows
     tokens: int = 0
     created_at: float = 0.0
     launched_at: float | None = None
-    finished_at: float | None = None  # when its end was observed
+    finished_at: float | None = None  # when the end of the job was observed
     seconds: float = 0.0  # running time of its job, which is billed to the wall-clock budget
     host: str | None = None  # the only host whose drivers can reach the job; None: the ledger has one host
     # the job may rewrite its order, so values that the control side needs later are stored here before the job starts
-    # and not changed afterwards. None: an older release, which planned the attempt, wrote them only into the order
-    channel: str | None = None  # URL of its mailbox; empty: its folder
-    resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`; its step and tokens follow
-    resumed_step: int | None = None
+    # and are not changed afterwards. None: an older version planned the attempt, and wrote them only into the order
+    channel: str | None = None  # URL of its mailbox; empty: the mailbox is in the folder
+    resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`
+    resumed_step: int | None = None  # steps completed in that checkpoint
     resumed_tokens: int | None = None  # spent by the checkpoint's lineage, and not billed again
-    # its reservation of the run's budget, exclusive while the attempt lives. None: the budget has no such limit
+    # the part of the run's budget that is reserved for the attempt while it lives. None: the budget has no such limit
     reserved_tokens: int | None = None
     reserved_seconds: float | None = None
     stop_cause: str | None = None  # `domain.lifecycle.StopCause`: why its job was stopped; None: it was not stopped
@@ -203,9 +203,9 @@ class AttemptRecord:
 class Watch:
     """How long a job has been observed without progress."""
 
-    attempt: str  # its name
+    attempt: str  # name of the attempt
     run_id: str
-    progress: str  # its last report, which is equal while the job makes no progress
+    progress: str  # the last progress report; unchanged while the job makes no progress
     quiet: float  # seconds of observed silence
     at: float  # the last observation
 
@@ -223,7 +223,7 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEntry:
-    """One line of a channel's append-only history; the deployments of the channel name the live entry."""
+    """One entry in a channel's append-only history; the channel's deployments name the live entry."""
 
     sequence: int
     channel: str
@@ -240,16 +240,16 @@ class ChannelRecord:
     """The settings of a release channel, which apply to all its moves."""
 
     name: str
-    policy: str | None = None  # digest of the policy that every release must pass; None: the run's own gates
+    policy: str | None = None  # digest of the policy that every release must pass; None: only the run's own gates
     protected: bool = False  # releases and changes of policy and quarantine need approval
-    frozen: str = ""  # forbidden moves: empty: none | releases | all (rollbacks too)
+    frozen: str = ""  # the forbidden moves: releases | all (rollbacks too); empty: none
     revision: int = 0  # number of changes of its policy or protection
     generation: int = 0  # 0: the channel has not been used yet
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A release that a channel serves."""
+    """A release that a channel points at."""
 
     channel: str
     role: str  # live
@@ -277,7 +277,7 @@ class Token:
 
     id: str
     actor: str  # its owner
-    scopes: Mapping[str, str]  # project → the highest role there
+    scopes: Mapping[str, str]  # project → the highest role that the token permits there
     created_at: float
     expires_at: float
     revoked_at: float | None = None
@@ -292,7 +292,7 @@ class Look:
     stage: str
     kind: str
     at: float  # when its first attempt was launched
-    ended: float | None  # None: it continues
+    ended: float | None  # None: it has not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class Artifact:
 
     digest: str
     form: str  # file | tree
-    bytes: int | None  # for a tree: of its listing and files; None: recorded by an older release
+    bytes: int | None  # size; for a tree, of its listing and files; None: recorded by an older version
     kind: str  # the kind of its first record: asset | input | output | manifest | policy | record (of an import)
     created_at: float
 
@@ -319,7 +319,7 @@ class Artifact:
 class Edge:
     """The use or production of an artifact: `Edge("run:sort-1/sft", "model", "run:sort-1/grpo", "model", "sha256:…")`.
 
-    `run_end`, `stage_end` and `release_end` name its ends.
+    `run_end`, `stage_end` and `release_end` return the names of its ends.
     """
 
     producer: str  # empty: unknown
@@ -342,18 +342,18 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fact of the audit log. The sealer assigns `sequence`; an unsealed event has none."""
+    """One event of the event log. The sealer assigns `sequence`; an unsealed event has no number."""
 
-    id: int  # insertion order, may have gaps
+    id: int  # in the order of insertion; may have gaps
     kind: str  # run.running, stage.succeeded, channel.promote …
     subject: str  # run id, run/stage, run/stage/attempt, channel name, asset ref
     actor: str  # the principal's name
     at: float
-    payload: Mapping[str, Any]  # audited values and free text; of a change: from, to, generation, changes
+    payload: Mapping[str, Any]  # audited values and free text; for a change: from, to, generation, changes
     project: str
     principal: str  # pseudonymous id
     auth: str  # how the principal was authenticated
-    request: str  # of the transaction that wrote it
+    request: str  # id of the transaction that wrote the event
     leaf: str  # hash of the canonical envelope, 64 hexadecimal digits
     sequence: int | None = None
 
@@ -388,7 +388,7 @@ def release_of(end: str) -> tuple[str, int] | None:
 
 
 def source_of(name: str) -> tuple[str, str]:
-    """Return producer and output of a stage input's name: `RUN/sft`, `run:RUN/grpo/best`, `dataset:train@1`.
+    """Return the producer and output that a stage's input names: `RUN/sft`, `run:RUN/grpo/best`, `dataset:train@1`.
 
     The output is empty if the name does not contain it.
     """

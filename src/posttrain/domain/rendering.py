@@ -2,17 +2,17 @@
 
 Rows become token ids of prompts, demonstrations and preference pairs, many rows at a time. Rows are canonical
 (`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` is a tokenizer
-with its chat template: the engine passes that of transformers, the plan its own reader of the same files. Rows are
-rendered in turn and their texts are encoded together, one batch per call; the result, and the first rejected row with
-its error, are the same as if each row were encoded before the next is rendered. Each rendering must be a prefix of the
-rendering one turn later, since a template that rewrites earlier turns would train on tokens that inference never
+with its chat template: the engine passes the tokenizer of transformers, a plan its own reader of the same files. Rows
+are rendered in turn and their texts are encoded together, one batch per call; the result, and the first rejected row
+with its error, are the same as if each row were encoded before the next is rendered. Each rendering must be a prefix of
+the rendering one turn later, since a template that rewrites earlier turns would train on tokens that inference never
 produces.
 
 Stop strings end a response; `stop_fault` checks them.
 
 `time_limit` limits the running time of untrusted programs such as chat templates. It raises an exception in the thread
 that runs the program, which interrupts Python code between bytecodes. It does not interrupt a single operation in C;
-the caller must prevent long ones.
+the caller must prevent long operations.
 
 `is_classifier` reads a model's kind from its `config.json`.
 """
@@ -38,7 +38,7 @@ _BROKEN = (
 )
 # errors of a template or a tokenizer; SyntaxError: jinja's compiled code nests too many blocks for Python
 _RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
-MOST_STOPS, MOST_STOP = 16, 256  # maximum number of strings, and of characters of one
+MOST_STOPS, MOST_STOP = 16, 256  # maximum number of stop strings, and of characters in each
 _LOOK = 0.05  # seconds between checks of deadlines
 CONFIG = "config.json"
 
@@ -62,12 +62,12 @@ class Tokens(Protocol):
         """Return the text of a conversation; with `generate` up to the beginning of the model's response."""
 
     def encode(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
-        """Return the token ids of each text; with `special` also the tokenizer's special tokens around it."""
+        """Return the token ids of each text; with `special`, including special tokens around the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A prompt, and its `answer` if any; in a chat, prompt and answer are renderings; `answer` includes the prompt."""
+    """A prompt and its answer, if any. In a chat, both are renderings, and `answer` includes the prompt."""
 
     prompt: str
     answer: str | None
@@ -85,18 +85,18 @@ def prompts(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[Ids]:
         name: the data set's name in errors.
 
     Raises:
-        InputError: a row has neither or cannot be rendered, or the tokenizer of a chat has no chat template; the
-            message names data set and row (from 1).
+        InputError: a row has neither column or cannot be rendered, or is a chat and the tokenizer has no chat template;
+            the message names data set and row (from 1).
     """
     for _, [(prompt, _)] in _encoded(tokens, rows, name, _prompt):
         yield prompt
 
 
 def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list[tuple[Ids, Ids]]]:
-    """Yield the demonstrations of every row, (prompt, completion): one per assistant turn of `messages`, else one.
+    """Yield each row's demonstrations as (prompt, completion): one per assistant turn of `messages`, otherwise one.
 
-    Completions end with the end of sequence. A `text` row is a completion except for its first token, which is not
-    predicted.
+    Completions end with the end-of-sequence token. A `text` row is a completion except for its first token, which is
+    not predicted.
 
     Raises:
         InputError: a row has no demonstration or cannot be rendered, or a rendering is not a prefix of the next; the
@@ -107,7 +107,7 @@ def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list
 
 
 def pairs(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[tuple[Ids, Ids, Ids]]:
-    """Yield (prompt, chosen, rejected) of every row, both responses with the end of sequence.
+    """Yield (prompt, chosen, rejected) for every row; both responses end with the end-of-sequence token.
 
     Raises:
         InputError: a row lacks one of the three or cannot be rendered, or a rendering is not a prefix of the next; the
@@ -191,7 +191,7 @@ def _rendered(tokens: Tokens, messages: Messages, *, generate: bool) -> str:
 def _encoded(
     tokens: Tokens, rows: Sequence[Row], name: str, draft: _Draft
 ) -> Iterator[tuple[int, list[tuple[Ids, Ids]]]]:
-    """Yield row numbers and their turns, in order."""
+    """Yield the rows' numbers and turns, in order."""
     for start in range(0, len(rows), _BATCH):
         drafts, broken = _drafts(tokens, rows[start : start + _BATCH], name, start + 1, draft)
         try:
@@ -210,7 +210,7 @@ def _encoded(
 def _drafts(
     tokens: Tokens, rows: Sequence[Row], name: str, first: int, draft: _Draft
 ) -> tuple[list[list[_Turn]], InputError | None]:
-    """Return the turns of the rows, up to the first row that cannot be rendered, and its error."""
+    """Return the turns of the rows, up to the first row that cannot be rendered, and that row's error."""
     drafts: list[list[_Turn]] = []
     for number, row in enumerate(rows, start=first):
         try:
@@ -319,7 +319,7 @@ class _Watcher:
             with self._lock:
                 now = time.monotonic()
                 for thread in [thread for thread, moment in self._due.items() if moment <= now]:
-                    # at every check until the block ends: code that catches everything may swallow one
+                    # raised at every check until the block ends: code that catches everything may swallow one exception
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
 
 

@@ -14,7 +14,7 @@ CONVENTIONAL_FILE = "reward.py"
 CONVENTIONAL_ENTRIES = ("score", "compute_score")
 NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # columns that a dialect passes in another form
 _IDS = ("prompt_ids", "completion_ids")
-TURNS = "turns"  # the policy's turns; a column of that name takes precedence
+TURNS = "turns"  # the argument with the policy's turns; a column with this name takes precedence
 _OWN = ("prompt", "completion", "response", "row", TURNS, *_IDS)
 
 
@@ -24,7 +24,7 @@ class Dialect:
 
     offers: tuple[str, ...]
     columns: bool  # whether the function also gets the row's columns
-    batched: bool  # whether one call has all completions, as lists
+    batched: bool  # whether one call gets all completions, as lists
 
 
 AUTO = "auto"  # determine the dialect by the parameter names
@@ -38,7 +38,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "verl": Dialect(("data_source", "solution_str", "ground_truth", "extra_info"), False, False),
     "slime": Dialect(("args", "sample"), False, False),
 }
-_TELLING = (  # names, and the dialect of a function with all of them; the first match counts
+_TELLING = (  # parameter names → the dialect of a function that has all of them; the first match counts
     ({"solution_str"}, "verl"),
     ({"solution_strs"}, "verl_batch"),
     ({"queries"}, "openrlhf"),
@@ -69,7 +69,7 @@ JUDGES = "rewards."  # prefix of a suite's name in the slot of its reward
 
 
 def scored_slot(slot: str) -> str:
-    """Return the slot of the data set whose rows a slot's reward reads: `data`, or a suite's."""
+    """Return the slot of the data set whose rows a slot's reward reads: `data`, or a suite's slot."""
     suite = slot.partition(":")[0]
     return f"suites.{suite.removeprefix(JUDGES)}" if suite.startswith(JUDGES) else "data"
 
@@ -77,7 +77,7 @@ def scored_slot(slot: str) -> str:
 def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[str, tuple[str, str]]:
     """Return the inputs of a stage's reward: slot → ("reward", its name under `rewards`).
 
-    A single reward has the slot itself; with weights, each reward has a separate slot such as `reward:right`.
+    A single reward uses the slot itself; with weights, each reward has a separate slot such as `reward:right`.
     """
     if not reward:
         return {}
@@ -141,7 +141,7 @@ def refuse_missing(signature: Signature, dialect: str, columns: Collection[str])
 
 
 def not_offered(name: str, known: Iterable[str]) -> str:
-    """Return the error of a parameter that is not provided."""
+    """Return the error for a parameter that is not provided."""
     listed = ", ".join(sorted(known))
     return f"parameter {name!r} is neither a column of the data set nor part of the call; known: {listed}"
 
@@ -169,7 +169,7 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
 
 
 def entry_name(functions: Iterable[str], source: str, rubrics: Iterable[str] = (), bound: Collection[str] = ()) -> str:
-    """Return the default function of a reward's source: `score`, `compute_score`, a rubric, or the only public one.
+    """Return the default entry of a reward's source: `score`, `compute_score`, a rubric, or the only public function.
 
     Args:
         functions: functions that the file defines.

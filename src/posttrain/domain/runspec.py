@@ -57,7 +57,7 @@ MOST_TOKENS = 2**53 - 1  # the largest token budget that a run may declare
 
 
 def parse_count(value: Any) -> Any:
-    """Convert `5e6`, a string or a float in YAML, to a whole number."""
+    """Convert `5e6`, which YAML reads as a string or a float, to a whole number."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -70,14 +70,14 @@ class Budget(Frozen):
     """Hard limits of a run; None: no limit."""
 
     tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1, lt=2**53)] | None = (
-        None  # read, generated and trained on: see facts.Progress
+        None  # tokens that are read, generated and trained on: see `jobs.Progress`
     )
     wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST)] | None = None  # seconds
-    attempts: Annotated[int, Field(ge=1, le=20)] = 5  # per stage, for infrastructure failures
+    attempts: Annotated[int, Field(ge=1, le=20)] = 5  # maximum attempts of a stage after infrastructure failures
 
 
 class RunRuntime(Frozen):
-    """Runtime settings of all jobs of a run; those of a stage have priority."""
+    """Runtime settings for all jobs of a run; the settings of a stage take precedence."""
 
     stall_after: StallAfter  # seconds without progress after which a job counts as hung
 
@@ -89,7 +89,8 @@ def _word_or_list(value: Any) -> Any:
 class Ordered(Frozen):
     """The base class of specs that run after other stages. An empty `after` is not serialised."""
 
-    # stages that must have ended before, without being inputs; `gate` is allowed
+    # stages that must have ended before this stage starts, in addition to the stages whose outputs it uses; `gate` is
+    # allowed
     after: Annotated[tuple[Name, ...], BeforeValidator(_word_or_list)] = ()
 
     @model_serializer(mode="wrap")
@@ -127,7 +128,7 @@ _NO_SECRETS = re.compile(  # variables that jobs do not get, or that a process, 
 
 
 def may_be_secret(name: str) -> bool:
-    """Return whether a reward's secret may have this name, which jobs, programs, libraries and stores must not read."""
+    """Return whether a reward's secret may have this name: no job, program, library or store reads such a variable."""
     return _NO_SECRETS.match(name) is None and re.fullmatch(_SECRET, name) is not None
 
 
@@ -153,12 +154,12 @@ class RewardUse(Frozen):
     """
 
     ref: str  # reward:NAME@VERSION or a path
-    # function, or file.py:function of a folder; None: the registered or conventional function
+    # the function, or file.py:function in a folder; None: the registered or conventional function
     entry: Annotated[str, Field(pattern=r"^([^/:]+\.py:)?[A-Za-z_]\w*$", max_length=200)] | None = None
     dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: the registered dialect, or auto
     files: tuple[str, ...] = ()  # next to run.yaml; the reward finds them, read-only, next to its source
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
-    # environment variables of the run's driver (or of the server) that only the reward's cell gets
+    # names of environment variables of the run's driver (or of the server), which only the reward's cell gets
     secrets: tuple[Annotated[str, Field(pattern=_SECRET)], ...] = ()
 
     @model_validator(mode="after")
@@ -221,7 +222,7 @@ class RunSpec(Frozen):
     name: Name
     owner: Annotated[str, Field(min_length=1), AfterValidator(_plain)]  # a name, an address, user:NAME or service:NAME
     seed: int = Field(ge=0, lt=2**53)
-    model: str | None = None  # the base model's ref; stages name it `base`
+    model: str | None = None  # the base model's ref; stages refer to this model as `base`
     data: dict[Name, str] = Field(default_factory=dict)
     rewards: dict[Name, Annotated[RewardUse, BeforeValidator(_ref_or_map)]] = Field(default_factory=dict)
     stages: dict[Name, StageSpec] = Field(min_length=1)
@@ -229,7 +230,7 @@ class RunSpec(Frozen):
     budget: Budget = Budget()
     runtime: RunRuntime | None = None
     release: ReleaseSpec | None = None
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of all jobs except those that measure
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # image of all jobs except those that measure
     trackers: Trackers | None = None  # None: the workspace's trackers
 
     @model_validator(mode="after")
@@ -250,18 +251,18 @@ def load_run_spec(path: Path, setting: Setting = ()) -> RunSpec:
     """Read and validate a `run.yaml`.
 
     Args:
-        setting: values that replace the file's.
+        setting: values that replace values of the file.
 
     Raises:
-        InputError: there is no such file, it is not YAML, a key is unknown (the message has the most similar one), or a
-            value is out of range.
+        InputError: there is no such file, it is not YAML, a key is unknown (the message suggests the most similar
+            key), or a value is out of range.
     """
     source = str(path) + (f" with {setting_words(setting)}" if setting else "")
     return parse_run_spec(overridden(read_yaml(path), setting), source)
 
 
 def parse_run_spec(raw: Any, source: str) -> RunSpec:
-    """Validate an already parsed `run.yaml`; `source` names it in errors."""
+    """Validate an already parsed `run.yaml`, which errors call `source`."""
     return validated(RunSpec, raw, source)
 
 
@@ -269,7 +270,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return a YAML map; duplicate keys are rejected.
 
     Raises:
-        InputError: there is no such file, or it is not YAML or not a map.
+        InputError: the file does not exist, is not YAML, or is not a map.
     """
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
@@ -287,7 +288,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 class _RunFileLoader(yaml.SafeLoader):
     """A strict loader: no duplicate keys, scalar keys only, valid text, and a bounded number of values.
 
-    A usual loader silently retains the last of two equal keys, and a few nested aliases can exhaust the memory.
+    The usual loader silently retains the last of two equal keys, and can exhaust memory on a few nested aliases.
     """
 
     def get_single_node(self) -> yaml.Node | None:

@@ -59,11 +59,11 @@ class SinkRecord:
 
     name: str
     kind: str  # webhook | jsonl | email
-    settings: Mapping[str, Any]  # its address, and the NAMES of the variables with its secrets
+    settings: Mapping[str, Any]  # its address, and the NAMES of the variables that contain its secrets
     rules: tuple[Rule, ...]  # it receives the events that any rule selects
     created_at: float
     actor: str  # the principal that added the sink
-    paused: str = ""  # empty: not paused | person | failing
+    paused: str = ""  # why it is paused: person | failing; empty: not paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class SinkView:
     delivered_at: float | None
     created_at: float
     actor: str
-    lacks: str = ""  # a missing requirement on the answering host: an unset variable
+    lacks: str = ""  # a requirement that the answering host does not meet: a variable that is not set
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Envelope:
     at: float
     leaf: str  # 64 hexadecimal digits
     audited: Mapping[str, Any]
-    words: Mapping[str, Any] = field(default_factory=dict)  # empty: the rule excludes free text, or it was erased
+    words: Mapping[str, Any] = field(default_factory=dict)  # empty: the rule excludes free text, or the text was erased
 
     @property
     def name(self) -> str:
@@ -124,7 +124,7 @@ class Envelope:
         return f"evt_{self.sequence}_{self.leaf[:16]}"
 
     def row(self, table: str) -> Mapping[str, Any]:
-        """Return the columns that the event records for a row of this table; empty: no column."""
+        """Return the columns that the event records for a row of this table; empty: the event records none."""
         return next((dict(row[3]) for row in self.audited.get("rows", ()) if row[1] == table), {})
 
 
@@ -132,7 +132,7 @@ class Envelope:
 class Notice:
     """A message to a sink about one event, or a test message."""
 
-    id: str  # the same each time it is sent
+    id: str  # the same each time the message is sent
     sequence: int  # in the event log; 0: a test
     at: float
     subject: str  # one line for people

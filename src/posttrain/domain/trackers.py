@@ -1,4 +1,4 @@
-"""The trackers of a run's metrics: `trackers:` of run.yaml, and of the workspace.
+"""The trackers of a run's metrics, as `trackers:` sets them in run.yaml or in the workspace.
 
     trackers: [csv, tensorboard]
     trackers:
@@ -66,12 +66,12 @@ class TensorBoardChoice(_Choice):
 
 
 class MlflowChoice(_Choice):
-    """An experiment on a tracking server, in a database file or in a folder."""
+    """An MLflow experiment on a tracking server, in a database file or in a folder."""
 
     target = "tracking_uri"
-    tracking_uri: Text | None = None  # None: sqlite, tracking/mlflow.db in the workspace
+    tracking_uri: Text | None = None  # None: the SQLite file tracking/mlflow.db in the workspace
     experiment: Experiment = "posttrain"
-    registered_model: Word | None = None  # the registered model of released versions; None: the experiment's name
+    registered_model: Word | None = None  # MLflow's registered model for releases; None: the experiment's name
 
     @model_validator(mode="after")
     def _no_credentials(self) -> MlflowChoice:
@@ -89,9 +89,9 @@ class WandbChoice(_Choice):
 
     target = "project"
     project: Word = "posttrain"
-    entity: Word | None = None  # None: the account's own
-    mode: Literal["offline", "online"] = "offline"  # offline needs no key; `wandb sync` uploads it
-    dir: Text | None = None  # None: tracking in the workspace; wandb adds its folder `wandb`
+    entity: Word | None = None  # None: the account's own entity
+    mode: Literal["offline", "online"] = "offline"  # offline needs no key; `wandb sync` uploads the run
+    dir: Text | None = None  # None: `tracking` in the workspace; wandb creates its folder `wandb` there
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from posttrain.domain.errors import InputError, nearest
 
 M = TypeVar("M", bound=BaseModel)
-# name in TRL, verl, OpenRLHF or transformers → our names, of which the first that exists at the place counts
+# name in TRL, verl, OpenRLHF or transformers → names in Posttrain; the first name that exists at the place counts
 FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("lr", "learning-rate", "actor_lr", "critic_lr"), ("learning_rate",)),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), ("schedule",)),
@@ -87,14 +87,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_tokens_total", "token_budget"), ("tokens", "budget")),
     **dict.fromkeys(("timeout", "time_limit", "max_time"), ("wall_clock", "reward_timeout", "budget")),
 }
-# names whose unit differs from the field's
+# names whose unit differs from the unit of Posttrain's field → that unit
 UNITS: Mapping[str, str] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
     **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
     **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
 }
 _WHOLE = "only suites with samples have it; training samples the full distribution, as its log-probabilities require"
-# names of run.yaml or of other trainers that do not exist at the place → why
+# names of run.yaml or of other trainers that are unknown at the place → the reason
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
     **dict.fromkeys(
@@ -114,7 +114,7 @@ NOT_HERE: Mapping[str, str] = {
     "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
 }
 _BY_PAIRS = "is not supported yet; kind: dpo is nearest, or a judge from pairs (kind: reward_model) and kind: ppo"
-# kinds of other trainers → the alternative here
+# kinds of other trainers → the alternative in Posttrain
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("ipo", "orpo", "simpo", "cpo", "kto"), _BY_PAIRS),
     "vapo": "is not supported yet; kind: ppo is nearest",
@@ -148,11 +148,11 @@ def validated(model: type[M], raw: Any, source: str) -> M:
 
 
 def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:
-    """Return the first error of a validation as one line; an unknown key comes first, since it explains a missing one.
+    """Return the first error of a validation as one line; an unknown key comes first, since it explains a missing key.
 
     Args:
         source: the file (and dotted path in it) of the value.
-        model: the validated class; its fields give the most similar name.
+        model: the validated class, from whose fields the suggestion for a misspelt key is taken.
     """
     every = error.errors(include_url=False)
     first = min(every, key=lambda found: found["type"] != "extra_forbidden")
@@ -198,7 +198,7 @@ _PLAIN = {
     "string_type": "must be text",
     "invalid_key": "must have words as keys",
 }
-_SIDES = {  # kind of bound → its words, and pydantic's key for its number
+_SIDES = {  # kind of bound → its wording, and pydantic's key for its number
     "greater_than_equal": ("at least", "ge"),
     "less_than_equal": ("at most", "le"),
     "greater_than": ("more than", "gt"),
@@ -207,7 +207,7 @@ _SIDES = {  # kind of bound → its words, and pydantic's key for its number
 
 
 def _words(kind: str, about: Mapping[str, Any]) -> str | None:
-    """Return our message for a pydantic error; None: use pydantic's."""
+    """Return Posttrain's message for a pydantic error; None: use pydantic's message."""
     if kind in _SIDES:
         side, key = _SIDES[kind]
         return f"must be {side} {_plainly(about[key])}"
@@ -228,7 +228,7 @@ def _shortened(given: Any) -> str:
 
 
 def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
-    if get_origin(annotation) is dict:  # the value is in a map, and not the field's own
+    if get_origin(annotation) is dict:  # the value is in a map, and is not the field's own value
         return False
     return annotation in kinds or any(_takes(part, kinds) for part in get_args(annotation))
 
@@ -240,7 +240,7 @@ def _place(found: Mapping[str, Any]) -> Sequence[int | str]:
 
 
 def unknown_kind(kind: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown stage kind, with a hint on the alternative or the most similar kind."""
+    """Return the message for an unknown stage kind, with a hint at the alternative or the most similar kind."""
     names = list(known)
     told = KINDS.get(kind.lower())
     if told is None:
@@ -249,7 +249,10 @@ def unknown_kind(kind: str, known: Iterable[str]) -> str:
 
 
 def _meant(word: str, model: type[BaseModel], place: Sequence[int | str]) -> str:
-    """Return ` (did you mean 'learning_rate' under 'optimizer'?)` by our or another trainer's name, else similarity."""
+    """Return a hint such as ` (did you mean 'learning_rate' under 'optimizer'?)`.
+
+    The field is found by Posttrain's or another trainer's name, otherwise by similarity.
+    """
     known = _fields_at(model, place)
     below = {name: _fields_at(model, [*place, name]) for name in known}
     unit = f", {UNITS[word.lower()]}" if word.lower() in UNITS else ""

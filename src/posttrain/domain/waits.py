@@ -1,7 +1,8 @@
 """The conditions of a stage of kind `wait`: a duration (`for`), a signal that a user sends, or both.
 
-The times of the stage are two columns of its row, which are written once when the wait begins: `started_at`, and with
-`for` the end of the wait, `not_before`. So they survive a change of the run's driver and are never computed again.
+The times of the stage are two columns of its row, which are written once, when the wait begins: `started_at` and, with
+`for`, the end of the wait, `not_before`. So a change of the run's driver does not affect the times, and they are never
+computed again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Wait(Frozen):
 
     @property
     def words(self) -> str:
-        """Words for people: `waits 2 h`, `waits for signal go, at most 1 day (posttrain signal RUN go)`."""
+        """The conditions as text: `waits 2 h`, `waits for signal go, at most 1 day (posttrain signal RUN go)`."""
         parts = [span(self.seconds)] if self.seconds is not None else []
         if self.signal is not None:
             most = f", at most {span(self.within)}" if self.within is not None else ""
@@ -52,7 +53,7 @@ class Wait(Frozen):
         return f"waits {' and '.join(parts)}"
 
     def begun(self, now: float) -> dict[str, float]:
-        """Return the columns of a stage whose wait begins now."""
+        """Return the columns of the row of a stage whose wait begins at `now`."""
         return {"started_at": now} | ({"not_before": now + self.seconds} if self.seconds is not None else {})
 
     def given_up_at(self, stage: StageRecord) -> float | None:
@@ -61,7 +62,7 @@ class Wait(Frozen):
 
 
 def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
-    """Return the contract of a `wait` stage, without inputs and outputs.
+    """Return the contract of a `wait` stage, which has no inputs or outputs.
 
     Raises:
         InputError: a key is unknown, a value is out of range, or there is no condition to wait for.
@@ -95,7 +96,7 @@ def signals_of(manifest: Manifest) -> set[str]:
 
 
 def times(wait: Wait, stage: StageRecord) -> list[float]:
-    """Return the times at which a waiting stage must be checked without a signal."""
+    """Return the times at which a waiting stage must be checked even if no signal arrives."""
     return [at for at in (stage.not_before, wait.given_up_at(stage)) if at is not None]
 
 
@@ -112,7 +113,7 @@ def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, s
     """Return reason, message and next action of a stage that continues to wait.
 
     Args:
-        sent: the signal of the stage; None: not sent.
+        sent: the stage's signal; None: the signal was not sent.
     """
     parts, ends = [], wait.given_up_at(stage)
     missing = wait.signal is not None and sent is None
@@ -131,7 +132,7 @@ def moment(at: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return `2 h`, `1 h 30 min`, `2 days`: the two greatest units."""
+    """Return a time in its two greatest units: `2 h`, `1 h 30 min`, `2 days`."""
     parts: list[str] = []
     left = max(0.0, seconds)
     for unit, size in _UNITS:

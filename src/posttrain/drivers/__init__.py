@@ -1,1 +1,1 @@
-"""Background drivers: the driver of a run, and its handover."""
+"""Background drivers: the driver of a run, and the handover of a run to a driver."""

@@ -2,8 +2,8 @@
 
 A handover writes a request for the run, starts a driver unless one is alive, and waits until the driver has the run.
 
-One background driver serves the runs of one workspace that were handed over from one environment. The driver and its
-jobs have the environment of the command that handed the run over: the variables that jobs inherit
+One background driver drives the runs of one workspace that were handed over from one environment. The driver and its
+jobs have the environment of the command that handed over the run: the variables that jobs inherit
 (CUDA_VISIBLE_DEVICES, HF_HOME, …), the interpreter and the sources of Posttrain.
 """
 
@@ -54,7 +54,7 @@ _OF_TERMINALS = (
     *("TERM_", "SSH_", "XDG_SE", "XDG_VTNR", "KITTY_", "ITERM_", "WEZTERM_", "KONSOLE_", "WT_", "VSCODE_", "HIST"),
 )
 LOCK_VARIABLE = "POSTTRAIN_DRIVER_LOCK"  # the descriptor through which a new driver holds its lock from its start
-TAKEN_SECONDS = 60.0  # allows for a cold start of Python on a busy machine
+TAKEN_SECONDS = 60.0  # maximum wait for a driver; allows for a cold start of Python on a busy machine
 _POLL = 0.02
 _MODULE = "posttrain.app.background"
 _started: list[subprocess.Popen[bytes]] = []  # drivers that this process started, to reap ended ones
@@ -62,7 +62,7 @@ _started: list[subprocess.Popen[bytes]] = []  # drivers that this process starte
 
 def driver_environment() -> dict[str, str]:
     """Return this process's variables, with relative paths made absolute."""
-    kept = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}  # recorded elsewhere
+    kept = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}  # in workspace.json
     if kept.get(VARIABLE):
         kept[VARIABLE] = os.path.abspath(kept[VARIABLE])
     if kept.get("PYTHONPATH"):
@@ -95,8 +95,8 @@ def _sources() -> str:
 def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
     """Hand a run over to a background driver of this machine; return as soon as the driver has the run.
 
-    If a background driver already has it, nothing changes. If a command in the foreground drives it, the background
-    driver continues when that command ends.
+    If a background driver already has the run, nothing changes. If a command in the foreground drives the run, the
+    background driver continues when that command ends.
 
     Raises:
         InputError: the run has ended.
@@ -123,12 +123,12 @@ def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
     try:
         return _await_taken(workspace, run_id, key)
     except BaseException:
-        forget_request(root, run_id)  # unless a driver has just taken it
+        forget_request(root, run_id)  # unless a driver has just taken the run
         raise
 
 
 def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
-    """Start a driver unless one is alive, and wait until it has the run."""
+    """Start a driver unless one is alive, and wait until the driver has the run."""
     root, until = workspace.root, time.monotonic() + TAKEN_SECONDS
     log = log_path(root, key)
     process: subprocess.Popen[bytes] | None = None
@@ -162,7 +162,7 @@ def _instead(run_id: str, log: Path) -> str:
 
 
 def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:
-    """Start a driver that holds the lock from its start; return None if one is already alive or starting.
+    """Start a driver that holds the lock from its start; return None if a driver is already alive or starting.
 
     Raises:
         WorkspaceError: the lock or the log cannot be written.

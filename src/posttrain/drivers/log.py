@@ -1,6 +1,6 @@
 """The log of a background driver: lines with their time in a file of bounded size, without possible secrets.
 
-The stdout and stderr of the process go to the log too, so tracebacks are retained. Output that Python writes passes
+The stdout and stderr of the process also go to the log, so tracebacks are retained. Output that Python writes passes
 through the same filter.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from posttrain.domain.jobspec import SECRET_NAME
 
-MOST_BYTES = 256 * 1024  # at this size the log becomes `KEY.1.log` and replaces the previous one
+MOST_BYTES = 256 * 1024  # at this size the log is renamed to `KEY.1.log`, replacing the previous file of that name
 _USER_INFO = re.compile(r"(://)[^\s@]+@")
-_SHORTEST = 6  # minimum of characters of a hidden value: shorter values occur by chance
+_SHORTEST = 6  # minimum characters of a hidden value, because shorter values occur by chance
 _HIDDEN = "…"
 
 
 class Veil:
-    """Removes the values of variables with names of secrets, and credentials in URLs, from text."""
+    """Removes the values of variables that are named like secrets, and credentials in URLs, from text."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
@@ -37,7 +37,7 @@ class Veil:
 
 
 class DriverLog(io.TextIOBase):
-    """The log of a background driver; errors of its file are ignored."""
+    """The log of a background driver; errors in writing the file are ignored."""
 
     def __init__(self, path: Path, veil: Veil) -> None:
         self._path, self._veil = path, veil
@@ -46,7 +46,7 @@ class DriverLog(io.TextIOBase):
 
     def say(self, line: str) -> None:
         """Write one line, with the time."""
-        said = " ".join(self._veil.over(line).split())  # before lines are joined: a key may have several
+        said = " ".join(self._veil.over(line).split())  # before lines are joined, because a key may have several
         self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {said}\n")
 
     def write(self, text: str) -> int:
@@ -58,7 +58,7 @@ class DriverLog(io.TextIOBase):
         return len(text)
 
     def bound(self) -> None:
-        """Start another file if the current file is full; child processes continue to write to the old one."""
+        """Start another file if the current file is full; child processes continue to write to the old file."""
         with suppress(OSError):  # the workspace may be deleted, and must not be created again
             if self._path.stat().st_size < MOST_BYTES:
                 return

@@ -5,10 +5,10 @@
     drivers/
       runs/RUN.json   a request to drive a run to its end, and the background driver that has it
       KEY.lock        the lock that the background driver of one environment holds while it is alive
-      KEY.log         its log
+      KEY.log         the log of that driver
 
 Requests are changed under a lock on `runs/`. A driver releases `KEY.lock` under the same lock, so no request is written
-between its last check and its end.
+between the driver's last check and its end.
 """
 
 import os
@@ -50,7 +50,7 @@ class RunDriver:
     kind: DriverKind
     pid: int | None = None
     host: str = ""
-    log: str = ""  # the log of a background driver, also if the driver has ended or has given up the run
+    log: str = ""  # the log of a background driver, even if the driver has ended or has given up the run
     trouble: str = ""  # why a background driver gave up the run, in one line
 
     @property
@@ -68,7 +68,7 @@ class RunDriver:
 
     @property
     def words(self) -> str:
-        """The driver as text: `in the background, pid 71`, `by the server`."""
+        """The driver as text, such as `in the background, pid 71` or `by the server`."""
         return "by the server" if self.kind is DriverKind.SERVER else f"in the {self}"
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def driven(run: RunRecord, now: float) -> bool:
 
 
 def _has_open(owner: str, root: Path) -> bool:
-    """Return whether a process may have a file of this workspace open, since a copied ledger names another driver.
+    """Return whether a process may have a file of this workspace open; the driver in a copied ledger has none open.
 
     True for a process of another host or user, which cannot be inspected.
     """
@@ -153,7 +153,7 @@ def runs_folder(root: Path) -> Path:
 
 
 def read_request(root: Path, run_id: str) -> Request | None:
-    """Return the request for a run; None: there is no request, or it is for another path of the workspace.
+    """Return the request for a run; None: there is no request, or the request is for another path of the workspace.
 
     Raises:
         IntegrityError: the file is damaged.
@@ -170,13 +170,13 @@ def read_request(root: Path, run_id: str) -> Request | None:
 
 
 def write_request(root: Path, request: Request) -> None:
-    """Write a request or its answer. Only under `requests_held`."""
+    """Write a request or its answer. Call this only under `requests_held`."""
     record = {key: value for key, value in asdict(request).items() if key != "run_id"}
     write_json(runs_folder(root) / f"{request.run_id}{_SUFFIX}", record)
 
 
 def remove_request(root: Path, run_id: str) -> None:
-    """Withdraw or finish a request. Only under `requests_held`."""
+    """Withdraw or finish a request. Call this only under `requests_held`."""
     path = runs_folder(root) / f"{run_id}{_SUFFIX}"
     try:
         path.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ def remove_request(root: Path, run_id: str) -> None:
 
 
 def forget_request(root: Path, run_id: str) -> None:
-    """Withdraw a request that no live driver has; after an error the next driver removes it."""
+    """Withdraw a request that no live driver has; after an error, the next driver removes the request."""
     with suppress(PosttrainError):
         if read_request(root, run_id) is not None:
             with requests_held(root):
@@ -232,7 +232,7 @@ def suspended(owner: str) -> bool:
 
 
 def _readable(root: Path, run_id: str) -> Request | None:
-    """Return the request for a run; None also if its file is damaged, so lists of runs still work."""
+    """Return the request for a run; None even if the file is damaged, so that lists of runs still work."""
     try:
         return read_request(root, run_id)
     except (IntegrityError, OSError):

@@ -18,7 +18,7 @@ Source = ModelSource | ScalarSource | Model
 
 
 def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:
-    """Return the roles of an algorithm that reads rows: the learner and, if there is a reference, its frozen start."""
+    """Start the roles of an algorithm that reads rows: the learner and, if the algorithm has one, the reference."""
     role, *others = config.roles()
     learner = pool_of(role).start(
         role,
@@ -51,15 +51,17 @@ def open_roles(
     engine: RolloutEngine | None = None,
     stop: Sequence[str] = (),
 ) -> Roles:
-    """Start the roles of an algorithm that samples; the policy first, because a rollout in its pool reads its weights.
+    """Start the roles of an algorithm that samples.
+
+    The policy starts first, because a rollout in the policy's pool reads the policy's weights.
 
     Args:
         model: the starting policy, and the reference if the algorithm has a KL penalty.
         critic: the starting value model.
-        reward_model: the model that scores responses, if one does.
-        teacher: the model that the policy learns from, if there is one.
-        engine: a rollout engine in the controller's process, instead of one over the policy's weights.
-        stop: strings that end a response; if there are any, each rollout rank opens the tokenizer.
+        reward_model: the model that scores responses; None: no model scores them.
+        teacher: the model that the policy learns from; None: no teacher.
+        engine: a rollout engine in the controller's process; None: an engine that reads the policy's weights.
+        stop: strings that end a response; if any are given, each rollout rank opens the tokenizer.
     """
     policy = pool_of("policy").start(
         "policy",
@@ -104,7 +106,7 @@ def _open_frozen(
     pool_of: PoolOf,
     tokens: int,
 ) -> dict[str, WorkerGroup[FrozenWorker]]:
-    """Start the frozen roles: the reference of a KL penalty, the judge, and the teacher.
+    """Start the frozen roles: the reference of a KL penalty, the reward model, and the teacher.
 
     The teacher predicts tokens of the policy's vocabulary at the policy's temperature.
     """

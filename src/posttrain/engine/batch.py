@@ -7,11 +7,11 @@ dense layers of a model compute on useful tokens only. `lengths` records the doc
 computed for all documents in one operation. Precision: the pure functions of algorithms return float32 columns, or
 float64 if an input is float64.
 
-Memory: the peak of this process, the free memory, and the reuse of memory that CPU tensors free. A pass over a
-micro-batch frees some dozens of MiB. By default glibc returns this memory to the kernel as soon as twice the largest
-tensor is free, and the kernel zeroes and maps each page again in the next pass: an eighth of the time of an update of a
-small model (measured). Memory beyond the limits set here is still returned. glibc's own variables, if set, take
-precedence.
+The module also measures this process's peak memory and the free memory, and controls the reuse of memory that CPU
+tensors free. A pass over a micro-batch frees some dozens of MiB. By default glibc returns this memory to the kernel as
+soon as twice the largest tensor is free, and the kernel zeroes and maps each page again in the next pass, which takes
+an eighth of the time of a small model's update (measured). Memory beyond the limits set here is still returned. glibc's
+own environment variables, if set, take precedence.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 T = TypeVar("T", bound=np.generic)
 Tokens = Sequence[int] | npt.NDArray[np.int32]
-# topk fills a wide column; candidates are a model's log-probabilities of the tokens in the wide column of that name
+# topk fills a wide column; candidates are a model's log-probabilities of the tokens in the wide column `candidates`
 Need = Literal["logprobs", "entropy", "values", "scores", "topk", "candidates"]
 CANDIDATES: Final = "candidates"
 _MIB = 2**20
 _UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of getrusage
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
-_KEPT = 2**29  # bytes free at the end of the heap
+_KEPT = 2**29  # bytes that may stay free at the end of the heap
 _MAPPED = 2**25  # larger tensors are mapped separately; glibc accepts no larger limit
 
 
@@ -127,8 +127,8 @@ class TokenBatch:
     Two documents (1, 7 → 9, 2) and (1 → 2) are `tokens=[1, 7, 9, 2, 1, 2]`, `positions=[0, 1, 2, 3, 0, 1]`,
     `lengths=(4, 2)`, `response_mask=[0, 0, 1, 1, 0, 1]`.
 
-    Any component can add a column under a name; others read the column by that name. The columns that the algorithms in
-    this package use:
+    Any component can add a column under a name; other components read the column by that name. The algorithms in this
+    package use these columns:
 
     ==================  ===========================================================================
     behaviour_logprobs  of the policy that sampled the token; 0 outside the response
@@ -141,21 +141,21 @@ class TokenBatch:
     returns             the critic's target
     advantages          0 outside the response
     candidates          wide: a teacher's likeliest tokens and their log-probabilities
-    temperature         per document: divides its logits; without it the stage's temperature
+    temperature         per document: the divisor of its logits; without the column, the stage's temperature
     ==================  ===========================================================================
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64, restarts at 0 in every document
     lengths: tuple[int, ...]  # [D], sum = T
-    response_mask: Tensor  # [T] bool: the log-probability of this token, predicted from the one before, enters the loss
+    response_mask: Tensor  # [T] bool: the token's log-probability, predicted from the tokens before, enters the loss
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [T] each
     document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
     wide_columns: Mapping[str, WideColumn] = field(default_factory=dict)  # [R, k] each, or handles to the rows
     units: tuple[int, ...] | None = None  # documents in each unit; None: each document is a unit
-    unit: int = 2  # documents in a unit if all units have the same number: the size of a dummy
+    unit: int = 2  # documents in a dummy: the number per unit, if all units have the same number
     sample_ids: tuple[str, ...] = ()  # [D] or empty: "<step>.<prompt>.<sample>", identify documents in traces
-    versions: tuple[tuple[str, ...], ...] = ()  # [D] or empty: of the policies that sampled, oldest first
+    versions: tuple[tuple[str, ...], ...] = ()  # [D] or empty: versions of the policies that sampled, oldest first
     provenance: Provenance = field(default_factory=Provenance)
 
     @classmethod
@@ -211,7 +211,7 @@ class TokenBatch:
     def gather(cls, parts: Sequence[TokenBatch], shards: Sequence[Sequence[int]]) -> TokenBatch:
         """Return the batch whose unit `shards[r][k]` is unit k of `parts[r]`.
 
-        Parts without units contribute nothing. The provenance is that of the first part, over all ranks.
+        Parts without units contribute nothing. The provenance is that of the first part with documents.
 
         Raises:
             InputError: parts and shards differ in size; parts differ in their columns, units or ids.
@@ -283,7 +283,9 @@ class TokenBatch:
         return values.new_zeros(self.documents).index_add(0, self.document_index, values)
 
     def spread(self, per_document: Tensor) -> Tensor:
-        """Return [T]: for response tokens the value of their document, else 0; as precise as the batch's columns.
+        """Return, for each response token, the value of its document, and 0 for other tokens: [T].
+
+        The result is float64 if a token column of the batch is float64, else float32.
 
         Raises:
             InputError: the values are not [D].
@@ -300,7 +302,7 @@ class TokenBatch:
         """Return a batch with these token columns added or replaced: `batch.with_columns(values=v, returns=r)`.
 
         Raises:
-            InputError: a column is not [T]; a document column has its name.
+            InputError: a column is not [T], or a document column has the same name.
         """
         return replace(self, token_columns=self._columns(self.token_columns, columns, self.document_columns, "[T]"))
 
@@ -308,7 +310,7 @@ class TokenBatch:
         """Return a batch with these document columns added or replaced: `batch.with_document_columns(labels=l)`.
 
         Raises:
-            InputError: a column is not [D]; a token column has its name.
+            InputError: a column is not [D], or a token column has the same name.
         """
         return replace(self, document_columns=self._columns(self.document_columns, columns, self.token_columns, "[D]"))
 
@@ -326,7 +328,7 @@ class TokenBatch:
         return replace(self, provenance=replace(self.provenance, role=role, rank=rank))
 
     def select(self, documents: Sequence[int]) -> TokenBatch:
-        """Return the documents with these indices, in this order; without indices, a rank's empty batch.
+        """Return the documents with these indices, in this order; without indices, the empty batch of a rank.
 
         Raises:
             InputError: an index is outside [0, D); the documents of the batch form units.
@@ -354,9 +356,12 @@ class TokenBatch:
         return [document for item in items for document in range(starts[item], starts[item + 1])]
 
     def dummy(self) -> TokenBatch:
-        """Return a unit (without units: two) of two-token documents without a response, with the same columns.
+        """Return one unit of documents with two tokens and no response, with the same columns.
 
-        A rank without documents computes on this unit, because every rank must take part in a collective.
+        Without units, the result has two such documents.
+
+
+        A rank without documents computes on this batch, because every rank must take part in a collective.
         """
         size = self.unit
         return TokenBatch(
@@ -447,7 +452,11 @@ def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """Return the column `temperature`, [D] float64, if the documents have temperatures; either all or none must."""
+    """Return the column `temperature`, [D] float64, or no column if no document has a temperature.
+
+    Raises:
+        InputError: only some of the documents have a temperature.
+    """
     found = [d.temperature for d in documents if d.temperature is not None]
     if len(found) not in (0, len(documents)):
         raise InputError(f"a temperature must be given for all {len(documents)} documents or none, got {len(found)}")
@@ -455,7 +464,12 @@ def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
 
 
 def _check_documents(documents: Sequence[Document]) -> bool:
-    """Return whether the documents have log-probabilities; either all or none must."""
+    """Check the documents, and return whether they have log-probabilities.
+
+    Raises:
+        InputError: there are no documents; a prompt is empty; log-probabilities or `sampled` do not fit the response;
+            only some of the documents have log-probabilities.
+    """
     if not documents:
         raise InputError("a batch needs at least one document, got none")
     for index, document in enumerate(documents):
@@ -493,7 +507,7 @@ class Predictions:
         """Return one prediction.
 
         Raises:
-            InputError: the prediction was not requested; it is `topk`, which exists as a wide column only.
+            InputError: the prediction was not requested, or is `topk`, which exists only as a wide column.
         """
         found: Tensor | None = getattr(self, need, None)
         if found is None:
@@ -504,8 +518,8 @@ class Predictions:
 def peak_memory() -> dict[str, float]:
     """Return the peak memory of this process since its start, MiB.
 
-    `memory/peak_resident_mib`; with CUDA also `memory/peak_allocated_mib`, of the device with the highest peak. Reward
-    workers and ranks on Ray are other processes and do not count.
+    The keys are `memory/peak_resident_mib` and, with CUDA, `memory/peak_allocated_mib` for the device with the highest
+    peak. Reward workers and ranks on Ray are separate processes and are not included.
     """
     found = {"memory/peak_resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT / _MIB}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -523,7 +537,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Keep memory that tensors free in this process's heap from this call on.
+    """Make this process's heap keep, from this call on, the memory that tensors free.
 
     Allocators other than glibc's have no such settings and stay unchanged.
     """

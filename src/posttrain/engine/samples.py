@@ -1,4 +1,4 @@
-"""The output of a rollout: samples of a prompt, made of sequences, made of segments. Tokens are arrays, never lists.
+"""The output of a rollout: samples, which consist of sequences of segments. Tokens are arrays, never lists.
 
 A sequence begins with its prompt, followed alternately by the policy's responses and an environment's observations.
 These types also cover turns and tools, templates that rewrite history (a sample has several sequences) and responses
@@ -21,7 +21,7 @@ from posttrain.engine.batch import Document
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Source = Literal["prompt", "sampled", "observed"]
-Status = Literal["ok", "truncated", "error", "aborted"]  # error: its environment failed
+Status = Literal["ok", "truncated", "error", "aborted"]  # error: the sample's environment failed
 
 
 @final
@@ -41,9 +41,9 @@ class Segment:
 
     tokens: Ints  # [n]
     source: Source
-    logprobs: Floats | None = None  # [n], if sampled: by the sampling policy, at its temperature
+    logprobs: Floats | None = None  # [n], if sampled: under the sampling policy, at the sampling temperature
     version: str = ""  # of the sampling policy
-    temperature: float | None = None  # at which tokens were sampled; None: unknown
+    temperature: float | None = None  # the temperature at which tokens were sampled; None: unknown
 
     def __post_init__(self) -> None:
         given = None if self.logprobs is None else len(self.logprobs)
@@ -67,7 +67,7 @@ class Trajectory:
 
     segments: tuple[Segment, ...]
     status: Status = "ok"
-    stopped: bool = False  # whether it ended at a stop string
+    stopped: bool = False  # whether the response ended at a stop string
     fault: str = ""  # one line, if the status is `error`
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class Trajectory:
 
     @property
     def read_again(self) -> int:
-        """The number of tokens that were read for responses after the first: each reads everything before it."""
+        """The number of tokens that responses after the first one read: each reads all earlier tokens."""
         read, found, first = 0, 0, True
         for segment in self.segments:
             if segment.source == "sampled":

@@ -41,7 +41,7 @@ Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
 
 
 def _held_against(trajectory: Trajectory, score: Score) -> Score:
-    """Return the score; a failure if the environment failed or the score was earned at tokens that were not sampled.
+    """Return the score, or a failure if the environment failed or scores were earned at tokens that were not sampled.
 
     A failure keeps the score's parts and components.
     """
@@ -69,14 +69,14 @@ def response_text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
 
 
 class Scorer(Protocol):
-    """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
+    """Scores responses with a reward function and the tokenizer, or with a reward model."""
 
     def groups(self, prompts: int, tokens: int) -> int:
         """Return the number of groups to score together, of `prompts` groups with at most `tokens` tokens each."""
 
     @property
     def early(self) -> bool:
-        """Whether it can score while the rollout works, without using the rollout's memory."""
+        """Whether the scorer can work at the same time as the rollout, without using the rollout's memory."""
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
@@ -102,7 +102,7 @@ class RewardScorer:
         turns: maximum number of turns of a response.
         name: the reward's name in errors.
         tell: called with one line when completions failed but the step continues, and when the algorithm ignores the
-            tokens at which scores were earned; at most once for each.
+            tokens at which scores were earned; at most once for each of these two events.
     """
 
     early = True  # rewards run in separate processes
@@ -127,7 +127,7 @@ class RewardScorer:
         self._name, self._step = name, 0  # responses of a step
 
     def groups(self, prompts: int, tokens: int) -> int:
-        """See `Scorer`; at least one for each process."""
+        """See `Scorer`; at least one group for each process."""
         return max(-(-prompts // _STRETCHES), self._processes)
 
     def begin(
@@ -135,8 +135,8 @@ class RewardScorer:
     ) -> Future[Sequence[Score]]:
         """See `Scorer`; failed completions are left out of their groups.
 
-        `result` raises RewardError if more failed than allowed, or all that were sampled together; see
-        `RewardFunction.score`.
+        `result` raises RewardError if more completions failed than allowed, or if all completions that were sampled
+        together failed; see `RewardFunction.score`.
         """
         call = RewardCall(
             prompts=[prompt.text for prompt in prompts],
@@ -168,7 +168,7 @@ class RewardScorer:
         """Check the failures of a step over all its stretches so far.
 
         Raises:
-            RewardError: too many responses failed, or all; the reward declined every response.
+            RewardError: too many or all responses failed, or the reward declined every response.
         """
         self._scored = [*(self._scored if stretch.first else ()), *scores]
         last = len(self._scored) == stretch.total
@@ -201,7 +201,7 @@ class RewardScorer:
     def smoke_test(self, prompts: Sequence[Prompt]) -> None:
         """Call the reward once on the first rows, with their answers as completions, before anything is generated.
 
-        A reward that fails on all of them is broken.
+        A reward that fails on all of these rows is broken.
 
         Raises:
             RewardError: see `RewardFunction.score`.
@@ -225,7 +225,7 @@ class ModelScorer:
         judge: the reward model's worker group.
         tokenizer: decodes tokens.
         tokens: tokens that fill a micro-batch on each rank.
-        early: whether the model may work while the rollout does (`Roles.early`).
+        early: whether the model may work while the rollout works (`Roles.early`).
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class ModelScorer:
         self._judge, self._tokenizer, self._tokens, self.early = judge, tokenizer, tokens * judge.ranks, early
 
     def groups(self, prompts: int, tokens: int) -> int:
-        """See `Scorer`; enough to fill a micro-batch on every rank."""
+        """See `Scorer`; as many groups as fill a micro-batch on every rank."""
         return max(-(-prompts // _STRETCHES), -(-self._tokens // tokens))
 
     def begin(
@@ -247,8 +247,8 @@ class ModelScorer:
     ) -> Future[Sequence[Score]]:
         """See `Scorer`; the score is read after the last token.
 
-        `result` raises DivergedError if a score is not finite: such a model is unusable, so no response is left out
-        because of it.
+        `result` raises DivergedError if a score is not finite. Such a model is unusable, so single responses are not
+        left out.
         """
         batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
         judged = self._judge.nonblocking.map(FrozenWorker.fill, batch, "scores", "scores")
@@ -281,15 +281,15 @@ Observed = Sequence[int] | Failed | None
 
 
 class Environment(Protocol):
-    """Returns the observations after sampled responses. They are functions of the inputs, so a step can be repeated."""
+    """Returns the observations after sampled responses, as functions of the inputs, so that a step can be repeated."""
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
-        """Return the tokens of each sample's next observation; None: it has ended. The arguments are parallel."""
+        """Return the tokens of each sample's next observation, None if the sample has ended; arguments are parallel."""
 
 
 @final
 class TextEnvironment:
-    """An environment from a function over texts: `observe(row, responses)` → the next observation, or None.
+    """An environment built from a function over texts: `observe(row, responses)` returns the next observation or None.
 
     An observation is tokenised unchanged, including marks of a chat template; no tokens are added.
 

@@ -1,4 +1,4 @@
-"""Parts of the configurations of jobs: numbers with their limits, an optimiser, a runtime, a probe."""
+"""Parts of job configurations: numbers with their limits, the optimiser, the runtime, the probe."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -55,7 +55,7 @@ def _sayable(stop: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(set(stop)))  # a response ends at the first match: order and duplicates have no effect
 
 
-Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # a response ends where it contains one
+Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # a response ends where its text contains one string
 Extract = Annotated[str, AfterValidator(_readable)]  # a regular expression; group 1 of the last match is the answer
 
 
@@ -64,7 +64,7 @@ class OptimizerConfig(Frozen):
 
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0, le=1000)  # for matrices; norms and biases have no weight decay
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)  # applies to matrices only, not to norms and biases
     warmup_steps: NonNegative = 10  # moments are zero at the start, so Adam needs a warm-up
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     final_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -72,7 +72,7 @@ class OptimizerConfig(Frozen):
 
 
 class PolicyGradientOptimizerConfig(OptimizerConfig):
-    """AdamW for GRPO: a longer second moment for noisy gradients, linear decay to a fifth."""
+    """AdamW for policy gradients: a second moment over more steps, as gradients are noisy; linear decay to a fifth."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -80,19 +80,19 @@ class PolicyGradientOptimizerConfig(OptimizerConfig):
 
 
 class InferenceRuntimeConfig(Frozen):
-    """Device, types and limits of a job without training."""
+    """The device, the dtypes and the limits of a job that does not train."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
-    threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
-    stall_after: StallAfter | None = None  # seconds without progress until the job counts as stalled; None: the run's
-    # maximum bytes of keys and values on one rollout rank, which limit the rows decoded together; auto: the memory of
-    # the rank's device that other uses leave free (`planner.sizes`)
+    threads: Few = 1  # torch's threads on the CPU; one is fastest for models under ~10 M parameters (measured)
+    stall_after: StallAfter | None = None  # seconds without progress before a job is stalled; None: the run's value
+    # maximum bytes of keys and values on one rollout rank, which limit the number of rows decoded together; auto: the
+    # memory of the rank's device that other uses leave free (`planner.sizes`)
     kv_cache: Memory = "auto"
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out default values: equal settings then have equal digests, also in releases with fewer fields."""
+        """Leave out default values, so that digests are the same as in Posttrain versions with fewer fields."""
         said: dict[str, Any] = handler(self)
         unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout")
         left: dict[str, Any] = {"stall_after": None, **dict.fromkeys(unsaid, "auto")}
@@ -100,18 +100,20 @@ class InferenceRuntimeConfig(Frozen):
 
 
 class RuntimeConfig(InferenceRuntimeConfig):
-    """Device, types, limits and checkpoints of a training job."""
+    """The device, the dtypes, the limits and the checkpoints of a training job."""
 
-    # tokens per forward; auto: 4096 on CPU (caches), 16384 on CUDA, or fewer if these do not fit (`planner.sizes`)
+    # tokens of one forward pass; auto: 4096 on CPU (because of its caches), 16384 on CUDA, or fewer if these do not fit
+    # (`planner.sizes`)
     micro_batch_tokens: Positive | Literal["auto"] = "auto"
     checkpoint_every: Positive = 50  # steps
-    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the output model; auto: the compute type
-    # recompute layers in backward, which saves memory and costs time; auto: if a micro-batch does not fit otherwise
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the output model; auto: the compute dtype
+    # recompute layers in the backward pass, which saves memory and takes time; auto: only if a micro-batch does not fit
+    # otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    sequence_parallel: Few = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
+    sequence_parallel: Few = 1  # ranks that share the tokens of a batch (Ulysses); must divide the pool's ranks
     ray_address: Word | None = None  # address of a running Ray cluster; None: start one on this machine if needed
-    # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's memory, at most 8 GiB,
-    # or twice the weights that are sent to rollouts if that is more
+    # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's memory but at most
+    # 8 GiB, or twice the weights that are sent to rollouts if that is more
     object_store: Memory = "auto"
     start_timeout: Timeout = "auto"  # seconds to start a role's ranks with their model (`planner.sizes`)
     call_timeout: Timeout = "auto"  # seconds for one call of a worker or an answer of an engine (`planner.sizes`)
@@ -129,8 +131,8 @@ class LossProbeConfig(Frozen):
     """A small held-out measurement during training, for the curve and for selection within the stage."""
 
     data: Word
-    every: Positive = 40  # steps between measurements; there are also one before the first step and one at the end
-    items: Positive = 128  # number of rows, from the first
+    every: Positive = 40  # steps between measurements; there is also one before the first step and one at the end
+    items: Positive = 128  # number of rows that are measured, beginning with the first
 
 
 class ProbeConfig(LossProbeConfig):
@@ -142,5 +144,7 @@ class ProbeConfig(LossProbeConfig):
 class EarlyStoppingConfig(Frozen):
     """Ends a stage whose probe no longer improves."""
 
-    patience: Annotated[int, Field(ge=1, le=10**6)] = 3  # consecutive probes without an improvement
-    min_delta: float = Field(default=0.0, ge=0, le=1e6)  # an improvement exceeds this, in units of the metric
+    # number of consecutive probes without an improvement after which the stage ends
+    patience: Annotated[int, Field(ge=1, le=10**6)] = 3
+    # a gain counts as an improvement if it exceeds this, in units of the metric
+    min_delta: float = Field(default=0.0, ge=0, le=1e6)

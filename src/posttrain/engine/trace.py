@@ -28,7 +28,7 @@ class StepReport:
 
     tokens: int  # spent, by the rule of `jobs.Progress`
     metrics: Mapping[str, float]
-    took: Mapping[str, float] = field(default_factory=dict)  # machine-dependent metrics, reported but in no result
+    took: Mapping[str, float] = field(default_factory=dict)  # machine-dependent metrics; reported, but in no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Trace:
 @final
 @dataclass(slots=True)
 class TraceBudget:
-    """The maximum bytes of a stage's samples in its trace.
+    """The maximum number of bytes that a stage's samples may take in the trace.
 
     A tenth is available at the first step, and the rest is added evenly with the steps. A resume at a step counts the
     bytes available before that step as spent, so all attempts together stay within the limit.
@@ -64,7 +64,7 @@ class TraceBudget:
     dropped: int = 0  # samples left out since the stage began or was resumed
 
     def takes(self, step: int, size: int, *, spend: bool) -> bool:
-        """Return whether a sample of this size, bytes, fits at a step, 0-based."""
+        """Return whether a sample of `size` bytes is within the limit at a step (0-based)."""
         if self._spent is None:
             self._spent = self._there(step - 1) if step else 0
         fits = self._spent + size <= self._there(step)
@@ -85,7 +85,7 @@ class SampleTracer:
         step: 0-based.
         budget: the stage's limit of bytes.
         unused: returns why a sample with a score is in no update.
-        clip: clip of the ratio below and above 1; None: the loss has none.
+        clip: clip of the ratio below and above 1; None: the loss has no clip.
         dropped: position in the data stream → why the group was dropped.
     """
 
@@ -115,7 +115,7 @@ class SampleTracer:
         return not self._names.isdisjoint(batch.sample_ids)
 
     def consumed(self, batch: TokenBatch | None, part: int) -> None:
-        """Record the mini-batch that the update received; for each sample the first update counts."""
+        """Record the mini-batch that an update received; only the first update of each sample is recorded."""
         if batch is None:
             return
         for place, name in enumerate(batch.sample_ids):

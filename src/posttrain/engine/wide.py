@@ -1,4 +1,4 @@
-"""Wide columns: several numbers for every response token, which stay where they were computed.
+"""Wide columns: several numbers for every response token, which stay in the process that computed them.
 
 A teacher's 64 likeliest tokens at ten million positions are 5 GB, too much for a controller. The process that computes
 these rows keeps them (`WideRows`); a batch has, for each document, a handle to its rows (`RowsHandle`); a process that
@@ -49,7 +49,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WideRows:
-    """The part of a wide column on one worker: `WideRows(TopK(…), counts=(2, 3))` has five rows of two documents."""
+    """The part of a wide column on one worker: `WideRows(TopK(…), counts=(2, 3))` has five rows for two documents."""
 
     held: TopK  # [sum of counts, k]
     counts: tuple[int, ...]  # rows of each document
@@ -115,8 +115,8 @@ class WideColumn:
     def fetched(self) -> WideColumn:
         """Return the column with every row in this process.
 
-        Parts are fetched one by one, and each is released before the next: in addition to the batch's own rows, at most
-        one part is in memory. Rows of this process are not copied.
+        Parts are fetched one by one, and each part is released before the next is fetched: in addition to the batch's
+        own rows, at most one part is in memory. Rows of this process are not copied.
         """
         wanted: dict[Source, list[int]] = {}
         for at, entry in enumerate(self.documents):

@@ -7,7 +7,7 @@ Every sink receives the sealed events that its rules name, in the log's order, a
     step(), of the process that delivers   one thread for each sink that has work
       reads the sinks and their   ──▶      claim its cursor ─▶ read a bounded part of the log ─▶ send ─▶ move the cursor
       cursors in one statement,              │ a failure: back-off in the cursor; after a day of failures a pause
-      for any number of events               ▼ another process has the cursor: nothing
+      for any number of events               ▼ another process has the cursor: no delivery
 
 A cursor moves only after its sink has the events. If the process dies in between, the events are sent again with the
 same ids. A sink that hangs delays only its own thread. No transaction is open during a delivery.
@@ -36,11 +36,11 @@ from posttrain.store.work import Cursors
 TEST = "sink.test"  # the type of a test message
 _SHOWN = 19  # characters of a digest
 _Text = tuple[str, str, str, str]  # subject, what, why, next command
-EVENTS = 500  # read in one pass
+EVENTS = 500  # maximum events read in one pass
 BACKOFF = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0)  # seconds of pause after each consecutive failure
 PATIENCE = 86400.0  # seconds of failures, after which a sink is paused
 _LOOK = 1.0  # seconds between two steps
-_MOMENT = 0.05  # seconds between two steps at the end
+_MOMENT = 0.05  # seconds between two steps while the process ends
 LEAVE = 5.0  # seconds that an ending process waits for pending deliveries
 Opener = Callable[[SinkRecord], Sink]
 
@@ -49,7 +49,7 @@ def notice(event: Envelope, words: bool) -> Notice:
     """Return the notice of an event.
 
     Args:
-        words: include free text.
+        words: whether to include free text.
     """
     subject, what, why, command = _texts(event)
     said = _message(event) if words else ""
@@ -182,7 +182,7 @@ _TEXTS: Mapping[str, Callable[[Envelope], _Text]] = {
 
 
 def _reason(event: Envelope, table: str) -> str:
-    """Return `Reason: GateFailed: A gate measured less than it requires.`; empty without a reason."""
+    """Return, e.g., `Reason: GateFailed: A gate measured less than it requires.`; empty without a reason."""
     code = event.row(table).get("reason")
     if not code:
         return ""
@@ -200,7 +200,7 @@ class RunFacts:
     """`Facts` of a ledger.
 
     Args:
-        channel: returns the channel that a run releases to, by the run's id.
+        channel: returns the channel to which a run releases, by the run's id.
     """
 
     def __init__(self, ledger: Ledger, channel: Callable[[str], str]) -> None:
@@ -225,13 +225,13 @@ class Deliveries:
     record: SinkRecord
     opens: Opener
     facts: RunFacts
-    actor: str  # the principal that pauses it, in events
+    actor: str  # the principal that pauses the sink, in events
 
     def go_on(self, over: Callable[[], bool] = lambda: False) -> bool:
         """Deliver a limited number of pending events; return whether more events may be pending.
 
         Args:
-            over: whether to end; called after each `send`.
+            over: returns whether to end; called after each `send`.
 
         Raises:
             PosttrainError: the ledger is unreachable.
@@ -292,7 +292,7 @@ class Deliveries:
 
 @dataclass(slots=True)
 class _Loop:
-    """The thread of one sink: waits until the sink has work, and delivers."""
+    """The thread of one sink, which waits until the sink has work, and delivers."""
 
     deliveries: Deliveries
     due: threading.Event = field(default_factory=threading.Event)
@@ -312,7 +312,7 @@ class _Loop:
         self.due.set()
 
     def end(self) -> None:
-        """Stop beginning deliveries."""
+        """Prevent the thread from beginning further deliveries."""
         self.over = True
         self.due.set()
 
@@ -332,14 +332,14 @@ class _Loop:
 
 
 class Deliverer:
-    """Delivers to every sink of a project, in threads next to the other work of its process.
+    """Delivers to every sink of a project, in separate threads of its process.
 
     Args:
         opens: returns the back-end of a sink.
-        channel: returns the channel that a run releases to, by the run's id; called where a rule names a channel.
+        channel: returns the channel to which a run releases, by the run's id; called only if a rule names a channel.
         owner: `host:pid:start` of this process; each delivery appends digits, so a delivery that lost its claim while
-            sending does not move the cursor of the next one.
-        alive: returns whether another owner may still live.
+            sending does not move the cursor of the next delivery.
+        alive: returns whether another owner may still be alive.
         actor: the principal that pauses a failing sink, in events.
     """
 

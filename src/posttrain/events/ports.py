@@ -2,9 +2,9 @@
 
 The rules are pure functions of an event, a sink's rules, and facts about the event's run.
 
-Sinks of a server may connect to public addresses and to those that the server's administrator names. Without this rule,
-a user who may add a sink could point a webhook at an address that only the server can reach, such as a cloud's metadata
-service. The server's configuration assigns secrets to projects, and a sink uses only those of its project.
+Sinks of a server may connect to public addresses and to addresses that the server's administrator names. Without this
+rule, a user who may add a sink could point a webhook at an address that only the server can reach, such as a cloud's
+metadata service. The server's configuration assigns secrets to projects, and a sink uses only its project's secrets.
 
 A sink opens a connection only to an admitted address, within bounded time, and closes the connection afterwards.
 """
@@ -41,10 +41,10 @@ from posttrain.domain.sinks import (
 from posttrain.store.writer import SINK_PAUSED
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 10.0  # seconds without a byte
-WHOLE_SECONDS = 30.0  # seconds of one delivery, which also bounds a receiver that sends single bytes slowly
+ANSWER_SECONDS = 10.0  # maximum seconds without a byte
+WHOLE_SECONDS = 30.0  # maximum seconds of one delivery, even if the receiver sends single bytes slowly
 VARIABLES = "POSTTRAIN_SINK_"  # prefix of the variables that a sink may name
-_MOST_SECRET = 4096  # bytes of a secret's file
+_MOST_SECRET = 4096  # maximum bytes of a file with a secret
 # Returns why a connection to an address is forbidden; empty: it is allowed. A server has its own policy.
 Admit = Callable[[str], str]
 _GATE_REASONS = (Reason.GATE_FAILED, Reason.GATE_INCONCLUSIVE, Reason.GATE_ERROR)
@@ -57,16 +57,16 @@ def anywhere(address: str) -> str:
 
 
 class Sink(Protocol):
-    """One place that receives events.
+    """One destination of events.
 
-    In every implementation, `send` returns once the place has durably stored all notices (a file: on the disk; a
-    server: it confirmed them), raises `SinkError` in any other case, and takes at most about half a minute. No
+    In every implementation, `send` returns once the destination has durably stored all notices (a file is on the disk;
+    a server has confirmed them), raises `SinkError` in any other case, and takes at most about half a minute. No
     resources stay open between two calls. Some notices may have arrived before an error: the caller sends all of them
-    again, and the receiver drops duplicates by their ids. Errors are one line without any secret.
+    again, and the receiver drops duplicates by their ids. Errors have one line and contain no secret.
     """
 
     kind: ClassVar[str]
-    most: ClassVar[int]  # notices in one `send`
+    most: ClassVar[int]  # maximum notices in one `send`
 
     @property
     def where(self) -> str:
@@ -95,7 +95,7 @@ def secret(env: str | None, file: str | None, where: str) -> str:
     """Return a secret, from the named variable or file.
 
     Raises:
-        SinkError: the secret is missing or empty; the message contains its name, never the secret.
+        SinkError: the secret is missing or empty; the message names the variable or file and never has the secret.
     """
     if env:
         found = os.environ.get(env, "")
@@ -128,7 +128,7 @@ def refuse_variable(name: Any, field: str) -> None:
 
 
 def absolute(path: str, field: str) -> Path:
-    """Return the path; reject a relative path, which would depend on the process.
+    """Return the path; reject a relative path, because it would depend on the process's working folder.
 
     Raises:
         InputError: the path is not absolute.
@@ -139,7 +139,7 @@ def absolute(path: str, field: str) -> Path:
 
 
 class Patience:
-    """The time limit of one delivery; when it passes, the connection is cut."""
+    """The time limit of one delivery; when the time is over, the connection is closed."""
 
     def __init__(self, seconds: float = WHOLE_SECONDS) -> None:
         self.seconds, self.over = seconds, False
@@ -193,7 +193,7 @@ class Facts(Protocol):
         """Return a run's owner; empty: no such run, or the owner was erased."""
 
     def channel(self, run_id: str) -> str:
-        """Return the channel that a run releases to; empty: none, or it cannot be determined."""
+        """Return the channel to which a run releases; empty: there is no channel, or it cannot be determined."""
 
 
 def occasions(event: Envelope) -> frozenset[str]:
@@ -234,7 +234,7 @@ def channel_of(event: Envelope, facts: Facts) -> str:
 
 
 def matching(rules: Sequence[Rule], event: Envelope, facts: Facts) -> Rule | None:
-    """Return the rule by which a sink gets an event: the first one that sends words, else the first; None: no rule."""
+    """Return the matching rule of a sink for an event: the first with words, else the first; None: no rule matches."""
     what = occasions(event)
     found = [rule for rule in rules if _says(rule, event, what, facts)]
     return next((rule for rule in found if rule.words), found[0] if found else None)
@@ -250,7 +250,7 @@ def _says(rule: Rule, event: Envelope, what: frozenset[str], facts: Facts) -> bo
     )
 
 
-VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks in addition to the public ones: 10.1.0.0/16,127.0.0.1/32
+VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks in addition to public networks: 10.1.0.0/16,127.0.0.1/32
 
 
 SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: the project whose sinks and rewards may name a variable
@@ -332,7 +332,7 @@ def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any])
 
 
 def networks(text: str) -> list[Network]:
-    """Return the networks in a list with commas.
+    """Return the networks in a comma-separated list.
 
     Raises:
         InputError: an entry is not a network.
@@ -356,7 +356,7 @@ def _meant(address: Address) -> Iterator[Address]:
 
 
 def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) -> socket.socket:
-    """Return a connection to the first of a host's addresses that accepts one.
+    """Return a connection to the first of a host's addresses that accepts a connection.
 
     `admit` receives the address of the connection itself, so a name that resolves to a different address a moment later
     has no effect.
@@ -386,15 +386,15 @@ def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) ->
 
 
 class NetworkSink(ABC):
-    """A sink on the network: one notice at a time, each within bounded time.
+    """A sink on the network, which delivers one notice at a time, each within bounded time.
 
     Args:
-        settings: the values of its kind's `fields`.
+        settings: the values of the `fields` of the sink's kind.
         admit: returns why a connection to an address is forbidden.
-        patience: seconds of one delivery.
+        patience: maximum seconds of one delivery.
 
     Raises:
-        InputError: the settings lack a place or a secret.
+        InputError: the settings lack a destination or a secret.
     """
 
     kind: ClassVar[str]
@@ -429,7 +429,7 @@ class NetworkSink(ABC):
         """Deliver one notice."""
 
     def _refusal(self, error: Exception) -> str:
-        """Return a message for an error of the sink's protocol; empty: another kind of error."""
+        """Return a message for an error of the sink's protocol; empty for other errors."""
         return ""
 
 

@@ -1,11 +1,11 @@
 """Attestation of the files that a job imports, and reading of a log that is being written.
 
-An environment is a digest of all its importable files; a comparison names the file that differs. A file in
-site-packages decides a job's behaviour as much as the manifest does, and a user who can write one (a `.pth` file runs
-at every start of Python) controls every later job. So a run pins its environment when its first job starts. Every later
-launch compares the current environment with the pinned one, and so does every job before it imports any of the files.
-Files of packages that no job of the run imports are omitted, according to the packages' records. Files that run at
-every start of Python are always included.
+An environment has a digest of all its importable files; a comparison names the file that differs. A file in
+site-packages decides a job's behaviour as much as the manifest does, and a user who can write such a file (a `.pth`
+file runs at every start of Python) controls every later job. So a run pins its environment when its first job starts.
+Every later launch compares the current environment with the pinned environment, and so does every job before it imports
+any of the files. Files of packages that no job of the run imports are omitted, according to the packages' records.
+Files that run at every start of Python are always included.
 
 Reading a gigabyte for every job would be slow, so digests are cached per user by size, times and inode of a file. The
 module uses only the standard library, since a job imports it before the job trusts its site-packages.
@@ -34,7 +34,7 @@ PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains postt
 _IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", ".cfg")
 _NOT_THE_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "idlelib", "turtledemo"}
-)  # files directly below a root
+)  # entries directly below a root that are not part of the library
 _AT_START = frozenset({"sitecustomize", "usercustomize", "site"})
 _TRIES = 3  # walks over folders in which other processes add and remove files
 _SHOWN = 3
@@ -56,7 +56,7 @@ class Environment:
         return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
     def differs(self, pinned: Environment) -> str:
-        """Return how this environment differs from the pinned one; empty if it does not."""
+        """Return how this environment differs from the pinned environment; empty if there is no difference."""
         added = sorted(self.files.keys() - pinned.files.keys())
         gone = sorted(pinned.files.keys() - self.files.keys())
         changed = sorted(name for name, digest in pinned.files.items() if self.files.get(name, digest) != digest)
@@ -164,7 +164,7 @@ def pin(environment: Environment, folder: Path) -> None:
 
 
 def pinned(digest: str, folder: Path) -> Environment | None:
-    """Return the environment of a digest; None: its listing is missing or does not match."""
+    """Return the environment with this digest; None: the listing is missing or does not match the digest."""
     try:
         value = json.loads(_listing(folder, digest).read_bytes())
         found = Environment(tuple(value["roots"]), value["files"], tuple(value.get("packages", ())))
@@ -185,7 +185,7 @@ def _own_roots() -> tuple[str, ...]:
 
 
 def _importable(roots: Sequence[str], *, folders: bool = False) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield every regular file that an import may read, once; links are followed. `folders`: also their folders."""
+    """Yield every regular file that an import may read, once; links are followed. `folders`: yield folders too."""
     visited: set[tuple[int, int]] = set()
     for root in roots:
         if os.path.isfile(root):

@@ -1,4 +1,6 @@
-"""Run an engine program whose answers a caller waits for, without attempt and ledger; it ends with its caller.
+"""Run an engine program for whose answers a caller waits, without an attempt or a ledger.
+
+The program ends with its caller.
 
 The request is one JSON document on the program's standard input; each answer is a JSON line. A line with `error` and
 `exit_code` is the one-line error that ended the program.
@@ -29,7 +31,7 @@ from posttrain.execution.processes import without_keys
 _ERRORS: dict[int, type[PosttrainError]] = {
     kind.exit_code: kind for kind in (InputError, JobFailedError, InfrastructureError, IntegrityError, WorkspaceError)
 }
-_SHOWN = 300  # characters of the last line of a failed program
+_SHOWN = 300  # maximum characters of the last line of a failed program
 
 
 def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Iterator[dict[str, Any]]:
@@ -70,7 +72,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
 def _exchange(program: subprocess.Popen[str], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     assert program.stdin is not None
     assert program.stdout is not None
-    with contextlib.suppress(BrokenPipeError), program.stdin as asked:  # it may have died already
+    with contextlib.suppress(BrokenPipeError), program.stdin as asked:  # the program may have died already
         json.dump({**request, "asked_by": os.getpid()}, asked)
     for line in program.stdout:
         answer = json.loads(line)

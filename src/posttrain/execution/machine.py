@@ -1,8 +1,8 @@
 """Facts about this machine: the resources that a placement can request, and the conditions for ranks to connect.
 
-A placement can request cores, memory and GPUs; they are read without torch. The conditions for ranks to connect are
-read here and judged in `preflight.cluster_checks`. Queries that load torch or ray run in another process, with a
-deadline.
+A placement can request cores, memory and GPUs; these resources are read without torch. The conditions for ranks to
+connect are read here and judged in `preflight.cluster_checks`. Queries that load torch or ray run in another process,
+with a deadline.
 """
 
 import glob
@@ -72,7 +72,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources that a job which is started here would find."""
+    """The resources that a job finds if it is started here."""
 
     cpus: int
     memory: int | None = None  # bytes that the processes of this machine (or container) share
@@ -121,7 +121,8 @@ def allowed() -> int | None:
 def local_devices() -> Devices:
     """Return the devices for jobs of this machine, each for one job at a time; empty without a GPU.
 
-    POSTTRAIN_DEVICES limits their number; without a GPU it simulates that many, so sharing can be tried anywhere.
+    POSTTRAIN_DEVICES limits the number of devices; without a GPU, that many devices are simulated, so that sharing can
+    be tried anywhere.
 
     Raises:
         InputError: POSTTRAIN_DEVICES is not a number of devices.
@@ -130,7 +131,7 @@ def local_devices() -> Devices:
     if not gpu_visible():
         return Devices(tuple(str(number) for number in range(bound or 0)))
     if not any(glob.glob(pattern) for pattern in _CUDA_FILES):
-        return Devices(("0",), variable="")  # their number is unknown: jobs take the first, one at a time
+        return Devices(("0",), variable="")  # the number of GPUs is unknown: jobs take the first, one at a time
     gpus = visible(_asked(), os.environ)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = map(str, range(len(gpus))) if chosen is None else (word.strip() for word in chosen.split(","))
@@ -141,7 +142,7 @@ def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ..
     """Return the GPUs that a job would see.
 
     Args:
-        answer: the output of `nvidia-smi`; None: it did not answer, so device files are counted.
+        answer: the output of `nvidia-smi`; None: there was no output, so device files are counted.
         environment: the variables; CUDA_VISIBLE_DEVICES selects GPUs by index or by (a prefix of) a UUID.
     """
     if answer is None:
@@ -189,7 +190,7 @@ class Package:
     """An installed distribution: `Package("2.13.0", ">=3.10", ("numpy>=1.26",))`."""
 
     version: str
-    python: str = ""  # the versions of Python that it declares
+    python: str = ""  # the versions of Python that the distribution declares
     requires: tuple[str, ...] = ()  # requirements, with their markers
 
 
@@ -203,7 +204,7 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        """Whether it leads only to this machine."""
+        """Whether the interface leads only to this machine."""
         return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
 
 
@@ -212,7 +213,7 @@ class Gpus:
     """Facts about NVIDIA devices that are read without torch, and the devices that torch sees, if it was queried."""
 
     files: int = 0  # device files /dev/nvidia0 …
-    listed: int | None = None  # by nvidia-smi; None: it is not installed
+    listed: int | None = None  # number of devices that nvidia-smi lists; None: nvidia-smi is not installed
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     torch: int | None = None  # number of devices that torch sees; None: it was not queried or did not answer
     torch_name: str = ""  # name of the first device
@@ -231,7 +232,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """The facts that the checks read."""
+    """The facts that the cluster checks read."""
 
     python: str
     packages: Mapping[str, Package]  # without missing packages
@@ -242,7 +243,7 @@ class ClusterFacts:
     listening: Mapping[int, str] | None  # TCP port → process; None: not permitted to read
     local_ports: tuple[int, int] | None  # range of the ports of outgoing connections
     memory: int  # bytes, within a container's limit
-    shared: tuple[int, int] | None  # bytes: size and free of /dev/shm
+    shared: tuple[int, int] | None  # size and free space of /dev/shm, in bytes
     gpus: Gpus = field(default_factory=Gpus)
     limits: Limits | None = None
 
@@ -266,7 +267,7 @@ def read_machine(*, probe: bool = False) -> ClusterFacts:
     """Return the facts of this machine.
 
     Args:
-        probe: also query torch, in another process, which takes seconds.
+        probe: whether to also query torch, in another process, which takes seconds.
     """
     host = socket.gethostname()
     usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -375,7 +376,7 @@ def _local_ports() -> tuple[int, int] | None:
 
 
 def _memory() -> int:
-    """Return the bytes of memory of this machine, or of the container if it has fewer."""
+    """Return the bytes of memory of this machine, or of the container if the container has fewer."""
     limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]  # no file: ""; no limit: "max"
     return min([psutil.virtual_memory().total, *limits])
 
@@ -399,7 +400,7 @@ def _listed_gpus() -> int | None:
 
 
 def _torch_sees() -> tuple[int | None, str, str]:
-    """Return the number of devices, the name of the first, and why torch did not answer."""
+    """Return the number of devices, the name of the first device, and why torch did not answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False

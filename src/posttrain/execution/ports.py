@@ -23,7 +23,7 @@ class Executor(Protocol):
     """Runs jobs somewhere. Every implementation:
 
     - identifies a job by its name and its attempt folder and needs no state of the caller, so any process may submit,
-      observe, signal or kill, before and after crashes of that process and of the executor's helpers;
+      observe, signal or kill a job, before and after crashes of that process and of the executor's helpers;
     - reports only proven facts: a submission that may have arrived is Unknown, an absence that proves nothing is
       NOT_VISIBLE_YET, and a job is LOST only on proof that no process of it runs;
     - never restarts an ended or lost job for a caller: that is a new attempt. A restart by the executor itself (a
@@ -46,13 +46,13 @@ class Executor(Protocol):
 
     @property
     def attests(self) -> bool:
-        """Whether its jobs run in this environment and compare it with the one that their order names."""
+        """Whether its jobs run in this environment and compare it with the environment that their order names."""
 
     @property
     def idempotent(self) -> bool:
         """Whether submitting a name again finds the existing job, even if two processes submit at the same time.
 
-        If false, a caller that submits again before absence is certain may start a second job of that name.
+        If false, a caller that submits again before absence is certain may start a second job with that name.
         """
 
     @property
@@ -63,11 +63,11 @@ class Executor(Protocol):
         """
 
     def submit(self, spec: JobSpec) -> Submission:
-        """Create the job of that name, or find it.
+        """Create the job with the spec's name, or find the existing job.
 
         Raises:
             InputError: the spec requires something that this executor never provides.
-            CapacityError: devices that the job needs are taken; it was not started, and a retry is safe.
+            CapacityError: devices that the job needs are taken; the job was not started, and a retry is safe.
             InfrastructureError: the job was rejected or could not be started; no job runs, and a retry is safe.
             WorkspaceError: the attempt folder cannot be written.
         """
@@ -80,7 +80,7 @@ class Executor(Protocol):
         """
 
     def signal(self, job: JobRef, word: Signal) -> None:
-        """Write an order to the job's mailbox and return immediately. A job that starts late still obeys it.
+        """Write an order to the job's mailbox and return immediately. A job that starts late still follows the order.
 
         `job.mailbox` is the mailbox's place, since the job may have rewritten `job.json` in its folder.
 
@@ -90,7 +90,7 @@ class Executor(Protocol):
         """
 
     def kill(self, job: JobRef) -> None:
-        """End the job: terminate it, then kill it. `observe` returns whether it has ended; an unknown job is no error.
+        """Terminate the job, then kill it. `observe` returns whether it has ended; an unknown job is not an error.
 
         Raises:
             InfrastructureError: the request may not have arrived.
@@ -129,14 +129,14 @@ class Trainer(Protocol):
         """
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """Return the number of its machine's accelerators on which a job of the stage computes, if there are any.
+        """Return the number of accelerators on which a job of the stage computes, if the machine has accelerators.
 
         Args:
             params: the parameters that `check` normalised.
         """
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
-        """Return the module to run, its devices, and the variables that it needs before its first import."""
+        """Return the module to run, the devices, and the variables that the module needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
-        """Return the result that the job wrote; None: no result yet."""
+        """Return the result that the job wrote; None: there is no result yet."""

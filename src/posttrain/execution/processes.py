@@ -14,7 +14,7 @@ from pathlib import Path
 
 from posttrain.domain.jobspec import SECRET_NAME
 
-HEARTBEAT_SECONDS = 0.25  # between two heartbeats of a supervisor
+HEARTBEAT_SECONDS = 0.25  # seconds between two heartbeats of a supervisor
 LEAVING_SECONDS = 60.0  # time for a job to end after its result: freeing a GPU, leaving a cluster
 _CONTROLS = (
     "WANDB_",
@@ -44,21 +44,21 @@ _DEAD = ("Z", "X", "x")  # zombie, dead: the program no longer runs
 
 
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for jobs and their helpers: without keys of trackers and passwords of the ledger."""
+    """Return the environment for jobs and their helpers, without keys of trackers or passwords of the ledger."""
     return {name: value for name, value in environment.items() if not name.startswith(_CONTROLS)}
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for programs without keys: of a tracker, a store, a ledger or any service."""
+    """Return the environment for programs, without the keys of a tracker, a store, a ledger or any other service."""
     kept = without_trackers(environment)
     return {name: value for name, value in kept.items() if not (name.startswith(_KEYS) or SECRET_NAME.search(name))}
 
 
 def of_a_server(environment: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """Return the part of a server's environment that its jobs get: the machine's variables and `named` ones, no keys.
+    """Return the variables of a server that its jobs get: the machine's variables and the `named` ones, but no keys.
 
     Args:
-        named: additional variables for jobs, set by an admin; never those of the control side.
+        named: additional variables for jobs, set by an admin; variables of the control side are never included.
     """
     given = {name for name in named if not name.startswith(NEVER)}
     return {
@@ -75,7 +75,7 @@ def close_to_others() -> None:
 
 
 def identity(pid: int) -> str | None:
-    """Return boot id and start time of a process (or zombie), `<boot>:<ticks>`; None: no such process."""
+    """Return the boot id and start time of a process (or zombie), as `<boot>:<ticks>`; None: no such process."""
     stat = _stat(pid)
     return None if stat is None else f"{_boot()}:{stat[2]}"
 
@@ -121,7 +121,7 @@ def group(leader: int) -> list[int]:
 
 
 def carrying(variable: str, value: str) -> list[int]:
-    """Return the running processes that were started with this variable, if their environment is readable."""
+    """Return the running processes that were started with this variable and whose environment is readable."""
     wanted, found = f"{variable}={value}".encode(), []
     for pid in (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()):
         with suppress(OSError):

@@ -1,1 +1,4 @@
-"""Conversion of other trainers' files to a run.yaml. The caller names the files; nothing is executed."""
+"""Readers of other programs' files: runs to register, and trainers' settings to convert to a run.yaml.
+
+The caller names the files; no code in them is executed.
+"""

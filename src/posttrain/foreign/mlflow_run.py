@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _SQLITE = "sqlite:///"
 _RUNS = 1000
-_SHOWN = 8  # runs in the error if there are several
-_MOST_FOLDERS = 10_000  # among artifacts
+_SHOWN = 8  # maximum number of runs that an error lists
+_MOST_FOLDERS = 10_000  # maximum number of folders among a run's artifacts
 _PRIVATE_TAGS = ("mlflow.user", "mlflow.log-model.history", "mlflow.note.content")
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _SETTINGS = {
@@ -98,7 +98,7 @@ def _client(where: str, make: type[MlflowClient]) -> Iterator[tuple[MlflowClient
 
 
 def _place(where: str) -> Path | None:
-    """Return the folder of a file store or the SQLite file; None: a server.
+    """Return the folder of a file store, or the SQLite file; None if the store is on a server.
 
     Raises:
         NotFoundError: the path does not exist.
@@ -203,7 +203,7 @@ def _inputs(run: Run, base: Path | None) -> Iterator[Named]:
 
 
 def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) -> FoundModel | None:
-    """Return the model among the artifacts: the newest checkpoint, else the last model by name."""
+    """Return the model among the artifacts: the newest checkpoint, or else the last model by name."""
     found: list[tuple[int, str, Path, Path]] = []
     for location in _locations(client, run):
         root = _local(location, base, run)
@@ -223,7 +223,7 @@ def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) 
         return None
     _, name, place, root = max(found)
     files = model_files(place, root)
-    tokenizer = place.parent / "components" / "tokenizer"  # the place of MLflow's transformers flavour
+    tokenizer = place.parent / "components" / "tokenizer"  # where MLflow's transformers flavour stores it
     for path in sorted(tokenizer.iterdir()) if place.name == "model" and tokenizer.is_dir() else ():
         if MODEL_FILES.fullmatch(path.name) and path.name not in files:
             files[path.name] = inside(path, root)
@@ -239,7 +239,7 @@ def _locations(client: MlflowClient, run: Run) -> list[str]:
 
 
 def _local(location: str, base: Path | None, run: Run) -> Path | None:
-    """Return the local folder of a location; for a store that was moved, the corresponding folder in it."""
+    """Return the local folder of a location; if the store was moved, the corresponding folder in the store."""
     parts = urlsplit(location)
     if parts.scheme not in ("", "file"):
         return None

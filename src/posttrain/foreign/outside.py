@@ -1,8 +1,8 @@
-"""Runs of other programs: the result of every reader of this package, and the folder that transports it.
+"""Runs of other programs: the result of every reader in this package, and the folder that transports the result.
 
-Readers read a folder without changing it; they open no pickle and run no code of the folder.
+Readers read a folder without changing it; they open no pickle and run no code in the folder.
 
-A run that was read on one machine becomes a folder that is registered on another:
+A run that was read on one machine is written to a folder, which is registered on another machine:
 
 ::
 
@@ -24,14 +24,14 @@ from typing import Any
 
 from posttrain.domain.errors import InputError, NotFoundError
 
-MODEL_FILES = re.compile(  # files of a folder in Hugging Face format; other files are the trainer's
+MODEL_FILES = re.compile(  # a model's files in a folder in Hugging Face format; all others belong to the trainer
     r"(?!adapter_).*\.safetensors(\.index\.json)?|(generation_|tokenizer_|preprocessor_|processor_)?config\.json"
     r"|tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
     r"|chat_template\.(jinja|json)|README\.md|LICENSE(\.\w+)?|NOTICE(\.\w+)?"
 )
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _MOST_STEP = 2**53
-_MOST_TEXT = 2000  # characters of a parameter
+_MOST_TEXT = 2000  # maximum characters of a parameter
 _SECRET_NAME = re.compile(
     r"(.*[./])?token|(.*[._\-/])?(api_?key|secret(_?key)?|(client_)?secret|passw(or)?d|passphrase|credentials?|private_?key"
     r"|authorization|(hub|access|auth|bearer|refresh|api|hf|hugging_?face|wandb|github|push_to_hub)_token)",
@@ -44,7 +44,7 @@ _SECRET_VALUE = re.compile(
 )
 FORMAT = "posttrain.outside/1"
 RUN = "run.json"
-_MOST = 512 << 20  # bytes of run.json
+_MOST = 512 << 20  # maximum bytes of run.json
 _FILES = "files"
 
 
@@ -76,7 +76,7 @@ class Points:
         self.strange += not math.isfinite(value)
 
     def add_row(self, row: Mapping[str, Any], step: int, place: str, at: float = math.nan) -> int:
-        """Append the numbers of a row, metric → value; return the number of other entries.
+        """Append the numbers in a row, metric → value; return how many entries are not numbers.
 
         Raises:
             InputError: a number is beyond the range of floats.
@@ -94,15 +94,15 @@ class Named:
 
     role: str  # base model | data set
     name: str
-    path: Path | None = None  # the path of its bytes
-    said: str = ""  # further information in the run
+    path: Path | None = None  # the local file or folder
+    said: str = ""  # further information that the run contains about it
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """The files of a model in a run."""
+    """The files of a run's model."""
 
-    files: Mapping[str, Path]  # name in a folder of Hugging Face format → file
+    files: Mapping[str, Path]  # name in a folder in Hugging Face format → file
     place: str  # description and reason of the choice: `checkpoint-20, the newest of 2 checkpoints`
 
 
@@ -120,12 +120,12 @@ class OutsideRun:
     model: FoundModel | None = None
     read: Mapping[str, Path] = field(default_factory=dict)  # the files that were read, by name
     named: tuple[Named, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)  # omitted file → why
+    left_out: Mapping[str, str] = field(default_factory=dict)  # omitted file → reason
     notes: tuple[str, ...] = ()
 
 
 def public_params(params: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return parameters as text, nested ones by dotted names, and the names of withheld possible secrets."""
+    """Return parameters as text by dotted names, and the names of withheld parameters, which may be secrets."""
     kept: dict[str, str] = {}
     withheld = []
     for name, value in flat(params):
@@ -169,7 +169,7 @@ def named_in_params(params: Mapping[str, Any], base: Path | None) -> tuple[Named
 
 
 def local_data(name: str, base: Path | None) -> Path | None:
-    """Return the existing file or folder that a run names as data: at its path, or relative to the run."""
+    """Return the existing file or folder that a run names as data, by its path or relative to the run's folder."""
     try:
         path = Path(name.removeprefix("file://")).expanduser()
         places = [path] if path.is_absolute() else [folder / path for folder in (base, base and base.parent) if folder]
@@ -179,7 +179,7 @@ def local_data(name: str, base: Path | None) -> Path | None:
 
 
 def step_of(value: Any, place: str) -> int:
-    """Return a step.
+    """Return a step as a whole number.
 
     Raises:
         InputError: the value is not a step.
@@ -227,10 +227,10 @@ def run_folder(path: Path, what: str) -> Path:
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """Return `path`, after a check that it is a plain file in `folder` once its links are resolved.
+    """Return `path` after checking that it, with links resolved, is a plain file in `folder`.
 
     Raises:
-        InputError: the file is outside of the folder, or not a plain file.
+        InputError: the file is outside the folder or not a plain file.
     """
     name = os.path.relpath(path, folder)
     try:
@@ -250,7 +250,7 @@ def read_bytes(path: Path, folder: Path, most: int) -> bytes:
     """Return the bytes of a file in the folder.
 
     Raises:
-        InputError: the file is a link out of the folder, not readable, or larger than `most` bytes.
+        InputError: the file is a link out of the folder, is not readable, or is larger than `most` bytes.
     """
     name = os.path.relpath(path, folder)
     try:
@@ -263,7 +263,7 @@ def read_bytes(path: Path, folder: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
-    """Return the JSON map in a file of the folder; NaN and Infinity are accepted, as Python writes them.
+    """Return the JSON map in a file of the folder; NaN and Infinity, which Python writes, are accepted.
 
     Raises:
         InputError: the file is a link out of the folder, unreadable, larger than `most` bytes, truncated or not a map.
@@ -279,10 +279,10 @@ def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
 
 
 def model_files(place: Path, folder: Path) -> dict[str, Path]:
-    """Return the files of a model at `place` in `folder`; empty: no model.
+    """Return the files of a model at `place` in `folder`; empty if there is no model.
 
     Raises:
-        InputError: the model is an adapter, has only pickled weights, or has a link out of the folder.
+        InputError: the model is an adapter, has only pickled weights, or contains a link out of the folder.
     """
     names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
     where = place.name if place != folder else "the folder"
@@ -309,7 +309,7 @@ def why_left_out(name: str) -> str:
 
 
 def carry(run: OutsideRun, folder: Path) -> Path:
-    """Write a run into an empty folder; its files become links to the originals."""
+    """Write a run into an empty folder, in which the run's files are links to the originals."""
     laid: list[Path] = []
 
     def place(path: Path) -> str:
@@ -344,7 +344,7 @@ def carried(folder: Path) -> OutsideRun:
     """Return the run that `carry` wrote.
 
     Raises:
-        InputError: the folder has no such run, or the run names files outside the folder.
+        InputError: the folder does not contain a run, or the run names files outside the folder.
     """
     folder = folder.resolve()
     said = read_json(folder / RUN, folder, _MOST)

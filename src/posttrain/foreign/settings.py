@@ -1,4 +1,4 @@
-"""Settings in the files of other trainers, by dotted names, and drafts of the run files into which they are converted.
+"""Settings in the files of other trainers, by dotted names, and drafts of the run files that result from them.
 
 Settings are read from YAML, shell commands and Python. A Python script is parsed, never executed: a computed value is
 not a setting. A `Draft` is an unfinished run file with the notes to report about it.
@@ -25,7 +25,7 @@ from posttrain.domain.rendering import stop_fault
 from posttrain.foreign.outside import flat
 
 _OVERRIDE = re.compile(r"^\+{0,2}([a-z_][\w.]*)=(.*)$", re.DOTALL)
-# a line that only sets a variable; before a command on the same line, a variable is in the command's environment
+# a line that only sets a variable; a variable before a command on the same line is set for that command only
 _ASSIGNED = re.compile(
     r"""^[ \t]*(?:export\s+)?([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|]*)[ \t]*(?:#.*)?$""", re.MULTILINE
 )
@@ -37,7 +37,7 @@ _PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # arguments o
 _LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
 _TRAINED = "model args data_collator train_dataset eval_dataset processing_class"
 _REWARDED = "model reward_funcs args train_dataset eval_dataset processing_class"
-PLACES = {  # class → its first parameters in the order of TRL 1.16; other positional arguments are reported
+PLACES = {  # class → its first parameters, in the order in TRL 1.16; other positional arguments are reported
     "SFTTrainer": f"{_TRAINED} compute_loss_func compute_metrics callbacks optimizers",
     "RewardTrainer": f"{_TRAINED} compute_metrics callbacks optimizers",
     "DPOTrainer": f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
@@ -45,26 +45,26 @@ PLACES = {  # class → its first parameters in the order of TRL 1.16; other pos
 }
 _IN_PLACE = ("update", "setdefault", "pop", "append")
 _READ = ("Config", "Arguments", "Trainer", "from_pretrained", "load_dataset")  # calls whose arguments are settings
-_DEEP = 8  # depth of names bound to names
-_ABSENT: tuple[Any, ...] = (False, [], {}, "")  # values that request nothing
-# values that keep the whole distribution, as sampling for training does here
+_DEEP = 8  # maximum length of a chain of names bound to names
+_ABSENT: tuple[Any, ...] = (False, [], {}, "")  # values that have no effect
+# values that keep the whole distribution, as Posttrain does when it samples for training
 WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 
 
 @dataclass(slots=True)
 class Settings:
-    """The settings of a file; `take` marks a setting as read, and `left` returns the unread settings."""
+    """The settings in a file; `take` marks a setting as read, and `left` returns the unread settings."""
 
-    source: str  # the file, for messages
+    source: str  # the file's name, for messages
     values: dict[str, Any]
-    notes: list[str] = field(default_factory=list)  # other effects of the file, which are not converted
-    unknown: dict[str, str] = field(default_factory=dict)  # settings that use variables which the file does not set
+    notes: list[str] = field(default_factory=list)  # notes about effects of the file that are not converted
+    unknown: dict[str, str] = field(default_factory=dict)  # setting → expression with an unknown value
     words: tuple[str, ...] = ()  # names of programs, classes and subcommands in the file: `trl`, `grpo`, `GRPOTrainer`
     starts: bool = True  # whether importing the file would train
     taken: set[str] = field(default_factory=set)
 
     def here(self, name: str) -> str | None:
-        """Return the path of a local file or folder that the source names; None: it does not exist."""
+        """Return the path of a local file or folder that the source names; None if it does not exist."""
         for folder in (Path(), Path(self.source).parent):
             if name and (folder / Path(name).expanduser()).exists():
                 found = str(folder / Path(name).expanduser()) if folder != Path() else name
@@ -72,7 +72,7 @@ class Settings:
         return None
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of these names that is set; all of them count as read."""
+        """Return the value of the first of these settings that the file sets; all of them count as read."""
         self.taken.update(names)
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
@@ -98,7 +98,7 @@ class Settings:
         return value if isinstance(value, bool) else str(value).strip().lower() in ("true", "1", "yes", "")
 
     def given(self, *names: str) -> bool:
-        """Return whether one of these names is set; all of them count as read."""
+        """Return whether the file sets one of these settings; all of them count as read."""
         return self.take(*names) is not None
 
     def left(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def read_settings(path: Path) -> Settings:
     """Return the settings of a `.yaml`, `.yml` or `.json` file, a `.py` script, or a file of shell commands.
 
     Raises:
-        InputError: there is no such file, it is not readable in the format of its suffix, or it has no setting.
+        InputError: there is no such file, or it has no settings or not the format that its suffix implies.
     """
     try:
         data = path.read_bytes()
@@ -144,12 +144,12 @@ def _of_yaml(text: str, source: str) -> Settings:
 
 
 def _flat(raw: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted names, without interpolations, which repeat other settings."""
+    """Return settings by dotted names, without interpolations, because these repeat other settings."""
     return {name: said for name, said in flat(raw, prefix) if not (isinstance(said, str) and said.startswith("${"))}
 
 
 def _of_shell(text: str, source: str) -> Settings:
-    """Read `--key value`, `--key=value`, `--flag` and hydra's `key=value` of every command; the last one wins."""
+    """Read `--key value`, `--key=value`, `--flag` and hydra's `key=value` in every command; the last value wins."""
     try:
         words = shlex.split(_expanded(text).replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -184,7 +184,7 @@ def _expanded(text: str) -> str:
     known = {"HOME": "~"} | {name: value.strip().strip("\"'") for name, value in _ASSIGNED.findall(text)}
     known = {name: re.sub(r"^\$\{\w+:?-(.*)\}$", r"\1", value) for name, value in known.items()}
     rest = _ASSIGNED.sub("", text)
-    for _ in range(3):  # a variable may refer to others
+    for _ in range(3):  # a variable's value may contain other variables
         rest = _VARIABLE.sub(lambda found: str(known.get(found[1] or found[3], found[2] or found[0])), rest)
     return rest
 
@@ -203,14 +203,14 @@ def _typed(text: str) -> Any:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
         return text
-    if isinstance(value, str):  # YAML 1.1 readers return 1e-6 as text
+    if isinstance(value, str):  # readers of YAML 1.1 return 1e-6 as text
         with suppress(ValueError):
             return float(value)
     return value
 
 
 def _of_python(text: str, source: str) -> Settings:
-    """Read keywords of every `…Config(…)`, `…Arguments(…)` and `…Trainer(…)`, and arguments of `load_dataset`."""
+    """Read the keywords of all calls `…Config(…)`, `…Arguments(…)`, `…Trainer(…)`, and `load_dataset`'s arguments."""
     try:
         module = ast.parse(text, filename=source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -237,13 +237,13 @@ def _of_python(text: str, source: str) -> Settings:
 
 
 class _Script:
-    """The settings in the calls of a script: literals, and names that the script binds exactly once, to a literal."""
+    """The settings in a script's calls whose values are literals, or names bound exactly once, to a literal."""
 
     def __init__(self, module: ast.Module) -> None:
         self.values: dict[str, Any] = {}
         self.unknown: dict[str, str] = {}
         self.notes: list[str] = []
-        self._rows: list[ast.expr] = []  # positional values of `train_dataset`
+        self._rows: list[ast.expr] = []  # values of `train_dataset` that are positional arguments
         self._nodes = list(ast.walk(module))
         assigned = [(node.targets, node.value) for node in self._nodes if isinstance(node, ast.Assign)]
         bound = [(one.id, value) for targets, value in assigned for one in targets if isinstance(one, ast.Name)]
@@ -252,7 +252,7 @@ class _Script:
         self._names = {n: value for n, value in bound if times[n] == 1 and not (n in used and _is_mutable(value))}
 
     def read(self, settings: Iterable[tuple[str | None, ast.expr]], prefix: str = "") -> None:
-        """Read keywords, and those behind `**` if a dict of the script lists them; others are noted by name."""
+        """Read keywords, including those in `**NAME` if a dict in the script lists them; otherwise add a note."""
         for name, value in settings:
             if name:
                 self._set(prefix + name, value)
@@ -265,7 +265,7 @@ class _Script:
                 )
 
     def placed(self, call: ast.Call, called: str) -> list[tuple[str | None, ast.expr]]:
-        """Return positional arguments with the names of their class; report those without a known name."""
+        """Return positional arguments with their parameters' names; add a note about arguments without a known name."""
         names = ["output_dir"] if called.endswith(("Config", "Arguments")) else PLACES.get(called, "").split()
         starred = next((place for place, one in enumerate(call.args) if isinstance(one, ast.Starred)), len(call.args))
         known = list(zip(names, call.args[:starred], strict=False))
@@ -279,10 +279,10 @@ class _Script:
         return [*known]
 
     def read_rows(self) -> None:
-        """Read the arguments of `load_dataset`: of the call that makes `train_dataset`, or of the first call."""
+        """Read the arguments of the call of `load_dataset` that makes `train_dataset`, or of the first such call."""
         given = [node.value for node in self._nodes if isinstance(node, ast.keyword) and node.arg == "train_dataset"]
         parts: list[ast.expr] = [*self._rows, *given][:1]
-        for part in parts:  # grows by the values of its names; ends, since a name defined by itself is bound twice
+        for part in parts:  # grows by the values of names; a self-referring name is bound twice, so this ends
             used = [node.id for node in ast.walk(part) if isinstance(node, ast.Name) and node.id in self._names]
             parts += [self._names[name] for name in used if self._names[name] not in parts]
         behind = [node for part in parts for node in ast.walk(part)]
@@ -296,7 +296,7 @@ class _Script:
             self._set(_LOADED.get(str(name), f"load_dataset.{name}"), value)
 
     def _pairs(self, node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-        """Return the keywords that `**node` sets; None: they cannot be read from the script."""
+        """Return the keywords that `**node` sets; None if they cannot be read from the script."""
         node = self._names.get(node.id, node) if isinstance(node, ast.Name) else node
         if isinstance(node, ast.Dict):
             keys = [None if key is None else str(_literal(key, self._names)) for key in node.keys]
@@ -325,7 +325,7 @@ def _loads(nodes: list[ast.AST]) -> list[ast.Call]:
 
 
 def _changed(nodes: list[ast.AST]) -> Counter[str]:
-    """Count names whose values the script changes in place: `kwargs["beta"] = …`, `kwargs.update(…)`, `rate *= 2`."""
+    """Count, by name, changes in place by the script: `kwargs["beta"] = …`, `kwargs.update(…)`, `rate *= 2`."""
     parts = [node.value for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)]
     parts += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in _IN_PLACE]
     parts += [node.target for node in nodes if isinstance(node, ast.AugAssign | ast.For)]
@@ -338,9 +338,9 @@ def _is_mutable(node: ast.expr) -> bool:
 
 
 def _used(nodes: list[ast.AST]) -> set[str]:
-    """Return names that are read elsewhere than behind `**` or as an argument of a call with settings.
+    """Return the names that the script reads in places other than `**NAME` and arguments of calls with settings.
 
-    The script may change their values, under another name or in a function.
+    In such a place the script may change the value, under another name or in a function.
     """
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     read = [call for call in calls if ast.unparse(call.func).rpartition(".")[2].endswith(_READ)]
@@ -353,7 +353,7 @@ def _used(nodes: list[ast.AST]) -> set[str]:
 
 
 def _starts(module: ast.Module) -> bool:
-    """Return whether importing the script trains, by code outside functions, classes and `if __name__ == …`."""
+    """Return whether importing the script starts a training, in code outside functions, classes and `__main__`."""
     defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
     inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     done = [one for one in module.body if not isinstance(one, inside) and "__name__ ==" not in ast.unparse(one)]
@@ -377,33 +377,33 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, 
         found = _literal(known, names, depth - 1, functions=functions) if known is not None and depth else None
         return node.id if found is None and known is None and functions else found
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") and node.args:
-        return _literal(node.args[0], names, depth)  # the name represents a model or a tokenizer
+        return _literal(node.args[0], names, depth)  # the name of a model or a tokenizer
     if not isinstance(node, ast.Attribute):
         return None
     if functions or ast.unparse(node.value) == "torch":
         return node.attr
-    return node.attr.lower() if node.attr.isupper() else None  # SchedulerType.COSINE
+    return node.attr.lower() if node.attr.isupper() else None  # an enum's member such as SchedulerType.COSINE
 
 
 @dataclass(slots=True)
 class Draft:
-    """The run file to write, and the settings of the other trainer's file that it does not contain."""
+    """The run file to write, and notes on each setting in the other trainer's file."""
 
     source: str
     trainer: str  # TRL | verl
     run: dict[str, Any]
-    carried: list[str] = field(default_factory=list)  # "num_generations: 8 → group_size: 8"
-    changed: list[str] = field(default_factory=list)  # converted with a different meaning, or missing
-    fill_in: list[str] = field(default_factory=list)  # a person's tasks before the first run
+    carried: list[str] = field(default_factory=list)  # such as "num_generations: 8 → group_size: 8"
+    changed: list[str] = field(default_factory=list)  # settings that are converted with a different meaning, or missing
+    fill_in: list[str] = field(default_factory=list)  # tasks for a person before the first run
     dropped: list[str] = field(default_factory=list)  # settings without a counterpart, with their values
-    inert: list[str] = field(default_factory=list)  # names without effect on the result: devices, output
+    inert: list[str] = field(default_factory=list)  # settings without effect on the result, such as devices and output
 
     def carry(self, theirs: str, value: Any, ours: str, result: Any) -> None:
         """Record a setting that was converted."""
         self.carried.append(f"{theirs}: {_short(value)} → {ours}: {_short(result)}")
 
     def model(self, settings: Settings, name: Any, revision: str) -> str:
-        """Return the base model: a local folder, or a model of the hub, which a person must fetch."""
+        """Return the base model: a local folder, or a model on the hub, which a person must fetch."""
         if not isinstance(name, str):
             self.fill_in.append("model: name the base model")
             return "model:base"
@@ -413,7 +413,7 @@ class Draft:
         return folder or f"hf:{name}@{revision}"
 
     def stops(self, settings: Settings, stage: dict[str, Any], *names: str) -> None:
-        """Convert the stop strings of a response, from the first of these settings that is set."""
+        """Convert the stop strings in the first of these settings that the file sets."""
         name = next((name for name in names if settings.given(name)), None)
         given = settings.take(*names)
         found = tuple([given] if isinstance(given, str) else given if isinstance(given, list | tuple) else [given])
@@ -438,10 +438,10 @@ class Draft:
         """Record the conversion of every setting that the file sets; unset settings are not reported.
 
         Args:
-            told: setting → why it has no counterpart; it changes the result or the output for people.
-            harmless: settings of where and how to compute, or what to print, without effect on the result.
+            told: setting that changes the result or the output for people → why it has no counterpart.
+            harmless: settings without effect on the result: where and how to compute, or what to print.
             ours: converted setting → the resulting fields of the run file, separated by spaces.
-            same: setting of `told` → the values that match the behaviour here.
+            same: setting in `told` → the values that match Posttrain's behaviour.
         """
         self.changed += settings.notes
         for name, text in settings.unknown.items():
@@ -464,7 +464,7 @@ class Draft:
         return self
 
     def _taken(self, settings: Settings, ours: Mapping[str, str]) -> None:
-        """Record the resulting field of each setting that was read; without one, list it as without effect."""
+        """Record the resulting field for each setting that was read; a setting without such a field has no effect."""
         ((_, stage),) = self.run.get("stages", {"": {}}).items()
         reported = {line.partition(":")[0] for line in (*self.changed, *self.carried)}
         for name, value in settings.values.items():
@@ -476,7 +476,7 @@ class Draft:
             (self.carried if line else self.inert).append(f"{name}: {_short(value)} → {line}" if line else name)
 
     def text(self) -> str:
-        """Return the run file, preceded by the notes for a person as comments."""
+        """Return the text of the run file, which begins with comments that contain the notes for a person."""
         lines = [f"# From {self.source} ({self.trainer}) by `posttrain init --from`; check it with `posttrain plan`."]
         for title, items in (
             ("To do before the first run", self.fill_in),
@@ -491,14 +491,14 @@ class Draft:
 
 
 def _told(told: Mapping[str, str], name: str) -> str | None:
-    """Return why a setting has no counterpart, by its whole name, a suffix of the name or its first part."""
+    """Return why a setting has no counterpart, found by its whole name, an end of the name or its first part."""
     parts = name.split(".")
     ends = (*(".".join(parts[at:]) for at in range(len(parts))), parts[0])
     return next((told[end] for end in ends if end in told), None)
 
 
 def _at(tree: Any, path: str) -> Any:
-    """Return the value at a dotted path; None: no value."""
+    """Return the value at a dotted path; None if there is no value."""
     return reduce(lambda found, part: found.get(part) if isinstance(found, Mapping) else None, path.split("."), tree)
 
 
@@ -508,7 +508,7 @@ def plainly(number: float) -> float:
 
 
 def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -> int:
-    """Return a share of a stage's steps as steps; if their number is unknown, a placeholder to replace."""
+    """Convert a share of a stage's steps to steps; if the total is unknown, return a placeholder and add a note."""
     if share and steps is None:
         draft.fill_in.append(
             f"warmup_steps: {theirs} is {share:g} of the steps, which posttrain plan counts; "
@@ -518,12 +518,12 @@ def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -
 
 
 class _Plain(yaml.SafeDumper):
-    """A YAML dumper that writes numbers in the form that people use."""
+    """A YAML dumper that writes numbers in the form that people write."""
 
 
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
     mantissa, mark, exponent = f"{value:.10g}".partition("e")
-    text = mantissa if "." in mantissa else f"{mantissa}.0"  # YAML reads 1e-6 as text
+    text = mantissa if "." in mantissa else f"{mantissa}.0"  # YAML readers return 1e-6 as text
     return dumper.represent_scalar("tag:yaml.org,2002:float", text + (f"e{int(exponent)}" if mark else ""))
 
 

@@ -1,6 +1,7 @@
 """TRL's scripts, configurations and command lines (its names and defaults as of version 1.16) as a run.yaml.
 
-If a default of TRL differs from run.yaml's, the value is written out, so a short file requests the same training here.
+If a default in TRL differs from the default in run.yaml, the value is written out, so that even a short TRL file gives
+the same training.
 """
 
 import math
@@ -22,8 +23,8 @@ _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
-_BUILDERS = ("json", "csv", "parquet", "arrow")  # builders of `load_dataset`, which read `data_files`
-_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # functions of trl.rewards
+_BUILDERS = ("json", "csv", "parquet", "arrow")  # builders for `load_dataset`, which read `data_files`
+_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # functions in trl.rewards
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
 _PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
 _NEVER_CUT = "`plan` refuses a longer row; rows are never truncated"
@@ -108,7 +109,7 @@ _WHY = {  # reason → settings that change the result or the output for people
     "float16 is not supported; dtype: float32 or bfloat16": "fp16",
 }
 _CHANGES = {name: why for why, names in _WHY.items() for name in names.split()}
-_SAME = {  # values that match the behaviour here, in addition to empty ones
+_SAME = {  # values, in addition to empty values, that match Posttrain's behaviour
     **WHOLE,
     **dict.fromkeys(("completion_only_loss", "average_tokens_across_devices", "shuffle_dataset"), (True,)),
     "vllm_importance_sampling_correction": (False,),
@@ -124,7 +125,7 @@ _SAME = {  # values that match the behaviour here, in addition to empty ones
     "dataset_text_field": ("text",),
     "dataset_train_split": ("train",),
 }
-_BECOMES = {  # fields of the run file → the settings that map to them
+_BECOMES = {  # fields of the run file → the TRL settings that determine them
     "prompts_per_step batch_size": (
         "per_device_train_batch_size gradient_accumulation_steps num_processes nproc_per_node"
     ),
@@ -187,13 +188,13 @@ _HARMLESS = frozenset(  # settings without effect on the result
 
 
 def from_trl(settings: Settings, rows: int | None = None) -> Draft:
-    """Return a run file with one stage that trains as the TRL file does.
+    """Return a draft of a run file with one stage that trains as the TRL file does.
 
     Args:
-        rows: number of rows of the training data; None: unknown, so shares of the steps cannot be converted to steps.
+        rows: number of rows of the training data; None if unknown: shares of the steps then become placeholders.
 
     Raises:
-        InputError: the trainer has no counterpart here, or a value is not a number.
+        InputError: the trainer has no counterpart in Posttrain, or a value is not a number.
     """
     kind = _trainer(settings)
     name = re.sub(r"[^a-z0-9_-]+", "-", Path(settings.source).stem.lower()).strip("-_") or kind
@@ -221,12 +222,12 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     same = {**_SAME, "disable_dropout": (kind in ("dpo", "grpo", "rloo"),)}
     if kind not in ("grpo", "rloo"):
-        same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass, whatever the value
+        same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass with any value
     return draft.close(settings, _CHANGES, _HARMLESS, _OURS, same)
 
 
 def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> None:
-    """Set the losses of demonstrations and pairs."""
+    """Convert the settings for the loss on demonstrations or pairs."""
     loss = settings.take("loss_type", default="sigmoid" if kind == "dpo" else "nll")
     names = [str(one) for one in (loss if isinstance(loss, list) else [loss])]
     known = {"dpo": ("sigmoid",), "sft": ("nll", "chunked_nll")}.get(kind, ())
@@ -258,7 +259,7 @@ def _trainer(settings: Settings) -> str:
 
 
 def _data(settings: Settings, draft: Draft) -> str:
-    """Return the training rows: a local file, or a data set that a person must register."""
+    """Return the ref of the training rows: a local file, or a data set that a person must register."""
     name = settings.take("dataset_name", "dataset", "train_file", "train_dataset")
     split = str(settings.values.get("dataset_train_split") or "train")
     files = _files(settings, split.partition("[")[0]) if name in _BUILDERS else [name]
@@ -274,13 +275,13 @@ def _data(settings: Settings, draft: Draft) -> str:
 
 
 def _files(settings: Settings, split: str) -> list[Any]:
-    """Return the `data_files` of a split, even if the file names several splits."""
+    """Return the `data_files` of a split, even if the settings name several splits."""
     given = settings.take("data_files") or settings.take(f"data_files.{split}")
     return given if isinstance(given, list) else [given] if given else []
 
 
 def _batch(settings: Settings, draft: Draft) -> int:
-    """Return the documents (or completions) of an optimiser step."""
+    """Return the number of documents (or completions) per optimiser step."""
     processes = settings.count("num_processes", "nproc_per_node", default=1)
     size = settings.count("per_device_train_batch_size", default=8)
     accumulated = settings.count("gradient_accumulation_steps", default=1)
@@ -335,7 +336,7 @@ def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int |
     """Set `steps` or `epochs` of the stage; return the number of steps, or None if it is unknown."""
     most = settings.count("max_steps", default=-1)
     epochs = settings.number("num_train_epochs", default=3.0)
-    if most > 0:  # TRL counts optimiser steps; a step here has `mini_batches` of them
+    if most > 0:  # TRL counts optimiser steps, of which a step in Posttrain has `mini_batches`
         stage["steps"] = steps = -(-most // int(stage.get("mini_batches", 1)))
         return steps
     per_step = int(stage.get("batch_size") or stage["prompts_per_step"])
@@ -344,7 +345,7 @@ def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int |
 
 
 def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, parts: int) -> dict[str, Any]:
-    """Return the optimiser settings of a stage with `parts` optimiser steps in each step."""
+    """Return the optimiser settings for a stage with `parts` optimiser steps per step."""
     rate = settings.number("learning_rate", default=_RATES[kind])
     schedule = str(settings.take("lr_scheduler_type", default="linear"))
     known = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0)}
@@ -354,7 +355,7 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
         draft.changed.append(f"lr_scheduler_type: {schedule}: not supported, linear here")
     warmup = settings.number("warmup_steps", default=0.0)
     share = settings.number("warmup_ratio", default=0.0)
-    if 0 < warmup < 1:  # a share of the steps, as in transformers 5
+    if 0 < warmup < 1:  # the number is a share of the steps, as in transformers 5
         warmup, share = 0.0, warmup
     warmup = math.ceil(warmup / parts) or share_of_steps(draft, "warmup", share, steps)
     if schedule == "cosine_with_min_lr":
@@ -367,7 +368,7 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
         "warmup_steps": round(warmup),
         "schedule": ours,
         "final_ratio": final,
-        "max_grad_norm": settings.number("max_grad_norm", default=1.0) or 1e12,  # 0: gradients are not clipped
+        "max_grad_norm": settings.number("max_grad_norm", default=1.0) or 1e12,  # in TRL, 0 means no clipping
     }
 
 
@@ -391,7 +392,7 @@ def _runtime(settings: Settings, draft: Draft, parts: int) -> dict[str, Any]:
 
 
 def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[str, Any]:
-    """Return `rewards` of the run file; sets the stage's reward, or several with their weights.
+    """Return `rewards` for the run file; set the stage's reward, or its rewards with their weights.
 
     Raises:
         InputError: the number of weights differs from the number of functions.
@@ -432,7 +433,7 @@ def _weight(settings: Settings, value: Any) -> float:
 
 
 def _one_of_several(settings: Settings, draft: Draft, function: str | None, number: int) -> Any:
-    """Return the source of a function in a list of several: a package, or `reward.py` next to the run file."""
+    """Return the source for one of several reward functions: a package, or `reward.py` next to the run file."""
     module, _, name = (function or "").rpartition(".")
     if function in _REWARDS or (module and "/" not in module):
         return _installed(draft, f"{module or 'trl.rewards'}:{name}")
@@ -446,7 +447,7 @@ def _one_of_several(settings: Settings, draft: Draft, function: str | None, numb
 
 
 def _alone(settings: Settings) -> str:
-    """Return why a reward must be copied out of its script."""
+    """Return the reason why a reward must be copied out of its script."""
     if settings.starts:
         return f"importing {settings.source} would start the training"
     return "a reward is a separate file that contains everything it needs"

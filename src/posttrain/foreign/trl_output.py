@@ -1,4 +1,4 @@
-"""The `output_dir` of TRL's and transformers' trainers: checkpoints, `trainer_state.json`, the model card."""
+"""Reader of the `output_dir` of TRL's and transformers' trainers: checkpoints, `trainer_state.json`, model card."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ from posttrain.foreign.outside import (
 
 STATE, ARGUMENTS, CARD = "trainer_state.json", "training_args.bin", "README.md"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
-_MOST_STATE, _MOST_CARD = 2**31, 2**20  # bytes
-_STATE_PARAMS = (  # fields of trainer_state.json
+_MOST_STATE, _MOST_CARD = 2**31, 2**20  # maximum bytes of the files
+_STATE_PARAMS = (  # fields of trainer_state.json that are recorded as parameters
     *("epoch", "eval_steps", "global_step", "logging_steps", "max_steps", "num_input_tokens_seen"),
     *("num_train_epochs", "save_steps", "total_flos", "train_batch_size", "best_metric", "best_global_step"),
 )
@@ -38,15 +38,15 @@ _STAGES = {"sft": "sft", "grpo": "grpo", "dpo": "dpo", "rloo": "rloo", "kto": "k
 
 
 def read_trl_output(path: Path) -> OutsideRun:
-    """Return the run of an `output_dir`.
+    """Return the run whose output is in an `output_dir`.
 
-    The model is the one at the root of the folder, else that of the best checkpoint, else that of the newest
-    checkpoint. Metrics are those of the newest `trainer_state.json`, which includes all earlier ones.
+    The model is the one at the root of the folder, or else that of the best checkpoint, or else that of the newest
+    checkpoint. Metrics are those in the newest `trainer_state.json`, which includes all earlier metrics.
 
     Raises:
         NotFoundError: there is no such folder.
-        InputError: the folder has no run of that kind, the model is an adapter, a file is unreadable, or a link leads
-            out of the folder.
+        InputError: the folder has no such run, the model is an adapter, a file is unreadable, or a link leads out of
+            the folder.
     """
     folder = run_folder(path, "a TRL or transformers run (its output_dir)")
     checkpoints = _checkpoints(folder)
@@ -83,7 +83,7 @@ def read_trl_output(path: Path) -> OutsideRun:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoint folders by step."""
+    """Return the checkpoint folders in the order of their steps."""
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.fullmatch(p.name)) and p.is_dir()]
     if odd := next((path for _, path in found if not path.resolve().is_relative_to(folder)), None):
         raise InputError(f"{odd.name} of {folder}: must not be a link out of the folder; replace it with a copy")
@@ -97,7 +97,7 @@ def _state_file(folder: Path, checkpoints: list[Path]) -> Path | None:
 
 
 def _model_place(folder: Path, checkpoints: list[Path], state: Mapping[str, Any]) -> tuple[Path | None, str]:
-    """Return the model's folder, and its description with the reason of the choice."""
+    """Return the model's folder, and a description that contains the reason for the choice."""
     if model_files(folder, folder):
         return folder, "the model at the root of the folder"
     held = [path for path in checkpoints if model_files(path, folder)]
@@ -171,7 +171,7 @@ def _front_matter(text: str) -> Mapping[str, Any]:
     try:
         head = yaml.safe_load(text[4:].partition("\n---")[0])
     except (yaml.YAMLError, RecursionError, ValueError):
-        return {}  # a malformed card gives no information
+        return {}  # a malformed card contains no information
     return head if isinstance(head, dict) else {}
 
 
@@ -181,6 +181,6 @@ def _below(text: str, head: str) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts in a value or list, without other values and without `None`."""
+    """Return the texts in a list, or a single text as a list; other values and the text `None` are left out."""
     found = value if isinstance(value, list) else [value]
     return [name for name in found if isinstance(name, str) and name.strip() and name != "None" and len(name) <= 300]

@@ -1,6 +1,6 @@
 """verl's hydra settings (YAML or command-line overrides; its names and defaults as of version 0.6) as a run.yaml.
 
-If a default of verl differs from run.yaml's, the value is written out.
+If a default in verl differs from the default in run.yaml, the value is written out.
 """
 
 import re
@@ -69,13 +69,13 @@ _HARMLESS = frozenset(  # settings without effect on the result
 
 
 def from_verl(settings: Settings, rows: int | None = None) -> Draft:
-    """Return a run file with one stage that trains as the verl settings do.
+    """Return a draft of a run file with one stage that trains as the verl settings do.
 
     Args:
-        rows: number of rows of the training data; None: unknown, so shares of the steps cannot be converted to steps.
+        rows: number of rows of the training data; None if unknown: shares of the steps then become placeholders.
 
     Raises:
-        InputError: the advantage estimator has no counterpart here, or a value is not a number.
+        InputError: the advantage estimator has no counterpart in Posttrain, or a value is not a number.
     """
     name = str(settings.take("trainer.experiment_name", default=Path(settings.source).stem))
     name = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:40] or "verl"
@@ -192,7 +192,7 @@ def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> N
     if kind == "ppo":
         stage["kl"] = None
     if settings.flag(f"{_ACTOR}.use_kl_loss"):
-        estimator = "k3" if estimator == "k1" else estimator  # k1 has no gradient as a loss
+        estimator = "k3" if estimator == "k1" else estimator  # k1 has no gradient in the loss
         stage["kl"] = {"coefficient": coefficient, "estimator": estimator}
         stage["kl"] |= {"place": "loss"} if kind == "ppo" else {}
         draft.carry(f"{_ACTOR}.kl_loss_coef", coefficient, "kl.coefficient", coefficient)

@@ -33,14 +33,14 @@ from posttrain.foreign.outside import (
     step_of,
 )
 
-MAGIC = b":W&B"  # the first bytes of the file
-_HEADER, _BLOCK, _CHUNK = 7, 32768, 7  # bytes: of the file; of a block; before a chunk (CRC, length, kind)
+MAGIC = b":W&B"  # the first bytes of a `.wandb` file
+_HEADER, _BLOCK, _CHUNK = 7, 32768, 7  # bytes of the file's header, a block, and a chunk's header
 _WHOLE, _LAST = 1, 4  # kinds of a chunk that end a record
 _STEP, _TIME = "_step", "_timestamp"
 _OWN = (_STEP, _TIME, "_runtime", "_wandb")
 _TABLES = (".csv", ".jsonl", ".ndjson", ".parquet")
 _CONFIGS = ("config.yaml", "config.yml", "config.json")
-_MOST_CONFIG = 2**24  # bytes
+_MOST_CONFIG = 2**24  # maximum bytes of a configuration
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # strings for numbers that JSON lacks
 _RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-.+")
 _SHOWN = 8
@@ -48,7 +48,7 @@ Row = Mapping[str, Any]
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Yield the complete records of a file; stop before a truncated one."""
+    """Yield the complete records of a file; stop before a truncated record."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         place, parts = len(file.read(_HEADER)), b""
         while True:
@@ -71,7 +71,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def read_wandb_export(path: Path) -> OutsideRun:
-    """Return the run in the files of a W&B run.
+    """Return the run that the files of a W&B run contain.
 
     Raises:
         NotFoundError: there is no such folder.
@@ -104,7 +104,7 @@ def read_wandb_export(path: Path) -> OutsideRun:
 
 
 def _the_run(folder: Path) -> Path:
-    """Return the folder itself, or the only run in it."""
+    """Return `folder` if it is a run's folder, else the folder of the only run in it."""
     if any(folder.glob("*.wandb")):
         return folder
     home = folder / "wandb" if (folder / "wandb").is_dir() else folder
@@ -205,7 +205,7 @@ def _cell(text: str) -> Any:
 
 
 class _Log:
-    """wandb's own file of a run."""
+    """The `.wandb` file of a run."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         with path.open("rb") as file:
@@ -222,7 +222,7 @@ class _Log:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of the history; the other attributes are set after the last row."""
+        """Yield the rows of the history; the other attributes are complete after the last row."""
         try:
             for data in records(self._path):
                 record = self._record.FromString(data)
@@ -256,14 +256,14 @@ def _items(found: Iterable[Any]) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Return the configuration next to the history, and its file."""
+    """Return the configuration next to the history, and the configuration's file."""
     for place in (folder / "files", folder):
         for name in _CONFIGS:
             path = place / name
             if not (path.is_symlink() or path.exists()):
                 continue
             value = read_json(path, folder, _MOST_CONFIG) if name.endswith(".json") else _yaml(path, folder)
-            if "architectures" not in value:  # otherwise the configuration is a model's
+            if "architectures" not in value:  # a configuration with this key is a model's
                 return {key: _unwrapped(item) for key, item in value.items() if key != "wandb_version"}, path
     return {}, None
 
@@ -291,7 +291,7 @@ def _tools(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model(folder: Path, notes: list[str]) -> FoundModel | None:
-    """Return the model among the files: the last one by path."""
+    """Return the model among the files; if there are several models, the last by path."""
     below = [path for where in (folder, folder / "files") if where.is_dir() for path in sorted(where.iterdir())]
     places = [folder, folder / "files", *(path for path in below if path.is_dir() and not path.is_symlink())]
     found = {place: files for place in dict.fromkeys(places) if (files := model_files(place, folder))}

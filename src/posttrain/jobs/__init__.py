@@ -1,1 +1,1 @@
-"""Composition root of launched processes: `python -m posttrain.jobs.KIND ATTEMPT_DIR`."""
+"""The composition root of launched processes: `python -m posttrain.jobs.KIND ATTEMPT_DIR`."""

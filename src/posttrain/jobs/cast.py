@@ -1,4 +1,4 @@
-"""`python -m posttrain.jobs.cast`: a model's weights in another floating-point type (`bodies.cast`)."""
+"""`python -m posttrain.jobs.cast`: writes a model's weights in another floating-point type (`bodies.cast`)."""
 
 from posttrain.jobs.entry import lazily, serve
 

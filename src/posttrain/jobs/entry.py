@@ -1,9 +1,9 @@
 """Entry points of jobs, and of programs that answer a waiting process (`execution.foreground`).
 
-Around its work every job reads the order, opens the store, catches errors, and writes its result last. A job first
-claims the attempt's `start`: if another process has claimed it, or a tombstone exists, the job exits with
-`ANOTHER_RUNS` and computes nothing. Otherwise it writes a `result.json`, also after a failure, and then exits with 0;
-an exit without a result means that the process was lost. A failure is one line in the result and a full traceback in
+In addition to its work, every job reads the order, opens the store, catches errors, and writes its result last. A job
+first claims the attempt's `start`: if another process has claimed it, or a tombstone exists, the job exits with
+`ANOTHER_RUNS` and computes nothing. Otherwise the job writes a `result.json`, even after a failure, and then exits with
+0; an exit without a result means that the process was lost. A failure is one line in the result and a full traceback in
 the log. Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then
 `lazily` imports the job's body (`bodies`), the only deferred import.
 
@@ -68,7 +68,7 @@ from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _BROKEN = (errno.EROFS, errno.EIO)
-# beginning of torch's message if it does not raise OutOfMemoryError
+# beginning of torch's message if torch does not raise OutOfMemoryError
 _NO_ROOM = re.compile(
     r"(\[enforce fail at [^]]+\][^:]*)?DefaultCPUAllocator: |(CUDA|HIP|XPU|MPS)( error:| backend)? out of mem"
 )
@@ -88,10 +88,10 @@ class Job:
     blobs: BlobStore
     stopping: Callable[[], bool]  # whether a stop was requested, by an order or SIGTERM
     folder: Path
-    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and the maximum of the next step
+    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and the next step's maximum
     deadline: float | None = None  # seconds since the epoch
     begun: float = 0.0  # processor seconds of the process before the order was read
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its rewards; not in its environment
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # secrets of rewards, not in the environment
 
     def input(self, slot: str) -> Path:
         """Return the local path of an input, fetched and verified.
@@ -121,7 +121,7 @@ class Job:
         return blob.name if blob and blob.name else slot
 
     def tell_fallbacks(self, found: Mapping[str, str]) -> dict[str, float]:
-        """Report the fall-backs of the models: a warning each, and a metric `fallback/NAME` of 1.
+        """Report the fall-backs of the models: for each, a warning and a metric `fallback/NAME` with the value 1.
 
         Returns:
             The metrics.
@@ -139,7 +139,7 @@ class Job:
         print(f"start: {whole:.2f} s of processor time, {self.begun:.2f} s of it before the order was read")
 
     def fingerprint(self) -> str:
-        """Return the digest of the job's identity (`domain.manifest`); a checkpoint with another one is rejected."""
+        """Return the digest of the job's identity (`domain.manifest`); a checkpoint with another digest is rejected."""
         order = self.order
         return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs, order.image))
 
@@ -229,7 +229,7 @@ def lazily(name: str) -> Callable[[Any], Any]:
 
 
 def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
-    """Return whether this process becomes the attempt's job; if not, the log names the process that is."""
+    """Return whether this process becomes the attempt's job; if not, the log names the process that is the job."""
     held = attempt.mailbox.start(order.epoch, identity(os.getpid()) or "")
     if held is None:
         return True
@@ -245,7 +245,7 @@ def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
 def settle_environment(threads: int) -> None:
     """Set the thread settings that torch reads once, when it is imported.
 
-    A spinning OpenMP costs 9x on a busy machine (measured).
+    On a busy machine, spin-waiting OpenMP threads are 9x slower (measured).
     """
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -270,7 +270,7 @@ def loading() -> Iterator[None]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the failure that an exception means; the control side acts by its class, and by repeated signatures."""
+    """Return the failure for an exception; the control side acts on the failure's class and on repeated signatures."""
     kind, message, where = _class_of(error), _one_line(error), _innermost(error)
     if kind is FailureClass.BUG and not isinstance(error, PosttrainError):
         message = f"{type(error).__name__} at {where}: {message}; see log.txt"
@@ -351,7 +351,7 @@ def _innermost(error: BaseException) -> str:
 
 @contextmanager
 def _sigterm_noted() -> Iterator[Callable[[], bool]]:
-    """Make SIGTERM a request to stop instead of a kill; yield a function that returns whether SIGTERM came."""
+    """Make SIGTERM a request to stop instead of a kill; yield a function that returns whether SIGTERM arrived."""
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
@@ -382,7 +382,7 @@ def serve(program: Program) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Arrange SIGKILL for this process when the requesting process ends, however it ends (Linux)."""
+    """Have the kernel send this process SIGKILL when the requesting process ends, however it ends (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)

@@ -1,4 +1,4 @@
-"""`python -m posttrain.jobs.evaluate ATTEMPT_DIR`: one model on its suites (`bodies.evaluation`)."""
+"""`python -m posttrain.jobs.evaluate ATTEMPT_DIR`: evaluates one model on its suites (`bodies.evaluation`)."""
 
 from posttrain.jobs.entry import lazily, main
 

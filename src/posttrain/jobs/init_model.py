@@ -1,4 +1,4 @@
-"""`python -m posttrain.jobs.init_model ATTEMPT_DIR`: a randomly initialised model (`bodies.training`)."""
+"""`python -m posttrain.jobs.init_model ATTEMPT_DIR`: creates a randomly initialised model (`bodies.training`)."""
 
 from posttrain.jobs.entry import lazily, main
 

@@ -1,5 +1,6 @@
-"""Imports the modules that every job imports, for the executor's fork server: torch, transformers and the engine take
-seconds.
+"""Imports the modules that every job imports, for the executor's fork server.
+
+Importing torch, transformers and the engine takes seconds.
 
 No module here may start a thread or open a device, because jobs are forked from this process.
 """

@@ -1,4 +1,4 @@
-"""`python -m posttrain.jobs.sample`: a model's responses to some prompts (`bodies.evaluation`)."""
+"""`python -m posttrain.jobs.sample`: samples a model's responses to some prompts (`bodies.evaluation`)."""
 
 from posttrain.jobs.entry import lazily, serve
 

@@ -1,4 +1,4 @@
-"""`python -m posttrain.jobs.train ATTEMPT_DIR`: every kind of training (`bodies.training`)."""
+"""`python -m posttrain.jobs.train ATTEMPT_DIR`: runs every kind of training (`bodies.training`)."""
 
 from posttrain.jobs.entry import lazily, main
 

@@ -1,1 +1,1 @@
-"""Pure scheduling arithmetic (admission, staleness, balancing). No torch."""
+"""Pure scheduling arithmetic (admission, staleness, balancing), without torch."""

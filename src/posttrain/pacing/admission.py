@@ -1,4 +1,4 @@
-"""Admission: when prompts may be sampled, and which groups are trained together; a policy over a bounded buffer.
+"""Admission policies over a bounded buffer: when prompts may be sampled, and which groups are trained together.
 
 ::
 
@@ -65,11 +65,11 @@ class Admitted:
 
 
 class AdmissionPolicy(Protocol):
-    """Decides only by the progress of a stage. A prompt is assigned to one batch when it starts."""
+    """Decides from the progress of a stage alone. A prompt is assigned to one batch when the prompt starts."""
 
     @property
     def lag(self) -> int:
-        """The maximum number of steps that a trained sample may be behind."""
+        """The maximum number of steps by which a trained sample may be behind."""
 
     def capacity(self, prompts: int) -> int:
         """Return the minimum capacity of the buffer in groups; a smaller buffer could wait forever."""
@@ -86,7 +86,7 @@ class AdmissionPolicy(Protocol):
 class InOrder:
     """Exact lag: version max(0, t − lag) samples the whole batch t, and batches are sampled in order.
 
-    With lag 0 a step samples the batch that it trains. The result depends on the seed only, not on the time of calls.
+    With lag 0 a step samples the batch that it trains. The result depends on the seed only, not on the timing of calls.
     """
 
     lag: int = 0
@@ -135,7 +135,7 @@ class Buffer(Generic[T]):
     _lost: dict[int, list[int]] = field(default_factory=dict)  # batch → refills so far of each place to fill again
 
     def __post_init__(self) -> None:
-        """Reject a policy whose buffer is smaller than a batch, since it would wait forever."""
+        """Reject a policy whose buffer is smaller than a batch, since the stage would wait forever."""
         if (room := self.policy.capacity(self.prompts)) < self.prompts:
             name = type(self.policy).__name__
             raise InputError(
@@ -189,7 +189,7 @@ class Buffer(Generic[T]):
         """Record that a group is sampled and scored.
 
         Raises:
-            InputError: it was not running.
+            InputError: the group was not running.
         """
         self._entries[key], self._values[key] = replace(self._running(key), ready=True), value
 
@@ -197,7 +197,7 @@ class Buffer(Generic[T]):
         """Drop a group from training; its place is free again, or stays empty after `refills` refills.
 
         Raises:
-            InputError: it was not running.
+            InputError: the group was not running.
         """
         gone = self._running(key)
         del self._entries[key]
@@ -210,8 +210,8 @@ class Buffer(Generic[T]):
         """Remove and return the groups that the policy selected for a step.
 
         Raises:
-            InputError: a group is not ready, was taken before, is of another batch, or exceeds the policy's lag; or the
-                selection omits groups of the batch, which would never be trained.
+            InputError: a group is not ready, was taken before, is in another batch, or exceeds the policy's lag; or the
+                selection omits groups of the batch, which would then never be trained.
         """
         name, lag, chosen = type(self.policy).__name__, self.policy.lag, set(keys)
         for key in keys:
@@ -235,7 +235,7 @@ class Buffer(Generic[T]):
         return [self._values.pop(key) for key in keys]
 
     def trained(self, step: int) -> None:
-        """Forget the empty places of a finished step."""
+        """Drop the record of the empty places of a finished step."""
         self._given_up = [batch for batch in self._given_up if batch > step]
         self._lost.pop(step, None)
 
@@ -245,7 +245,7 @@ class Buffer(Generic[T]):
 
     @property
     def lost(self) -> Mapping[int, Sequence[int]]:
-        """Batch → earlier refills of each place that must be filled again."""
+        """By batch, the number of earlier refills of each place that must be filled again."""
         return {batch: tuple(places) for batch, places in self._lost.items() if places}
 
     def restore(

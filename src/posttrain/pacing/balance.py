@@ -16,7 +16,7 @@ import numpy as np
 from posttrain.domain.errors import InputError
 
 _EXCHANGES = 4  # per part: enough for lognormal lengths
-_PARTNERS = 4  # the lightest parts with which the heaviest tries to exchange
+_PARTNERS = 4  # number of lightest parts with which the heaviest part may exchange items
 _GOOD_ENOUGH = 10_000  # stop once the heaviest load is within mean / _GOOD_ENOUGH of the mean
 
 _Item = tuple[int, int]  # cost, index
@@ -49,8 +49,8 @@ class CostModel:
 
         One forward pass over n tokens takes 2·`parameters`·n FLOPs in matrix products (Kaplan et al. 2020, table 1)
         and 4·`layers`·`attention_width`·n²/2 in attention: scores and weighted sum, half of them masked. A backward
-        pass takes twice as many of each, so the ratio is the same. It is rounded to `quadratic` = 1, which keeps the
-        integers small.
+        pass takes twice as many FLOPs in each, so the ratio is the same. The factors are rounded to `quadratic` = 1,
+        which keeps the integers small.
 
         Args:
             parameters: the number of parameters of the layers, without embeddings.
@@ -92,7 +92,7 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """Heaviest load over mean load: 1.0 if all are equal; at 1.1 the mean part is idle for a tenth of its time."""
+        """Heaviest load over mean load: 1.0 for equal loads; at 1.1 the mean part is idle for a tenth of its time."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
@@ -141,7 +141,7 @@ def balance(costs: Sequence[int], parts: int) -> Assignment:
 
 
 def _longest_first(costs: Sequence[int], parts: int) -> tuple[list[list[_Item]], list[int]]:
-    """Return the shards of LPT, ascending by (cost, item), and their loads. Ties go to the part with fewest items."""
+    """Return the shards of LPT, ascending by (cost, item), and their loads; ties go to the part with fewest items."""
     shards: list[list[_Item]] = [[] for _ in range(parts)]
     heap = [(0, 0, part) for part in range(parts)]
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: equal costs by position
@@ -173,7 +173,7 @@ def _exchange(shards: list[list[_Item]], loads: list[int]) -> None:
 
 
 def _best_swap(heavy: list[_Item], light: list[_Item], gap: int) -> tuple[_Item, _Item] | None:
-    """Return the items of the heavy and light part (or of the heavy one only) with the best swap; None: no gain.
+    """Return the best swap of an item of the heavy part with an item of the light part, or with none; None: no gain.
 
     A swap that moves d of the gap leaves the parts gap - 2·d apart, so d should be close to gap / 2 and must be within
     0 < d < gap to lower the heavier part.
@@ -203,7 +203,7 @@ def micro_batches(
 ) -> tuple[tuple[int, ...], ...]:
     """Pack items into few micro-batches that fit the budget and cost about the same.
 
-    Their number is that of first-fit decreasing, or of cutting the items in order if that needs fewer: at most
+    Their number is that of first-fit decreasing, or that of cutting the items in order if this is smaller: at most
     11/9·fewest possible + 6/9 (Dósa 2007). No two micro-batches of first-fit would fit into one, so with T tokens and
     budget B there are also at most max(1, ceil(2·T/B) - 1). `at_least` raises the number for ranks that step together.
 

@@ -1,12 +1,12 @@
 """Estimates of the cost of stages, and whether the declared budget suffices for a run. Pure arithmetic.
 
-A certain shortfall rejects a run; a probable shortfall is a warning. The certain cost is the minimum that a stage
-spends: one token for every document that it reads or answers and, before its last step, the tokens that the step may
-need (a job ends before a step that could exceed its budget). The probable cost is that of earlier stages of its kind,
-but at least the certain cost. A stage's maximum is not used, because a run may end long before.
+A run is rejected if it will certainly exceed the budget; if it will probably exceed the budget, a warning is printed.
+The certain cost is the minimum that a stage spends: one token for every document that it reads or answers and, before
+its last step, the tokens that the step may need (a job ends before a step that could exceed its budget). The probable
+cost is estimated from the stage's declared work and the cost of earlier stages of the same kind, and is at least the
+certain cost. A stage's maximum cost is not used, because a run may end long before it reaches that maximum.
 
-The probable cost of a stage is computed from its declared work and from earlier stages of its kind. Without history
-there is no estimate of seconds, and one of tokens only if the declared work limits them.
+Without history, seconds are not estimated, and tokens are estimated only if the declared work limits the tokens.
 """
 
 import math
@@ -18,7 +18,7 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.placement import LONGEST
 from posttrain.domain.runspec import MOST_TOKENS
 
-_SHARED = ("prompts", "trained")  # of a stage's work, in addition to its documents
+_SHARED = ("prompts", "trained")  # entries of `Workload.work` whose ratio to the units is equal in comparable stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Workload:
     """The work of one stage: `Workload("sft", {"steps": 350, "documents": 22400}, length=38.5)`."""
 
     kind: str
-    # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and if they differ: prompts
-    # (documents of one prompt count once), trained (documents trained on after they were answered), rounds (how often
-    # as much may be sampled, because dropped groups are replaced), again (tokens that further turns read again)
+    # as the trainer declares it: steps, documents (read or answered), max_new_tokens and, where they apply, prompts
+    # (documents of one prompt count once), trained (documents trained on after they were answered), rounds (how many
+    # times as much may be sampled, because dropped groups are replaced), again (tokens that further turns read again)
     work: Mapping[str, float]
     length: float | None = None  # mean tokens read per document: prompt + completion, or the prompt alone
     counted: bool = False  # by the model's tokenizer; else one token per character is assumed
@@ -36,7 +36,7 @@ class Workload:
 
     @property
     def units(self) -> float:
-        """The number to which cost is proportional: documents, else steps."""
+        """The number to which the cost is proportional: documents or, if they are not declared, steps."""
         return self.work.get("documents", self.work.get("steps", 1.0))
 
 
@@ -45,25 +45,25 @@ class Experience:
     """The work and the cost of an earlier stage."""
 
     workload: Workload
-    tokens: int  # for its result, including steps trained in other runs, without lost work
-    seconds: float | None  # of its jobs; None: its first steps were trained in another run
+    tokens: int  # spent on the result, including steps trained in other runs, without lost work
+    seconds: float | None  # of the stage's jobs; None: its first steps were trained in another run
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Tokens and job seconds, and their basis. None: unknown."""
+    """Tokens and job seconds, and the basis of these numbers; None means unknown."""
 
     tokens: int | None
     seconds: float | None
     basis: str
     history: int = field(default=0)  # number of earlier stages used
-    most: int | None = None  # maximum tokens of the declared work, as without history; None: unknown
+    most: int | None = None  # maximum tokens of the declared work, which is the estimate without history; None: unknown
 
 
 def comparable(one: Workload, other: Workload) -> bool:
-    """Return whether a unit of both costs the same.
+    """Return whether a unit of one workload costs the same as a unit of the other.
 
-    It does not with different answer lengths or passes, or if the number of documents is known for only one.
+    The costs differ if answer lengths or passes differ, or if the number of documents is known for only one workload.
     """
     if ("documents" in one.work) != ("documents" in other.work):
         return False
@@ -75,8 +75,9 @@ def comparable(one: Workload, other: Workload) -> bool:
 def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     """Return the estimated cost of a stage.
 
-    With history: the median cost per unit of earlier comparable stages, times the units. Without: no seconds, and
-    tokens by the rule of `jobs.Progress` with its documents' lengths, the longest responses and all trained documents.
+    With history, the cost is the median cost per unit of earlier comparable stages, times the units. Without history,
+    seconds are unknown, and tokens are counted by the rule of `jobs.Progress` from the lengths of the stage's
+    documents, the longest responses and all trained documents.
     """
     most = _most(workload)
     rates = [e for e in earlier if e.workload.units > 0 and comparable(workload, e.workload)]
@@ -114,7 +115,7 @@ class Concern:
 
 
 def certain_shortfall(limit: int | None, least: Mapping[str, int], kinds: Mapping[str, str]) -> str | None:
-    """Return why the run cannot end within its limit of tokens; None if it may.
+    """Return why the run cannot end within its token limit; None if it may end within the limit.
 
     Args:
         limit: declared tokens; None: no limit.
@@ -205,7 +206,7 @@ def cheaper(stage: str, kinds: Mapping[str, str]) -> str:
 
 
 def _raise_tokens(enough: int, remedy: str) -> str:
-    """Return advice with a budget rounded up to two digits, so that it is sufficient and may be declared."""
+    """Return advice with a budget that is rounded up to two digits, so that it suffices, within the allowed maximum."""
     if enough > MOST_TOKENS:
         return remedy
     power = max(0, math.floor(math.log10(enough)) - 1)

@@ -15,40 +15,41 @@ gathered              none                                                      
 
 Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
 al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients in float32. Every rank opens a whole model before sharding, in
-its compute dtype, and converts it to float32 layer by layer: b N in the phase `start`, one role after the other. A
-frozen role holds b N on every rank. A rollout that shares a pool of one rank with the policy reads the policy's
-weights; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the
-rows decoded together, whose number `runtime.kv_cache` limits. A row's tokens count in whole pages of 128 on a GPU, and
-on a CPU in the slot that the row ends in: of 128, 256, 512 … positions, of which the last is cut to the longest row of
-a call. The number of slots is doubled as rows arrive, and slots remain when a row moves to the next class, while
-`kv_cache` has room. Prompts are read before their rows are decoded, at most `PREFILL_TOKENS` at a time: until rows use
-them, their keys and values are outside the cache, together with the widest values of one layer (of its norm, its
-projections or its MLP).
+its compute dtype, and converts it to float32 layer by layer, which takes b N in the phase `start`, one role after the
+other. A frozen role holds b N on every rank. A rollout that shares a pool of one rank with the policy reads the
+policy's weights; elsewhere it holds a copy. The rollout's key-value cache takes 2 × layers × kv_heads × head_dim × b
+for each token of the rows decoded together, whose number `runtime.kv_cache` limits. On a GPU, a row occupies whole
+pages of 128 positions. On a CPU, a row occupies the slot in which it ends; slots have 128, 256, 512 … positions, and
+the largest slot is cut to the longest row of a call. While `kv_cache` has room, the number of slots is doubled as rows
+arrive, and slots remain when a row moves to the next class. Prompts are read before their rows are decoded, at most
+`PREFILL_TOKENS` at a time: until rows use a prompt, the prompt's keys and values are outside the cache, together with
+the widest values of one layer (of its norm, its projections or its MLP).
 
 Activations are estimated, not certain: autograd keeps for one layer, per token, about 7 hidden + 5 (heads + kv_heads) ×
-head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the approach is that
-of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With checkpointing it is
-one such layer, and `hidden` values for each other layer. The backward pass adds the gradients of one layer's values.
-For a process that trains or evaluates on a CPU, the total computed here is within a factor of 1.5 of its peak resident
-memory (tests measure it). The logits count twice, in float32; above `CHUNKED_LOGITS` of them, a chunk's temporaries and
-the head's gradient in float32.
+head_dim + 4 intermediate values of b bytes. (This was counted on Qwen3; a Llama layer keeps an eighth less. The
+approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores.) With
+checkpointing, autograd keeps one such layer, and `hidden` values for each other layer. The backward pass adds the
+gradients of one layer's values. For a process that trains or evaluates on a CPU, the total computed here is within a
+factor of 1.5 of the process's peak resident memory (tests measure it). The logits count twice, in float32; if there are
+more than `CHUNKED_LOGITS` logits, a chunk's temporaries and the head's gradient in float32 count instead.
 
 A teacher's likeliest tokens stay in the teacher's memory on the machine, 8 bytes each, from the phase `teacher` to the
-last update. Each learning rank also stores those of its documents there, unless learner and teacher are one process,
-and one of the teacher's parts while it fetches them. They count if ranks compute on CPUs, at `max_new_tokens` per
-response.
+last update. Unless learner and teacher are one process, each learning rank also stores there the tokens for its
+documents and, while it fetches them, one of the teacher's parts. These bytes count if ranks compute on CPUs, with
+`max_new_tokens` tokens per response.
 
-A sleeping frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; trained weights and a
-rollout's copy stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts,
-allocator fragments, collective buffers, data sets, checkpoints being written, and a reward function's processes.
+The weights of a sleeping frozen role in a shared pool leave the GPU; on a CPU they are dropped and read again. Trained
+weights and a rollout's copy stay. The following are not counted: Python and torch themselves (0.4 GB a process on the
+CPU), CUDA contexts, allocator fragments, collective buffers, data sets, checkpoints being written, and a reward
+function's processes.
 
 Whether a placement is feasible is checked before anything starts, against the machine or a cluster. The available
 resources have the form of Ray's cluster resources::
 
     {"CPU": 32.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
 
-`accelerator_type:…` means that some node has devices of this kind, without their number. Therefore only the presence of
-a kind can be checked, and the number of all GPUs.
+`accelerator_type:…` means that some node has devices of this kind, but does not give their number. Therefore only the
+presence of a kind and the total number of GPUs can be checked.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ from posttrain.domain.kinds import Load, kind_of
 from posttrain.domain.placement import MAIN, ROLES, Placement, Pool
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: cache misses
-CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
-BUCKET_BYTES = 2**26  # of weights sent to a rollout at a time (`engine.weights.stream`)
-CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries: the size of the head's gradient within these bounds
+CHUNKED_LOGITS = 2**25  # above this number, the engine computes logits in chunks and again in the backward pass
+BUCKET_BYTES = 2**26  # bytes of weights sent to a rollout at a time (`engine.weights.stream`)
+CHUNK_BYTES = (2**27, 2**31)  # bounds of a chunk's temporaries, which have the size of the head's gradient
 KV_AHEAD = 16  # tokens that a GPU decodes between two checks for ended rows (`engine.rollout.backends.native`)
 KV_RESERVE = 16  # a 16th of the cache is reserved for growing rows (see `KV_AHEAD`)
 KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.rollout.kv_pages.PAGE`)
 KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.rollout.kv_slots`)
 PREFILL_TOKENS = 8192  # of prompts read at a time (`engine.rollout.backends.native`)
-_SLOT_STEPS = (32, 16, 128)  # narrowest slot and step of widths above the third number; step below it
+_SLOT_STEPS = (32, 16, 128)  # narrowest slot, and step of wider slots; step of slots up to the third number
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # roles in the phase `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
@@ -98,7 +99,7 @@ class Shape:
         """Read a `config.json` in the Llama style; return None if it lacks these sizes.
 
         Args:
-            parameters: number counted in the weights; otherwise computed for a gated MLP without biases.
+            parameters: the number counted in the weights; None: the number is computed for a gated MLP without biases.
         """
         text = {**config, **(config.get("text_config") or {})}
         try:
@@ -203,7 +204,7 @@ def resident(
         shapes: role → shape of its model; a role without a shape is left out.
         prompt_tokens: tokens of a typical prompt (or demonstration), for the key-value cache and for batches that do
             not fill a micro-batch; 0: unknown.
-        longest_prompt: tokens of the longest prompt; 0: all are typical.
+        longest_prompt: tokens of the longest prompt; 0: all prompts are typical.
         gpu_there: whether `device: auto` of collocated roles becomes cuda.
     """
     pools = load.placement.pools(load.roles)
@@ -245,11 +246,12 @@ def width_of(load: Load, device: str) -> int:
 def row_positions(tokens: int, device: str, longest: int = 0) -> int:
     """Return the number of cache positions (one key and value each) that a row of `tokens` tokens occupies.
 
-    On a GPU these are whole pages, including tokens decoded before the next check for ended rows, and the row's copy of
-    its prompt's last page. On a CPU it is the size of the row's slot; each class of slots is twice the previous one.
+    On a GPU, the row occupies whole pages, including pages for the tokens decoded before the next check for ended rows,
+    and a copy of its prompt's last page. On a CPU, the row occupies one slot; slots of each class are twice as large as
+    those of the previous class.
 
     Args:
-        longest: tokens of the longest row that is decoded in the same call; 0: this one.
+        longest: tokens of the longest row that is decoded in the same call; 0: no other row is longer.
     """
     if device == "cuda":
         return (math.ceil((tokens + KV_AHEAD) / KV_PAGE) + 1) * KV_PAGE
@@ -261,7 +263,7 @@ def row_positions(tokens: int, device: str, longest: int = 0) -> int:
 
 
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
-    """Return the phases with their active roles, without phases that have none."""
+    """Return the phases with their active roles, without phases that have no active role."""
     known = kind_of(load.kind).phases or _ANY
     sharded = (role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1)
     found = {"start": tuple(sharded)}
@@ -392,7 +394,7 @@ class _Pool:
 
 
 def _read_values(shape: Shape) -> int:
-    """Return the maximum number of values per token in one layer's forward without backward."""
+    """Return the maximum number of values per token in one layer's forward pass, without a backward pass."""
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return 2 * shape.hidden + max(2 * heads, 3 * shape.intermediate)
 
@@ -417,16 +419,16 @@ def infeasible(
     roles: Collection[str] = ROLES,
     where: str = "this machine",
 ) -> list[str]:
-    """Return why these pools cannot be started, one line each; empty if they can.
+    """Return why these pools cannot be started, one line each; empty if they can be started.
 
     Args:
         available: total resources, in Ray's form, including those in use.
-        roles: of the stage.
+        roles: the stage's roles.
         where: the name of the place in the messages.
     """
     pools = placement.pools(roles).values()
     if placement.is_inline and not any(pool.resources.gpus or pool.resources.cpus for pool in pools):
-        return []  # no process is started for it
+        return []  # no process is started for this placement
     found = [line for pool in pools for line in _kind_is_missing(pool, available, where)]
     for name, noun in (("GPU", "gpus"), ("CPU", "cpus")):
         asked = {
@@ -451,7 +453,7 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
 
     Args:
         load: the stage.
-        shape: of the policy's (or the only) model; None: unknown, so heads are not checked.
+        shape: the shape of the policy's (or the only) model; None: unknown, so heads are not checked.
     """
     found: list[str] = []
     parallel = load.sequence_parallel
@@ -484,7 +486,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
     """Return why the certain part of the memory does not fit, one line each. Estimates are not considered.
 
     Args:
-        peaks: of one stage.
+        peaks: the peaks of one stage.
         device: bytes of one GPU; None: unknown.
         machine: bytes of memory shared by all ranks on CPUs; None: unknown, or several machines.
     """

@@ -1,1 +1,1 @@
-"""Checks of a run before it is submitted: fit, placement, confinement, power, budget."""
+"""Checks of a run before it is submitted: data, placement, confinement of rewards, power of gates, budget."""

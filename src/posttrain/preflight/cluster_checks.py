@@ -1,6 +1,6 @@
-"""Checks of one machine's facts for problems of communicating ranks, before a run.
+"""Checks of one machine for problems with the communication between ranks, before a run.
 
-The checks run on every machine of a cluster. They read no system state (`execution.machine` collects the facts), so
+The checks run on every machine of a cluster. They read collected facts (`execution.machine`) and no system state, so
 every bad case can be tested. A `Check` is one finding of `doctor`.
 """
 
@@ -15,20 +15,20 @@ from packaging.specifiers import SpecifierSet
 from posttrain.execution.machine import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
 
 _GIB, _MIB = 2**30, 2**20
-_EXTRAS = ("", "ray", "torch")  # Posttrain's extras, and transformers' extra that requires torch
+_EXTRAS = ("", "ray", "torch")  # Posttrain's extras, and the extra of transformers that requires torch
 _RAY_PORTS = {6379: "head", 8265: "dashboard", 10001: "client"}
 _RAY_WORKERS = (10002, 19999)
 _RAY_PROCESSES = re.compile(r"gcs_server|raylet|^ray\b|ray::")
-_OBJECT_STORE = 0.3  # share of memory: Ray's default
+_OBJECT_STORE = 0.3  # share of memory, Ray's default
 _TINY_SHARED, _LITTLE_SHARED = 64 * _MIB, 2 * _GIB
-_FULL = 0.1  # share of the size that is free
+_FULL = 0.1  # minimum share of /dev/shm that must be free
 _FEW_FILES = 4096
-_VIRTUAL = ("docker", "lo", "virbr")  # NCCL uses these only without other interfaces
+_VIRTUAL = ("docker", "lo", "virbr")  # NCCL uses such interfaces only if there are no others
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding."""
+    """One finding of `doctor`."""
 
     name: str
     state: str  # ok | warn | fail
@@ -37,7 +37,7 @@ class Check:
 
 
 def cluster_checks(facts: ClusterFacts) -> list[Check]:
-    """Return every check of one machine."""
+    """Return the results of all checks of one machine."""
     found = [check_versions(facts), check_gloo(facts)]
     if facts.gpus.files or facts.gpus.listed or "NCCL_SOCKET_IFNAME" in facts.environ:
         found.append(check_nccl(facts))
@@ -72,7 +72,7 @@ def _misfits(facts: ClusterFacts) -> Iterator[str]:
 
 
 def check_gloo(facts: ClusterFacts) -> Check:
-    """Check the interface that gloo binds: the configured one, else the one with the host name's address."""
+    """Check the interface to which gloo binds: the configured one, or else the one with the host name's address."""
     told = facts.environ.get("GLOO_SOCKET_IFNAME", "")
     real = _real_interfaces(facts)
     remedy = f"GLOO_SOCKET_IFNAME={real[0].name}" if real else "bring up a network interface"
@@ -100,7 +100,7 @@ def check_gloo(facts: ClusterFacts) -> Check:
 
 
 def check_nccl(facts: ClusterFacts) -> Check:
-    """Check the interface of NCCL's sockets: the configured one, else the first that is up and not virtual."""
+    """Check the interface for NCCL's sockets: the configured one, or else the first that is up and not virtual."""
     told = facts.environ.get("NCCL_SOCKET_IFNAME", "")
     real = _real_interfaces(facts)
     if told:
@@ -117,13 +117,13 @@ def check_nccl(facts: ClusterFacts) -> Check:
 
 
 def _real_interfaces(facts: ClusterFacts) -> list[Interface]:
-    """Return interfaces that are up, with an address, and not loopback; virtual ones last."""
+    """Return the interfaces that are up, have an address and are not loopback; virtual interfaces come last."""
     usable = [i for i in facts.interfaces if i.up and i.addresses and not i.loopback]
     return sorted(usable, key=lambda i: i.name.startswith(_VIRTUAL))
 
 
 def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, remedy: str) -> Check:
-    """Check the interfaces that a variable names: names or prefixes, `=name` or, to exclude interfaces, `^prefix`."""
+    """Check the interfaces that a variable names: by name or prefix, by `=name`, or by `^prefix` for all others."""
     written = f"{variable}={','.join(words)}"
     nccl = name == "nccl"
     excluded = nccl and words[0].startswith("^")
@@ -192,7 +192,8 @@ def check_master_port(facts: ClusterFacts) -> Check:
 def check_shared_memory(facts: ClusterFacts) -> Check:
     """Check that /dev/shm has room for Ray's object store, NCCL and torch's workers.
 
-    Without room, Ray uses a folder on a disk, but NCCL between GPUs fails, so the check fails only with GPUs.
+    Without room, Ray uses a folder on a disk, but NCCL between GPUs fails; therefore the check fails only if there are
+    GPUs.
     """
     if facts.shared is None:
         return Check("shm", "ok", "no /dev/shm on this system; Ray keeps its objects in a temporary folder")
@@ -214,7 +215,7 @@ def _size(count: int) -> str:
 
 
 def check_devices(gpus: Gpus) -> Check:
-    """Check that driver, device files, CUDA_VISIBLE_DEVICES and torch agree on the devices of a rank."""
+    """Check that the driver, device files, CUDA_VISIBLE_DEVICES and torch report the same devices for a rank."""
     there = gpus.files if gpus.listed is None else gpus.listed
     if gpus.torch_trouble:
         return Check("devices", "fail", gpus.torch_trouble, "reinstall torch")
@@ -235,7 +236,7 @@ def check_devices(gpus: Gpus) -> Check:
 
 
 def _hidden(visible: str | None, there: int) -> str:
-    """Return the fault of CUDA_VISIBLE_DEVICES; empty: no fault. CUDA stops reading at the first unknown device."""
+    """Return the fault in CUDA_VISIBLE_DEVICES, or "". CUDA ignores the first unknown device and all after it."""
     if visible is None:
         return ""
     words = [word.strip() for word in visible.split(",")]
@@ -253,7 +254,7 @@ def _hidden(visible: str | None, there: int) -> str:
 
 
 def check_limits(facts: ClusterFacts) -> Check:
-    """Check the limits of open files, one per connection between ranks, and of locked memory, which RDMA needs."""
+    """Check two limits: open files, one for each connection between ranks, and locked memory, which RDMA needs."""
     limits = facts.limits
     if limits is None:
         return Check("limits", "ok", "this system has no relevant limits")
@@ -270,7 +271,11 @@ def check_limits(facts: ClusterFacts) -> Check:
 
 
 def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Check:
-    """Check that a running cluster accepts this process. `answer`: None without Ray here."""
+    """Check that a running cluster accepts this process.
+
+    Args:
+        answer: the cluster's answer; None if Ray is not installed here.
+    """
     ray = facts.packages.get("ray")
     if ray is None or answer is None:
         return Check("ray", "fail", f"cannot query {address}: ray is not installed here", "pip install ray")

@@ -1,11 +1,11 @@
-"""Checks of rewards before a run: confinement on this machine, imports in their cells, and the form of their calls.
+"""Checks of rewards before a run: their confinement on this machine, imports in their cells, and their parameters.
 
 Workers in other processes test whether the machine confines rewards, and whether the rewards and dataflows of a run can
-be imported in their cells. The workspace caches the result on confinement until the next boot, and results on imports
-for the same bytes in the same environment.
+be imported in their cells. The workspace caches the confinement result until the next boot, and import results for the
+same bytes in the same environment.
 
-The dialect of a reward must be known, and its parameters must be available. Its source is parsed, never executed
-(`data.refs`).
+The dialect of a reward must be known, and the reward's parameters must be available. The reward's source is parsed,
+never executed (`data.refs`).
 """
 
 import json
@@ -44,7 +44,7 @@ from posttrain.store.trees import tree_listing
 from posttrain.workspace.settings import OpenWorkspace
 
 _PROBE = "posttrain.sandbox.probe"
-_SECONDS = 120.0  # maximum for a worker on a busy machine
+_SECONDS = 120.0  # seconds; limit for a worker on a busy machine
 _REMEDY = "run where the kernel allows user namespaces, or trust your rewards: posttrain init --rewards trusted"
 
 
@@ -52,15 +52,15 @@ _REMEDY = "run where the kernel allows user namespaces, or trust your rewards: p
 class Confinement:
     """The confinement of rewards on this machine."""
 
-    whole: bool  # a separate root, no network, no other processes
-    notes: tuple[str, ...]  # the missing parts, as text
+    whole: bool  # whether a cell has a separate root, no network and no other processes
+    notes: tuple[str, ...]  # descriptions of the missing parts
 
 
 IN_AN_IMAGE = Confinement(False, ("in an image they can access everything that their job can",))
 
 
 def confinement(cache: Path | None = None) -> Confinement:
-    """Return the tested confinement, cached until the next boot in the folder `cache`.
+    """Return the confinement that a test found; the result is cached in the folder `cache` until the next boot.
 
     Raises:
         InfrastructureError: the worker did not answer.
@@ -70,7 +70,7 @@ def confinement(cache: Path | None = None) -> Confinement:
     if known is None:
         known = _ask()
         if memory:
-            with suppress(WorkspaceError):  # a read-only workspace: tested again next time
+            with suppress(WorkspaceError):  # a read-only workspace; the next run tests again
                 make_folder(memory.parent)
                 write_json(memory, known)
     return Confinement(bool(known["whole"]), tuple(known["notes"]))
@@ -94,9 +94,9 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
 
 
 def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> None:
-    """Import every reward, judge and dataflow of a run that runs on this machine, each in a cell.
+    """Import, each in a cell, every reward, judge and dataflow of a run that jobs run outside images.
 
-    Without complete confinement nothing is imported; then the job reports errors.
+    Without complete confinement nothing is imported here, and the job reports import errors.
 
     Raises:
         InputError: an import fails; the message names the stage.
@@ -121,7 +121,7 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
     for (stage, _), line in zip(asked, found, strict=True):
         if line:
             raise InputError(f"{source}: stages.{stage}: {line}; fix it, or install the packages that it imports")
-    with suppress(WorkspaceError):  # a read-only workspace: imported again next time
+    with suppress(WorkspaceError):  # a read-only workspace; the next run imports again
         make_folder(memory)
         for place in asked:
             write_json(keys[place], {})
@@ -130,7 +130,7 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
 def _import_order(
     stage: StageManifest, slot: str, kind: str, workspace: OpenWorkspace, scratch: Path
 ) -> dict[str, Any]:
-    """Return the worker's order to import the source in a slot; a blob is copied to a file of its original name."""
+    """Return the order that makes a worker import the source in a slot; a blob is written to a file of its name."""
     ref = stage.inputs[slot]
     beside = {
         name.removeprefix(f"{slot}/"): other for name, other in stage.inputs.items() if name.startswith(f"{slot}/")
@@ -161,7 +161,7 @@ def _import_order(
 
 
 def _import_key(order: Mapping[str, Any]) -> str:
-    """Return the cache key of an import, from the source and everything that it may import."""
+    """Return the cache key of an import, computed from the source and everything that the source may import."""
     placed = {key: value for key, value in order.items() if key not in ("place", "files")}
     folders = {path: str(os.stat(path).st_mtime_ns) for path in sorted(set(sys.path)) if os.path.isdir(path)}
     return digest_json([placed, sorted(order["files"]), folders, _machine()]).removeprefix("sha256:")
@@ -178,7 +178,7 @@ def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> It
 
 
 def _machine() -> str:
-    """Return a key of boot, container, user and interpreter."""
+    """Return a key that identifies the boot, the container, the user and the interpreter."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else ""
     spaces = [os.readlink(place) for kind in ("user", "pid", "mnt") if os.path.exists(place := f"/proc/self/ns/{kind}")]
@@ -211,7 +211,7 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
         for ref in stage.inputs.values():
             for name in ref.meta.get("secrets", ()):
                 where = f"{source}: stages.{stage.name}: {ref.name}"
-                if not may_be_secret(name):  # an edited lock
+                if not may_be_secret(name):  # possible only in an edited lock
                     raise InputError(
                         f"{where}: secrets: {name}: other programs or stores read this variable; use another name, "
                         "such as JUDGE_KEY"
@@ -234,20 +234,20 @@ class UsedReward:
     place: str  # the function's name in errors
     signature: Signature
     dialect: str
-    unknown: str = ""  # why the call is unknown before the stage starts
+    unknown: str = ""  # the reason why the call is unknown before the stage starts
 
     @property
     def needs_columns(self) -> bool:
-        """Whether it has a parameter that must be a column of the rows."""
+        """Whether the function has a parameter that must be a column of the rows."""
         return not set(self.signature.required) <= set(DIALECTS[self.dialect].offers)
 
     @property
     def asks_turns(self) -> bool:
-        """Whether it has the parameter `turns`, which a column of the rows may replace."""
+        """Whether the function has the parameter `turns`, which a column of the rows may replace."""
         return TURNS in self.signature.names and DIALECTS[self.dialect].columns
 
     def refuse_missing(self, columns: Collection[str], data: str) -> None:
-        """Raise InputError for a parameter that is neither a column nor part of the call."""
+        """Raise InputError for a parameter that is not a column and not provided by the dialect."""
         try:
             refuse_missing(self.signature, self.dialect, columns)
         except SignatureError as error:
@@ -255,11 +255,11 @@ class UsedReward:
 
 
 def read_reward(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path) -> UsedReward:
-    """Parse a planned reward, which is in the store or, if the run file has its path, on disk only.
+    """Parse a planned reward, which is in the store or, if the run file contains its path, only on disk.
 
     Args:
-        word: the reward's name in the run file.
-        folder: the base of relative paths.
+        word: the reward's ref in the run file.
+        folder: the folder at which relative paths start.
 
     Raises:
         InputError: the signature has no known dialect, or the function cannot be called by name.
@@ -286,7 +286,7 @@ def read_reward(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path
 
 
 def registered_otherwise(workspace: OpenWorkspace, ref: InputRef, called: Called) -> str:
-    """Return how a run file's call of a registered reward differs from its registration; empty: it does not."""
+    """Return how a run file's call of a registered reward differs from the registration; "" if it does not differ."""
     if not called or not ref.name.startswith("reward:"):
         return ""
     meta = workspace.catalog.find(ref.name, "reward").meta
@@ -309,7 +309,7 @@ def _source(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path, so
 
 @contextmanager
 def bytes_of(ref: InputRef) -> Iterator[None]:
-    """Add the asset whose bytes are missing or corrupt, and the remedy, to the error."""
+    """Add the asset whose bytes are missing or corrupt, and the remedy, to an error in the block."""
     try:
         yield
     except (IntegrityError, NotFoundError) as error:

@@ -1,14 +1,15 @@
 """Checks of data sets before a run: fit to base model and stages, lengths, repeated rows, contamination, counts.
 
-A successful check is cached in the workspace under a key of its inputs, so a repeated submission does not check again.
+A successful check is cached in the workspace under a key computed from the check's inputs, so a repeated submission
+does not check again.
 
-The lengths of a stage's documents are counted by the tokenizer of its initial model, else by characters. A model that
-the run initialises has no tokenizer yet; its tokenizer will have one token for every character, three for a chat turn's
-marks and one for the end of an answer, and the lengths are counted that way. For a model whose tokenizer cannot be read
-here, a quarter of that number is assumed, as for a subword vocabulary.
+The lengths of a stage's documents are counted in tokens by the tokenizer of the stage's initial model, if there is one.
+A model that the run initialises has no tokenizer yet. Its tokenizer will have one token for every character, three for
+the marks of a chat turn and one for the end of an answer, and lengths are counted accordingly. For a model whose
+tokenizer cannot be read here, a quarter of that number is assumed, as for a subword vocabulary.
 
-The data sets of a run are checked for repeated rows and for suites seen in training. The number of documents of each
-data set of a run file is determined before any job runs.
+The data sets of a run are checked for repeated rows, and suites for prompts that are in the training data. The number
+of documents in each data set of a run file is determined before any job runs.
 """
 
 import tempfile
@@ -60,25 +61,25 @@ from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.trees import materialise, scratch, tree_listing
 from posttrain.workspace.settings import OpenWorkspace
 
-_FORM = "posttrain.fit/3"  # a change invalidates the cache
-_LOOKED_AT = 200_000  # rows of one data set that are checked; the job checks the rest
-_MEASURED = 256  # rows of one data set, evenly spaced
-_TURN, _BEGUN, _END = 3, 2, 1  # tokens of a chat turn's marks, of an answer's prefix, of its end
-READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
+_FORM = "posttrain.fit/3"  # a changed value invalidates the cache
+_LOOKED_AT = 200_000  # maximum rows of one data set that are checked; the job checks the rest
+_MEASURED = 256  # about this many evenly spaced rows of a data set are measured
+_TURN, _BEGUN, _END = 3, 2, 1  # tokens for a chat turn's marks, an answer's prefix and an answer's end
+READ_AT_MOST = 200_000  # maximum rows of one data set that a plan reads to compare prompts
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
     """The base model's tokenizer and context length."""
 
-    ref: InputRef | None  # None: the run initialises it
+    ref: InputRef | None  # None: the run initialises the model
     tokenizer: PlanTokenizer | None = None
     context: int | None = None
 
 
 @dataclass(slots=True)
 class _Shelf:
-    """Files of the run's assets, opened once."""
+    """The data sets and base models of a run, each opened once."""
 
     workspace: OpenWorkspace
     spec: RunSpec
@@ -110,11 +111,11 @@ class ModelFiles:
 
 
 def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> ModelFiles:
-    """Return the files of a planned base model, which is in the store or, if the run file has its path, on disk only.
+    """Return the files of a planned base model, which is in the store or, if the run file names a path, only on disk.
 
     Args:
-        word: the model's name in the run file; None: the model is in the store.
-        folder: the base of relative paths.
+        word: the model's ref in the run file; None: the model is in the store.
+        folder: the folder at which relative paths start.
 
     Raises:
         NotFoundError: the model's listing is missing.
@@ -131,10 +132,10 @@ def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folde
 
 
 def word_of(ref: InputRef, model: str | None) -> str | None:
-    """Return the run file's name of a model whose files may be outside the store; None: the files are in the store.
+    """Return the ref in the run file of a model whose files may be outside the store; None: they are in the store.
 
     Args:
-        model: the run file's name of the base model, which is the only name that may be a path.
+        model: the base model's ref in the run file, which is the only model ref that may be a path.
     """
     if ref.name.startswith("hf:"):
         return ref.name
@@ -142,11 +143,11 @@ def word_of(ref: InputRef, model: str | None) -> str | None:
 
 
 def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> Rows:
-    """Return the rows of a planned data set, which is in the store or, if the run file has its path, on disk only.
+    """Return the rows of a planned data set, which is in the store or, if the run file names a path, only on disk.
 
     Args:
-        word: the data set's name in the run file; None: the data set is in the store.
-        folder: the base of relative paths.
+        word: the data set's ref in the run file; None: the data set is in the store.
+        folder: the folder at which relative paths start.
 
     Raises:
         NotFoundError: bytes are missing; the message names the data set.
@@ -160,7 +161,7 @@ def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, fold
 
 
 def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
-    """Return a data set of the store, or an external one, as a file or a folder of files."""
+    """Return the path of a stored or external data set, which is a file or a folder of files."""
     with bytes_of(ref):
         if ref.form == "tree":
             return materialise(workspace.blobs, str(ref.digest), scratched)
@@ -185,13 +186,13 @@ def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:
 
 
 def _scratch_place(workspace: OpenWorkspace) -> Path:
-    """Return a folder of the workspace, whose disk has room for the data; a temporary folder if it is read-only."""
+    """Return a folder in the workspace, whose disk has room for the data, or a temporary one if it is read-only."""
     return Path(tempfile.gettempdir()) if workspace.read_only else workspace.root / "cache" / "scratch"
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Prefix an error with the place of its cause in a file; its class stays."""
+    """Prefix an error in the block with the place of its cause in a file; the error's class stays the same."""
     try:
         yield
     except (InputError, IntegrityError) as error:
@@ -199,20 +200,20 @@ def located(place: str) -> Iterator[None]:
 
 
 def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source: Path) -> list[str]:
-    """Check every data set against its stage's needs; return the unchecked parts, as text, each once.
+    """Check that every data set meets its stage's needs; return a line for each thing that cannot be checked yet.
 
     Args:
         source: the run file.
 
     Raises:
-        InputError: a row does not fit; the message has file, field, data set, row, constraint and value.
-        NotFoundError: bytes of an asset are missing; the message names file, field and asset.
-        IntegrityError: bytes of an asset are corrupt; the message names file, field and asset.
+        InputError: a row does not fit; the message contains the file, field, data set, row, constraint and value.
+        NotFoundError: bytes of an asset are missing; the message names the file, the field and the asset.
+        IntegrityError: bytes of an asset are corrupt; the message names the file, the field and the asset.
     """
     shelf, found = _Shelf(workspace, spec, source), list[str]()
     for stage in planned.manifest.stages:
         contract, model = planned.contracts.get(stage.name), stage.inputs.get("model")
-        if contract is None or (model and model.source == "channel"):  # the candidate's evaluation has the same data
+        if contract is None or (model and model.source == "channel"):  # checked with the candidate's evaluation
             continue
         base = origin(planned.manifest, stage, "model")
         for slot, needs in contract.rows.items():
@@ -223,7 +224,7 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source:
 
 
 def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """Check the calls of a stage's rewards against the columns of its data."""
+    """Check that the data of a stage has the columns that calls of the stage's rewards need."""
     for slot, (kind, word) in inputs.items():
         if kind != "reward":
             continue
@@ -260,14 +261,14 @@ def _check(
     with located(place):
         try:
             _check_rows(looked_at, base, data.name, needs)
-        except InputError as error:  # adds the data set's file to the row
+        except InputError as error:  # name the file that contains the row
             raise type(error)(rows.located(str(error), data.name)) from error
     if len(looked_at) < len(used):
         yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
     elif base.ref and not base.tokenizer:
         yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
     else:
-        with suppress(WorkspaceError):  # a plan also works in a read-only workspace
+        with suppress(WorkspaceError):  # a plan also works in a read-only workspace, without a cache
             make_folder(memory.parent)
             write_atomic(memory, b"")
 
@@ -316,16 +317,16 @@ class Lengths:
         self._opened: dict[str, PlanTokenizer | None] = {}
 
     def counted(self, stage: StageManifest) -> bool:
-        """Return whether its model's tokenizer counts the stage's tokens."""
+        """Return whether the tokenizer of the stage's model counts the stage's tokens."""
         return self._tokenizer(stage) is not None
 
     def of_rows(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> tuple[float, float] | None:
-        """Return mean and maximum of the tokens of a data set's documents, from a sample of rows.
+        """Return the mean and maximum length, in tokens, of a data set's documents, from a sample of rows.
 
-        A document is prompt and answer if the stage trains on the answer, else the prompt.
+        A document is the prompt with the answer if the stage trains on the answer, or else the prompt alone.
         """
         needs, parts = self._planned.contracts[stage.name].rows.get(slot), kind_of(stage.kind).sizes
-        if needs is None:  # an installed kind that declares no needs of rows
+        if needs is None:  # an installed kind that declares no needs for rows
             needs = RowNeeds(learn="completion" in parts, pairs="chosen" in parts)
         tokenizer, seen = self._tokenizer(stage), rows[:: max(1, len(rows) // _MEASURED)]
         found = [length for row in seen for length in _lengths(row, needs, tokenizer)]
@@ -340,7 +341,7 @@ class Lengths:
                 word = self._spec.model if self._spec else None
                 files = model_files(self._workspace, ref, word, self._source.parent)
                 self._opened[ref.digest] = open_tokenizer(files.read)
-            except (InputError, NotFoundError, IntegrityError, OSError):  # the check of the fit reports the error
+            except (InputError, NotFoundError, IntegrityError, OSError):  # `check_fit` reports the error
                 self._opened[ref.digest] = None
         return self._opened[ref.digest]
 
@@ -358,7 +359,7 @@ def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iter
                 yield from [len(prompt) + len(answer) for prompt, answer in turns]
         else:
             yield from map(len, rendering.prompts(tokenizer, [row], name=""))
-    except Exception:  # a template can raise anything
+    except Exception:  # a template can raise any exception
         return
 
 
@@ -383,7 +384,7 @@ def _begun(prompt: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Return the characters of a text, or of messages with turn marks; the caller adds an answer's own marks."""
+    """Return the length of a text, or of messages with the marks of turns; the caller adds the marks of an answer."""
     if value is None:
         return 0
     if isinstance(value, str):
@@ -395,13 +396,13 @@ def _size(value: Any) -> int:
 
 
 def registered_rows(workspace: OpenWorkspace, ref: InputRef) -> int | None:
-    """Return the number of rows of a registered data set; None: it is not registered."""
+    """Return the number of rows of a registered data set; None if the data set is not registered."""
     metas = [asset.meta for asset in workspace.ledger.assets_by_digest(str(ref.digest)) if "rows" in asset.meta]
     return int(metas[0]["rows"]) if metas else None
 
 
 def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
-    """Return the function that counts the data sets of a run file.
+    """Return a function that counts the documents in a data set of a run file.
 
     Args:
         source: the run file; relative paths start at its folder.
@@ -419,31 +420,31 @@ def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """The facts that a plan uses about one data set."""
+    """What a plan uses of one data set."""
 
     rows: int | None
-    read: tuple[Row, ...] | None  # None: there are too many, or the bytes are elsewhere
+    read: tuple[Row, ...] | None  # None: there are too many rows, or the bytes are elsewhere
 
     @property
     def items(self) -> int | None:
-        """The items of a suite: repeated rows count once. Unread rows count as distinct."""
+        """The number of items if this is a suite: repeated rows count once; rows that were not read all count."""
         return self.rows if self.read is None else len({prompt_text(row) for row in self.read})
 
     @property
     def ids(self) -> Iterator[str]:
-        """The ids of a suite's items; none for unread rows."""
+        """The ids of a suite's items, as far as rows were read."""
         for row in self.read or ():
             answer = row.get("answer")
             yield item_id(prompt_text(row), answer if isinstance(answer, str) else None)
 
     @property
     def answered(self) -> int | None:
-        """The number of items with an answer to compare with."""
+        """The number of items that have an answer with which a response can be compared."""
         return self.rows if self.read is None else len({prompt_text(row) for row in self.read if has_answer(row)})
 
 
 def read_datasets(planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path) -> dict[str, Dataset]:
-    """Return digest → data set, for every data set that stages read."""
+    """Return digest → data set for every data set that a stage reads."""
     found: dict[str, Dataset] = {}
     for stage in planned.manifest.stages:
         probe = [("probe", stage.inputs["probe"])] if selects(stage) else []
@@ -464,7 +465,7 @@ def _dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, base: Pa
 
 
 def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """Yield one line for every suite of a run file with rows that only a reward scores."""
+    """Yield one line for each suite of a run file that has rows without an answer, which only a reward scores."""
     for stage in planned.manifest.stages:
         if not stage.measures or stage.name.startswith(ADDED):
             continue
@@ -481,7 +482,7 @@ def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
 
 
 def wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """Yield one line per training stage whose step takes more documents than its data set has."""
+    """Yield one line for each training stage whose step takes more documents than the stage's data set has."""
     for stage in planned.manifest.stages:
         length = planned.contracts[stage.name].length if stage.name in planned.contracts else None
         if length is None:
@@ -497,7 +498,7 @@ def wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
 
 
 def repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """Yield one line per evaluation suite with repeated rows."""
+    """Yield one line for each evaluation suite with repeated rows."""
     suites = [ref for stage in planned.manifest.stages if stage.measures for _, ref in dataset_slots(stage)]
     for ref in {ref.digest: ref for ref in suites}.values():
         found = datasets[str(ref.digest)]
@@ -506,7 +507,7 @@ def repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]
 
 
 def seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """Yield one warning per evaluation suite with prompts of a training set."""
+    """Yield one warning for each evaluation suite that contains prompts of a training set."""
     train: dict[str, InputRef] = {}
     suites: dict[str, InputRef] = {}
     for stage in planned.manifest.stages:

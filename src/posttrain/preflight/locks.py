@@ -1,4 +1,4 @@
-"""Locked manifests as files: written by `lock`, checked and run by `run`."""
+"""Files with locked manifests, which the command `lock` writes and the command `run` checks and runs."""
 
 import json
 from dataclasses import replace
@@ -44,10 +44,10 @@ def refuse_lock(path: Path) -> None:
 
 
 def write_lock(manifest: Manifest, path: Path) -> None:
-    """Write the canonical manifest; the file's SHA-256 is the manifest's digest.
+    """Write the canonical manifest to a file, whose SHA-256 is the manifest's digest.
 
     Raises:
-        InputError: the name lacks the suffix of locks, so `posttrain run` would not recognise the file.
+        InputError: the file's name lacks the suffix of locks, so `posttrain run` would not recognise the file.
         WorkspaceError: the path cannot be written.
     """
     if not is_lock(path):
@@ -59,15 +59,15 @@ def write_lock(manifest: Manifest, path: Path) -> None:
 
 
 def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> Planned:
-    """Return a locked manifest, checked against this workspace and this version.
+    """Return a locked manifest, after checking it against this workspace and this version of Posttrain.
 
     Args:
         again: whether to start another run even if a run of the manifest exists.
 
     Raises:
-        InputError: the file is not a manifest, or does not meet its channel's policy. Unless a run of it exists: it was
-            locked with other engine sources, its trainers reject the parameters, its placement is not possible here,
-            its executor is not installed, or no run could meet its budget or a gate.
+        InputError: the file is not a manifest, or does not meet its channel's policy. If the manifest needs a new run:
+            it was locked with other engine sources, a trainer rejects its parameters, its placement is not possible
+            here, its executor is not installed, or no run could meet its budgets and gates.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -96,7 +96,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
 
 
 def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None:
-    """Reject a stage that declares other outputs than its kind, such as measurements that gates would read."""
+    """Reject a stage whose declared outputs differ from those of its kind; gates would read added measurements."""
     wanted = dict(contract.outputs)
     if stage.outputs != wanted:
         raise InputError(
@@ -106,7 +106,7 @@ def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None
 
 
 def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
-    """Reject a lock that was made under a policy other than the channel's, or edited since."""
+    """Reject a lock that was made under a different policy than the channel's, or was edited since."""
     policy = policy_of(workspace.stores, manifest.release.channel) if manifest.release else None
     if policy is not None:
         with located(f"{path}"):
@@ -114,7 +114,7 @@ def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> N
 
 
 def _foreign(manifest: Manifest, workspace: OpenWorkspace) -> set[str]:
-    """Return digests that the project has not recorded, although the shared store may hold their bytes."""
+    """Return the manifest's digests that the project has not recorded, although the store may contain their bytes."""
     named = {str(ref.digest) for _, _, ref in manifest.assets()}
     known = {artifact.digest for artifact in workspace.ledger.artifacts(*named)}
     return {

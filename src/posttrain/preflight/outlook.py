@@ -1,10 +1,10 @@
 """Outlook of a run: cached stages, its cost, the power of its gates, and whether its budget suffices.
 
 A run that can never succeed is rejected. A run that will probably fail gets a warning that names the first change to
-make. Nothing here writes.
+make. This module writes nothing.
 
-Before any job runs, `gates_power` computes whether gates can decide with the items of their suites. Stop strings that
-training uses and the evaluation does not use give a warning.
+Before any job runs, `gates_power` computes whether gates can decide with the items of their suites. If training uses
+stop strings that the evaluation does not use, a warning is given.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ from posttrain.workspace.settings import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
 _STAGES_LOOKED_AT = 5  # maximum number of comparable stages that are read
-_COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
+_COMING = (StageState.READY, StageState.RUNNING)  # READY: in back-off or about to start
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
 _NOW = " computes it now"
 
@@ -55,7 +55,7 @@ def gates_power(
 
     Args:
         empty: whether the release channel is empty.
-        looks: rule → the number of the run's look at the items.
+        looks: gate → the run's look at the gate's items.
     """
     manifest = planned.manifest
     for rule in manifest.gates:
@@ -64,7 +64,7 @@ def gates_power(
             if possible is None:
                 continue
             suite = stage.inputs.get(f"suites.{rule.metric.rpartition('/')[0]}")
-            if suite is None:  # an installed kind has no suites, so the number of items is unknown
+            if suite is None:  # a stage of an installed kind without suites has an unknown number of items
                 continue
             data = datasets[str(suite.digest)]
             items = data.answered if compares(rule.metric) else data.items
@@ -81,7 +81,7 @@ def gates_power(
 
 
 def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: Look | None) -> PowerNote:
-    """Return the forecast at the confidence of this look, with a warning for an uncorrected look."""
+    """Return the power at the confidence of this look, with a warning if the look is not corrected."""
     if look is None:
         return _forecast(rule, items, possible, empty)
     judged = look.rule(rule)
@@ -105,7 +105,7 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
 
 
 def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> PowerNote:
-    """Return the power; an arithmetic error is caught, since the gate can judge without this forecast."""
+    """Return the power; after an arithmetic error it is unknown, because the gate can judge without this forecast."""
     try:
         return gate_power(rule, items, possible, channel_empty=empty)
     except (ArithmeticError, ValueError) as error:
@@ -113,10 +113,10 @@ def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> P
 
 
 def other_stops(manifest: Manifest) -> Iterator[str]:
-    """Yield one warning for each suite whose stop strings differ from those that its model was trained with.
+    """Yield one warning for each suite whose stop strings differ from those in the training of its model.
 
-    A suite inherits no settings of the stage that it measures. Without the strings the model generates until its end of
-    sequence, which training never required.
+    A suite inherits no settings from the stage whose model it measures. Without the stop strings, the model generates
+    until its end-of-sequence token, which the training never required.
     """
     for stage in manifest.stages:
         model, suites = stage.inputs.get("model"), stage.params.get("suites")
@@ -145,14 +145,14 @@ def _said(stop: list[str]) -> str:
 class Outlook:
     """The forecast of a run before it starts."""
 
-    datasets: Mapping[str, Dataset]  # by digest
+    datasets: Mapping[str, Dataset]  # digest → data set
     cached: Mapping[str, StageRecord | None]  # stage → the earlier stage of the reused result
     estimates: Mapping[str, Estimate]
-    least: Mapping[str, int]  # stage that will certainly be computed → its minimum number of tokens
+    least: Mapping[str, int]  # stage that will certainly be computed → minimum number of tokens
     power: tuple[PowerNote, ...]
     concerns: tuple[Concern, ...]
-    unanswered: tuple[str, ...] = ()  # lines about suites with rows without answers
-    selected: tuple[str, ...] = ()  # lines about probes that select by rows of a suite or of the training data
+    unanswered: tuple[str, ...] = ()  # lines about suites that have rows without answers
+    selected: tuple[str, ...] = ()  # lines about probes that select a model by rows of a suite or of the training data
     stops: tuple[str, ...] = ()  # lines about suites whose stop strings differ from training
 
     @property
@@ -175,17 +175,17 @@ class Outlook:
 def look_ahead(
     planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path, *, verified: bool = True
 ) -> Outlook:
-    """Return the outlook of a run, from data, cache, earlier runs and gates.
+    """Return the outlook of a run, from its data and gates, the cache and earlier runs.
 
     Args:
-        spec: the parsed run file; None: a locked manifest, whose data is in the store.
+        spec: the parsed run file; None for a locked manifest, whose data is in the store.
         source: the run file.
         verified: whether a cached result counts only after all its bytes were hashed again.
 
     Raises:
-        InputError: a data set is invalid; the message names file, field and data set.
-        NotFoundError: bytes of a data set are missing; the message names file, field and data set.
-        IntegrityError: bytes of a data set are corrupt; the message names file, field and data set.
+        InputError: a data set is invalid; the message names the file, the field and the data set.
+        NotFoundError: bytes of a data set are missing; the message names the file, the field and the data set.
+        IntegrityError: bytes of a data set are corrupt; the message names the file, the field and the data set.
     """
     manifest = planned.manifest
     datasets = read_datasets(planned, spec, workspace, source)
@@ -225,8 +225,8 @@ def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
     """Reject a run that cannot succeed, whatever its model learns.
 
     Raises:
-        InputError: the budget is below the run's minimum of tokens, or even the best possible evidence would not pass a
-            gate.
+        InputError: the budget is below the run's minimum number of tokens, or even the best possible evidence would not
+            pass a gate.
     """
     kinds = {stage.name: stage.kind for stage in manifest.stages}
     if short := certain_shortfall(manifest.budget.tokens, outlook.least, kinds):
@@ -249,14 +249,14 @@ class _CacheState:
 
     key: str | None = None  # equal for stages with equal results; None: the inputs are unknown yet
     record: StageRecord | None = None  # the earlier stage of the reused result
-    free: str = ""  # why the stage costs nothing although its result does not exist yet
-    doubtful: bool = False  # whether reuse is uncertain: an input is made elsewhere, so its bytes are unknown
+    free: str = ""  # the reason why the stage costs nothing although its result does not exist yet
+    doubtful: bool = False  # whether reuse is uncertain because an input's bytes are not known yet
 
 
 def _cache_states(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> dict[str, _CacheState]:
-    """Return stage → cache state, as far as inputs are known now."""
+    """Return stage → cache state, as far as the stages' inputs are known now."""
     found: dict[str, _CacheState] = {}
-    first: dict[str, str] = {}  # key → the first stage with it
+    first: dict[str, str] = {}  # key → first stage with this key
     for stage in manifest.stages:
         if kind_of(stage.kind).driver is not Driver.JOB:
             found[stage.name] = _CacheState()
@@ -289,9 +289,10 @@ def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: boo
 def _bound(
     stage: StageManifest, found: Mapping[str, _CacheState], workspace: OpenWorkspace
 ) -> dict[str, InputBlob] | None:
-    """Return the inputs that the stage would get now; None: an input is unknown yet.
+    """Return the inputs that the stage would get now; None: an input is not known yet.
 
-    A future output is represented by a placeholder derived from its cache key, only for comparison.
+    An output that does not exist yet is represented by a placeholder, derived from the cache key of its stage and used
+    only for comparison.
     """
     inputs: dict[str, InputBlob] = {}
     for slot, ref in stage.inputs.items():
@@ -342,7 +343,7 @@ def _estimate(
 def workload(
     stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset], lengths: Lengths | None = None
 ) -> Workload:
-    """Return the work of a stage with the sizes of its rows; without `lengths`, only the amount of work."""
+    """Return the work of a stage with the lengths of its documents; without `lengths`, only the amount of work."""
     own = {slot: datasets[str(ref.digest)] for slot, ref in dataset_slots(stage)}
     counts = {slot: d.items if stage.measures else d.rows for slot, d in own.items()}
     if stage.measures and None not in counts.values():
@@ -366,7 +367,7 @@ def _answers(stage: StageManifest, slot: str) -> int:
 
 
 def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:
-    """Yield earlier stages that computed their results, newest first, each with the base model of its run."""
+    """Yield (base model of the run, experience) for earlier stages that computed their results, newest first."""
     wanted = {s.kind for s in manifest.stages if kind_of(s.kind).driver is Driver.JOB}
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         earlier, _ = workspace.manifest_or_trouble(run)
@@ -379,7 +380,7 @@ def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str
             stage = earlier.stage(row.name)
             try:
                 work = workspace.jobs.trainers[stage.trainer].check(stage.kind, stage.params).work
-            except (InputError, KeyError):  # a stage of a version with other parameters
+            except (InputError, KeyError):  # the stage has the parameters of another version
                 continue
             refs = [ref for _, ref in dataset_slots(stage)]
             datasets = {str(ref.digest): Dataset(registered_rows(workspace, ref), None) for ref in refs}
@@ -387,7 +388,7 @@ def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str
 
 
 def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None] | None:
-    """Return tokens and job seconds of a stage that computed its result; None for any other."""
+    """Return the tokens and job seconds of a stage that computed its result; None for any other stage."""
     attempts = workspace.ledger.attempts(row.run_id, row.name)
     if row.state != StageState.SUCCEEDED or row.cached_from or not attempts:
         return None
@@ -395,7 +396,7 @@ def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None
     if last.resume is not None:
         try:
             inherited = tokens_inherited(workspace.blobs, last)
-        except (InputError, IntegrityError):  # deleted by garbage collection, or damaged
+        except (InputError, IntegrityError):  # the checkpoint was deleted or is damaged
             return None
     seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None
     return inherited + last.tokens, seconds

@@ -1,8 +1,8 @@
 """Checks of placements, images, teachers and judges before a run.
 
 Each check answers a question: Is the placement of every stage possible, and which models will be resident where? Is the
-run's image allowed, and can jobs run in it? Does a teacher have the student's tokens? Does the model that judges
-responses score them?
+run's image allowed, and can jobs run in it? Does a teacher have the same tokens as its student? Does the model that
+judges responses return scores?
 """
 
 import importlib.util
@@ -34,14 +34,14 @@ from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import OpenWorkspace
 
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
-_SPECIAL_TOKENS = 7  # tokens of a model that `init_model` makes, in addition to its characters
+_SPECIAL_TOKENS = 7  # tokens, in addition to characters, of a model that `init_model` makes
 _JUDGE = "reward_model"
 _SLOT, _TOKENIZER = "teacher", "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The plan's estimates of the memory of one stage."""
+    """The plan's estimates for the memory of one stage."""
 
     residency: Residency
     sizes: tuple[Size, ...]
@@ -53,18 +53,18 @@ def refuse_infeasible(
 ) -> None:
     """Reject a run whose stages could not be started, or whose models would not fit into memory.
 
-    For a stage that names a cluster, only constraints independent of the cluster are checked; the job checks the
-    cluster before it starts any process. For jobs in this environment Ray must be installed; for jobs in an image or of
-    an installed executor, `plan` only warns.
+    For a stage that names a cluster, only constraints that do not depend on the cluster are checked; the job checks the
+    cluster before it starts any process. For jobs in this environment, Ray must be installed; for jobs in an image or
+    under an installed executor, `plan` only warns if Ray is missing.
 
     Args:
         loads: stage → load.
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: the model is in the store.
+        model: the base model's ref in the run file; None: the model is in the store.
 
     Raises:
-        InputError: a stage is infeasible; the message has file, stage, role, requested and available resources, and the
-            next action.
+        InputError: a stage is infeasible; the message contains the file, stage, role, requested and available
+            resources, and the next action.
         NotFoundError: the base model's listing is missing.
         IntegrityError: the base model's listing is corrupt.
     """
@@ -102,7 +102,8 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
     """Reject a new model that does not fit into this machine's memory.
 
     Raises:
-        InputError: the model does not fit; the message has its parameters, its bytes and this machine's memory.
+        InputError: the model does not fit; the message contains its number of parameters, its bytes and this machine's
+            memory.
     """
     for stage in manifest.stages:
         shape = _made(stage)
@@ -116,9 +117,9 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
 
 
 def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
-    """Return warnings if the estimate exceeds the memory; a certain excess was rejected before.
+    """Return warnings if the estimate exceeds the memory; a stage that certainly does not fit was rejected before.
 
-    For a cluster only the kinds of GPUs are known, so no stage is rejected.
+    For a cluster, only the kinds of GPUs are known, so no stage is rejected.
     """
     missing = _missing_ray(settled.load)
     if settled.load.ray_address is not None:
@@ -167,7 +168,7 @@ def residencies(
 
 
 def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:
-    """Yield one warning for every fall-back of a stage's model."""
+    """Yield one warning for each slower fall-back that a stage's model needs."""
     for stage in planned.manifest.stages:
         if contract := planned.contracts.get(stage.name):
             roles = contract.load.roles if contract.load else ("rollout",)
@@ -220,7 +221,7 @@ def fallback_warnings(
     Args:
         roles: the roles of the stage, including `rollout` if the stage generates responses.
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: the model is in the store.
+        model: the base model's ref in the run file; None: the model is in the store.
     """
     named = [slot for slot in NAMED_MODELS if slot in stage.inputs]
     found = []
@@ -236,7 +237,7 @@ def fallback_warnings(
 
 
 def _made(stage: StageManifest) -> Shape | None:
-    """Return the shape of the model that a stage initialises; None: the stage initialises no model."""
+    """Return the shape of the model that a stage initialises; None if the stage initialises no model."""
     if not kind_of(stage.kind).from_nothing:
         return None
     names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
@@ -256,11 +257,11 @@ def _map(data: bytes | None) -> dict[str, Any]:
 def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> None:
     """Reject an image that the project does not allow, or that no executor here can run.
 
-    A request of a remote client may name only images that an admin allowed. A local user may name any image until the
+    A request from a remote client may name only images that an admin allowed. A local user may name any image until the
     project has a list.
 
     Raises:
-        InputError: the image is not usable; the message has field, constraint, value and next action.
+        InputError: the image is not usable; the message contains the field, constraint, value and next action.
     """
     if image is None:
         return
@@ -292,14 +293,14 @@ def refuse_judges_without_scores(
 ) -> None:
     """Reject a stage whose `reward_model` generates text, since every response would get the same reward.
 
-    A channel's model is unknown until the stage is bound, so the stage's job checks it.
+    A channel's model is not known until the stage gets its inputs, so the stage's job checks such a model.
 
     Args:
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: the model is in the store.
+        model: the base model's ref in the run file; None: the model is in the store.
 
     Raises:
-        InputError: a judge generates text; the message names file, stage and judge.
+        InputError: a judge generates text; the message names the file, the stage and the judge.
     """
     for stage in manifest.stages:
         if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
@@ -312,7 +313,7 @@ def refuse_judges_without_scores(
 def scores(
     manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> bool | None:
-    """Return whether the model in a slot scores responses; None: unknown yet."""
+    """Return whether the model in a slot scores responses; None if this is not known yet."""
     ref = stage.inputs[slot]
     if ref.source == "stage":
         made = manifest.stage(ref.name).kind
@@ -326,16 +327,16 @@ def check_teachers(
 ) -> Iterator[str]:
     """Yield a warning for each teacher that is the same model as its student; reject unusable teachers.
 
-    A teacher is unusable if it generates no text, has other tokens than the student, or fewer than `top_k` tokens. The
-    stage's job checks models that the plan cannot read: a channel's model, a model without `tokenizer.json`, or a pair
-    of which this run makes exactly one.
+    A teacher is unusable if it generates no text, if its tokens differ from the student's, or if it has fewer than
+    `top_k` tokens. The stage's job checks what the plan cannot check: a channel's model, a model without
+    `tokenizer.json`, or a teacher and a student of which this run makes exactly one.
 
     Args:
         source: the run file or lock, for errors.
-        model: the base model's name in the run file; None: the model is in the store.
+        model: the base model's ref in the run file; None: the model is in the store.
 
     Raises:
-        InputError: a teacher is unusable; the message names file, stage and teacher.
+        InputError: a teacher is unusable; the message names the file, the stage and the teacher.
     """
     for stage in manifest.stages:
         if _SLOT in stage.inputs:
@@ -355,15 +356,15 @@ class _Asked:
         self._source, self._model, self._name = source, model, stage.inputs[_SLOT].name
 
     def scores(self) -> str:
-        """Return why the teacher generates no text; empty: it generates text."""
+        """Return the fault of a teacher that scores responses instead of generating text; "" if there is no fault."""
         if not scores(self._manifest, self._stage, _SLOT, self._workspace, self._source, self._model):
             return ""
         return f"{_SLOT}: must generate text, got {self._name}, which scores responses; name a model that generates"
 
     def speaks_otherwise(self) -> str:
-        """Return why the teacher's tokens differ from the student's; empty: no difference was found."""
+        """Return the fault of a teacher whose tokens differ from the student's; "" if no difference was found."""
         began = [origin(self._manifest, self._stage, slot) for slot in ("model", _SLOT)]
-        if len({type(one) for one in began}) > 1:  # this run makes only one of the two models: the job compares them
+        if len({type(one) for one in began}) > 1:  # the run makes only one of them; the job compares them
             return ""
         found = [self._tokens(one) for one in began]
         if None in found or found[0] == found[1]:
@@ -375,7 +376,7 @@ class _Asked:
         )
 
     def has_fewer(self) -> str:
-        """Return why a vocabulary has fewer than `top_k` tokens; empty: it has enough."""
+        """Return the fault if a vocabulary has fewer than `top_k` tokens; "" if there are enough tokens."""
         asked = self._stage.params.get("top_k")
         sizes = [size for slot in ("model", _SLOT) if (size := self._size(slot))]
         if not isinstance(asked, int) or not sizes or asked <= min(sizes):
@@ -401,7 +402,7 @@ class _Asked:
         return size if isinstance(size, int) else None
 
     def _tokens(self, began: InputRef | StageManifest) -> Mapping[str, Any] | None:
-        """Return token → id, if available; for a newly initialised model its characters."""
+        """Return token → id, or None if unavailable; for a newly initialised model, the keys are its characters."""
         if isinstance(began, StageManifest):
             characters = began.params.get("characters")
             return dict.fromkeys(str(characters)) if characters else None

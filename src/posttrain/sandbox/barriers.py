@@ -2,12 +2,12 @@
 
 Before the reward's code runs, the process permanently gives up capabilities, system calls and, without a separate file
 system, access to files. Three kernel mechanisms are used through their plain interfaces, because the worker has only
-the standard library: `capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). They cannot be
-undone, and child processes inherit them.
+the standard library: `capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). The
+restrictions cannot be undone, and child processes inherit them.
 
-Memory and the number of processes are bounded for the whole cell, also for root, to whom rlimits do not apply. A cgroup
-(version 2) bounds them if one can be created; otherwise the process that waits for the cell checks its processes ten
-times a second. Between two checks, only the limits of each process bound a cell.
+Memory and the number of processes are bounded for the whole cell, even for root, to whom rlimits do not apply. A cgroup
+(version 2) bounds them if a cgroup can be created; otherwise the process that waits for the cell checks the cell's
+processes ten times a second. Between two checks, only the limits of each process bound a cell.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
     Args:
         apart: whether this process has separate namespaces; without them System V IPC is denied too.
         sockets: whether to allow the families of `_FAMILIES`; without namespaces only those of `_INTERNET`, because
-            unix sockets would reach those of the machine.
+            unix sockets would reach the machine's unix sockets.
 
     Returns:
         The missing restrictions, as text.
@@ -147,7 +147,7 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
 
 
 def _sockets(apart: bool, refuse: int) -> list[bytes]:
-    """Allow sockets of some families; without a network namespace also only some protocols."""
+    """Allow sockets of some families and, without a network namespace, of some protocols only."""
     rules = [_argument(0)]
     for family in _FAMILIES if apart else _INTERNET:
         rules += _when(_EQUAL, family, _ALLOW) if apart else [_step(_EQUAL, family, 0, 2 * len(_PROTOCOLS) + 2)]
@@ -158,7 +158,7 @@ def _sockets(apart: bool, refuse: int) -> list[bytes]:
 
 
 def _of(number: int, rules: list[bytes]) -> list[bytes]:
-    """Return rules for one system call; its number is loaded before and after them."""
+    """Return rules for one system call; the call's number is loaded before and after the rules."""
     return [_step(_EQUAL, number, 0, len(rules) + 1), *rules, _step(_LOAD, _NUMBER_AT)]
 
 
@@ -168,7 +168,7 @@ def _argument(place: int) -> bytes:
 
 
 def _when(test: int, value: int, then: int) -> list[bytes]:
-    """Return rules: `then` if the test holds, else continue."""
+    """Return rules that return `then` if the test holds, and otherwise continue."""
     return [_step(test, value, 0, 1), _step(_RETURN, then)]
 
 
@@ -206,7 +206,7 @@ def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], por
     """Restrict this process to these paths by Landlock; return the missing restrictions, as text.
 
     Requires `give_up_privileges` first. If the kernel supports it, TCP (except to `ports`, of any host), abstract unix
-    sockets and signals to processes outside are denied as well.
+    sockets, and signals to processes outside the cell are also denied.
     """
     abi = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
@@ -305,7 +305,9 @@ class Group:
 
     @classmethod
     def make(cls, memory: int, processes: int, root: Path = _CONTROLLERS, own: str | None = None) -> Group | None:
-        """Return a new group below this process's or its parent; None: no group with both bounds can be created.
+        """Return a new group below this process's group or below that group's parent.
+
+        None: no group with both bounds can be created.
 
         Args:
             memory: bytes, swap included.
@@ -337,7 +339,7 @@ class Group:
         return None
 
     def join(self) -> None:
-        """Move the calling process into the group; its children stay in it."""
+        """Move the calling process into the group; the children of the process stay in the group."""
         (self.folder / "cgroup.procs").write_text("0")
 
     def passed(self) -> int | None:

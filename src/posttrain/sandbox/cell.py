@@ -1,6 +1,6 @@
 """The cell in which a reward's code runs, its file system, and its connections to declared hosts.
 
-The code has no other connections, and no process of the cell outlives it:
+The code has no other connections, and no process outlives its cell:
 
 ::
 
@@ -14,12 +14,12 @@ in it when pid 1 ends; without a namespace the keeper is a child subreaper, so o
 If no cgroup bounds the cell's memory and processes, the keeper checks both ten times a second.
 
 With namespaces the reward has a separate root, a network of only the declared hosts, and no access to other processes
-and their shared memory. Without namespaces, Landlock and a system call filter restrict it as far as they can
+and their shared memory. Without namespaces, Landlock and a system call filter restrict the reward as far as possible
 (`sandbox.barriers`), and `Confinement.whole` is false: `plan` rejects this unless the workspace trusts its rewards.
 
-Standard library only; single-threaded, because it forks.
+The module uses only the standard library, and only one thread, because it forks.
 
-The file system of a reward is a separate root that contains only what it needs, read-only:
+The file system of a reward is a separate root that contains only the files that the reward needs, read-only:
 
 ::
 
@@ -29,13 +29,14 @@ The file system of a reward is a separate root that contains only what it needs,
     /etc                   a few generated files, certificates, time zone  read-only
     /dev                   null, zero, full, random, urandom; a separate shm
     /proc                  of the cell's PID namespace                  read-only; empty where the kernel refuses one
-    /tmp                   its scratch: home and working folder         bounded in bytes
+    /tmp                   scratch: home and working folder             bounded in bytes
 
 Pid 1 of the cell builds this root, with the capabilities of its user namespace, using only the standard library.
 
 The job connects a cell only to the hosts that its reward declares. The listening sockets are in the cell's network
-namespace, which has no other route; the job accepts and connects, with one thread per direction. The reward uses the
-host's name as usual (`/etc/hosts` of the cell maps it to the listener), so TLS verifies the requested name.
+namespace, which has no other route; the job accepts connections on them and connects to the hosts, with one thread per
+direction. The reward uses the host's name as usual (`/etc/hosts` of the cell maps the name to the listener), so TLS
+verifies the requested name.
 """
 
 import contextlib
@@ -96,7 +97,7 @@ def move_in(
     Args:
         base: an empty folder.
         readable: existing files and folders that the reward needs, at their own paths.
-        hidden: folders inside readable ones that are empty for the reward.
+        hidden: folders inside readable folders that are empty for the reward.
         source: the folder that becomes `/reward`.
         scratch: bytes of `/tmp`.
         hosts: name → address, for `/etc/hosts`.
@@ -217,7 +218,7 @@ class CellPlan:
     source: str  # a folder with the reward's source and declared files
     scratch: str  # the reward's working folder if it has no separate root
     readable: Sequence[str]  # interpreter, environment
-    hidden: Sequence[str]  # folders inside readable ones that are empty for the reward
+    hidden: Sequence[str]  # folders inside readable folders that are empty for the reward
     limits: Mapping[str, int]  # RLIMIT_… → value, of each process
     memory: int  # bytes of all processes and scratch
     processes: int  # threads included
@@ -232,16 +233,16 @@ class Confinement:
 
     whole: bool  # with namespaces and a separate root; if not, notes list the missing parts
     notes: tuple[str, ...]
-    home: str  # its scratch
+    home: str  # the reward's scratch
     source: str  # path of the folder `source` in the cell
     listeners: tuple[socket.socket, ...] = ()  # one per port
 
 
 def enter(parent: int, plan: CellPlan) -> Confinement:
-    """Return in the confined process; the calling process becomes its keeper and never returns.
+    """Return in the confined process; the calling process becomes the keeper of that process and never returns.
 
     Args:
-        parent: the job's process; the calling process ends when it ends.
+        parent: the job's process; the calling process ends when the job's process ends.
         plan: the settings of the cell.
     """
     if sys.platform != "linux":
@@ -417,7 +418,7 @@ def _collect(child: int) -> int | None:
 
 
 def _unreaped(child: int) -> list[int]:
-    """Return the child's pid, unless it was reaped, because another process may then have this pid."""
+    """Return the child's pid, or nothing if the child was reaped, because another process may then have the pid."""
     try:
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

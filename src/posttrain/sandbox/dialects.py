@@ -1,8 +1,8 @@
 """Calls of reward functions and reward objects written for other engines, in their calling conventions.
 
-Standard library only: this runs inside the reward worker. A call arrives as one JSON object with `prompts`,
-`completions`, `rows` and optionally `prompt_ids`, `completion_ids`; the function's parameter names determine its
-dialect (`domain.rewards.DIALECTS`, the table that `plan` also reads):
+The module uses only the standard library, because it runs inside the reward worker. A call arrives as one JSON object
+with `prompts`, `completions`, `rows` and optionally `prompt_ids`, `completion_ids`; the function's parameter names
+determine its dialect (`domain.rewards.DIALECTS`, the table that `plan` also reads):
 
 ========== =============================================== ===================================================
 dialect    detected by                                     called with
@@ -21,12 +21,11 @@ A reward can also be an object: an instance with `__call__`, or one of the follo
 used.
 
 * A rubric of verifiers 0.1 to 0.3 (`vf.Rubric(funcs=[…], weights=[…], parser=…)`, its subclasses and groups), or an
-  environment that has one: `score_rollout` is called, and the rubric's functions are the components.
-  * A task of verifiers 0.4 (`class T(vf.Task[D])` with `@vf.reward` methods): it is created from the row, and `score`
-  is
-    called on a trace of prompt and completion.
+  environment that has a rubric: `score_rollout` is called, and the rubric's functions are the components.
+* A task of verifiers 0.4 (`class T(vf.Task[D])` with `@vf.reward` methods): the task is created from the row, and
+  `score` is called on a trace of prompt and completion.
 
-  verifiers 0.1 to 0.3 log an exception of a reward function and count it as 0.0; here the exception is an error.
+verifiers 0.1 to 0.3 log an exception of a reward function and count it as 0.0; here the exception is an error.
 """
 
 import asyncio
@@ -84,7 +83,7 @@ def _openrlhf(call: Call) -> Arguments:
 
 
 def _turns(call: Call, index: int) -> list[str]:
-    """Return the policy's turns; a column of the data set with that name takes precedence."""
+    """Return the policy's turns, which functions receive as `turns` unless the data set has a column `turns`."""
     return list(call["turns"][index]) if call.get("turns") is not None else [call["completions"][index]]
 
 
@@ -107,7 +106,7 @@ def _verifiers(call: Call, index: int) -> Arguments:
 
 
 def _map(value: Any) -> dict[str, Any]:
-    """Return a map, also from JSON text, as which some data sets store it."""
+    """Return a map; JSON text is parsed, because some data sets store maps as text."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -177,7 +176,7 @@ SINGLE: Mapping[str, Callable[[Call, int], Arguments]] = {
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Return the parameters of a loaded function, also inside a decorator or `functools.partial`."""
+    """Return the parameters of a loaded function, even inside a decorator or `functools.partial`."""
     parameters = list(inspect.signature(function).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return Signature(
@@ -218,7 +217,7 @@ class NoRewardError(Exception):
 
 
 def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[..., Any], str | None]:
-    """Return the function for the object of a reward's entry, and its dialect if it is known.
+    """Return the function that scores for the object of a reward's entry, and the function's dialect if it is known.
 
     Args:
         namespace: names of the reward's module.
@@ -243,7 +242,7 @@ def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[...,
 
 
 def _parsing(function: Callable[..., Any], parser: Any) -> Callable[..., Any]:
-    """Return the function with the parser of its file as an argument."""
+    """Return the function with the parser of its module as an argument."""
 
     @functools.wraps(function)
     def score(**given: Any) -> Any:
@@ -300,7 +299,7 @@ def _of_rubric(rubric: Any) -> Callable[..., Any]:
 
 
 def _weighed(found: Any) -> dict[str, Any]:
-    """Return `{"score", component…}` of the result of `score_rollout`: a map, an object, or the filled state."""
+    """Return `{"score", component…}` from the result of `score_rollout`: a map, an object, or the filled state."""
     if not isinstance(found, Mapping):
         return {**dict(found.metrics), "score": found.reward}
     if "metrics" in found:

@@ -1,4 +1,4 @@
-"""The port of rewards, and a fake one.
+"""The port of rewards, and a fake reward.
 
 Every implementation of a reward receives a call and returns one score per completion. The fake reward is a Python
 callable in the caller's process, for tests of code that uses rewards; it cannot be killed.
@@ -58,7 +58,7 @@ class Score:
 
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
-    status: Status = "ok"  # none: no score, no failure; error: it raised, died or returned no number
+    status: Status = "ok"  # none: no score, no failure; error: raised, died or returned no number
     message: str = ""  # of a failure: one line
     parts: Mapping[str, Score] = field(default_factory=dict)  # for a weighted sum: score of each reward
     at: Mapping[int, float] = field(default_factory=dict)  # response token → its part of the score
@@ -84,11 +84,12 @@ class RewardFunction(Protocol):
     Every implementation returns exactly one `Score` per completion, in order, each finite or None. A completion on
     which the reward's code raises, hangs, dies or returns no number has the status `error` or `timeout`; the other
     completions are still scored. A batched function that raises is called again with fewer completions until each
-    failing one is isolated. An implementation raises `RewardError` (and never invents a zero) if more than `allowed`
-    completions fail, if all fail, or if an answer is for an unknown completion; `InputError` if the function does not
-    exist; and `InfrastructureError` if its process is repeatedly killed from outside. The same call must return the
-    same scores, or a resumed run would differ from an uninterrupted one: a reward must not depend on earlier calls, the
-    clock or the network. `close` may be called twice; scoring after `close` is an `InputError`.
+    failing completion is isolated. An implementation raises `RewardError` (and never returns a zero instead) if more
+    than `allowed` completions fail, if all fail, or if an answer is for an unknown completion; `InputError` if the
+    function does not exist; and `InfrastructureError` if the function's process is repeatedly killed from outside. The
+    same call must return the same scores, because otherwise a resumed run would differ from an uninterrupted run: a
+    reward must not depend on earlier calls, the clock or the network. `close` may be called twice; scoring after
+    `close` is an `InputError`.
     """
 
     @property
@@ -99,8 +100,8 @@ class RewardFunction(Protocol):
         """Score one batch, of which at most `allowed` completions may fail.
 
         Args:
-            places: the indices of the completions in their step, if the batch is a part of it; the caller then checks
-                whether all failed. None: the batch is the whole step.
+            places: the indices of the completions in their step, if the batch is a part of a step; the caller then
+                checks whether all completions failed. None: the batch is the whole step.
         """
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class RewardFunction(Protocol):
 
 
 def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) -> None:
-    """Raise if too many completions failed, or all.
+    """Raise if too many completions failed, or if all of them failed.
 
     Args:
         scores: the scores so far.
@@ -116,7 +117,7 @@ def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) ->
         allowed: the number of completions that may fail.
 
     Raises:
-        RewardError: too many failed; the message has the first failure's line.
+        RewardError: too many completions failed; the message has the first failure's line.
     """
     failed = [score for score in scores if score.failed]
     if failed and (len(failed) > allowed or len(failed) == total):
@@ -159,13 +160,13 @@ def probe_call(
     turns: int = 1,
     count: int = 4,
 ) -> RewardCall:
-    """Return a call of the first rows with the rows' answers as completions.
+    """Return a reward call that contains the first rows, with their reference answers as the completions.
 
-    It is scored before step 1, so a broken reward fails within seconds instead of after an hour. The scores are not
-    used. With several turns, each turn is the answer.
+    The call is scored before step 1, so a broken reward fails within seconds instead of after an hour. The scores are
+    not used. With several turns, each turn of a completion is the answer.
 
     Args:
-        encode: returns the tokens of a response, at least one; by default one per character, and an end.
+        encode: returns the tokens of a response, at least one; by default, one token per character and one end token.
     """
     answers = ["" if row.get("answer") is None else str(row["answer"]) for row in rows[:count]]
     ids = [list(encode(answer)) for answer in answers]
@@ -216,7 +217,7 @@ class ScriptedReward:
         return scores
 
     def _scored(self, call: RewardCall, chosen: list[int]) -> list[Score]:
-        """Score all in one call; if it raises, one by one."""
+        """Score all completions in one call or, if that call raises, one by one."""
         try:
             answers = list(self._function(part_of(call, chosen)))
         except Exception as error:

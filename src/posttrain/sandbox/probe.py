@@ -1,12 +1,13 @@
 """`python -m posttrain.sandbox.probe`: prints whether this machine confines rewards, as one JSON object.
 
-`{"whole": true, "notes": []}`: a worker is started and confined like a reward's, without running any user code. Exit
-code 1 means that the test itself failed, without a result about the machine.
+The object is, for example, `{"whole": true, "notes": []}`. For the test, a worker is started and confined like a
+reward's worker, without running any user code. Exit code 1 means that the test itself failed, without a result about
+the machine.
 
-With `imports`, it imports rewards and dataflows, each in a separate cell, and prints a JSON list with an error line for
-each that cannot be imported, else an empty text. Standard input contains `asked`, a list of `{"name", "place", "entry",
-"dialect", "source", "network", "secrets", "files", "recipe"}`, where a place is a path and a secret the name of a
-variable, and `hidden`, folders that are empty in the cells.
+With the argument `imports`, the program imports rewards and dataflows, each in a separate cell, and prints a JSON list
+with one text for each: an error line if the code cannot be imported, and otherwise an empty text. Standard input
+contains `asked`, a list of `{"name", "place", "entry", "dialect", "source", "network", "secrets", "files", "recipe"}`,
+where a place is a path and a secret the name of a variable, and `hidden`, folders that are empty in the cells.
 """
 
 import json
@@ -53,7 +54,7 @@ def _session(source: Path, scratch: str, hidden: list[Path]) -> Session:
 
 
 def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
-    """Return one line on why the code cannot be imported, or an empty text. Limits of the cell do not count."""
+    """Return one line on why the code cannot be imported, or an empty text; limits of the cell are not a reason."""
     place = Path(asked["place"])
     try:
         if asked["recipe"]:

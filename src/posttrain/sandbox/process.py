@@ -90,10 +90,10 @@ class ProcessReward:
             raise
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
-        """Score one batch, with the time-out for each request; see `RewardFunction.score`.
+        """Score one batch; the time-out applies to each request. See `RewardFunction.score`.
 
         Raises:
-            RewardError: more than `allowed` completions failed, or all; an answer is for an unknown completion.
+            RewardError: more than `allowed` completions failed, or all of them; an answer is for an unknown completion.
             InfrastructureError: the process was repeatedly killed from outside.
         """
         if not len(call):
@@ -130,7 +130,7 @@ class ProcessReward:
     # --- one request --------------------------------------------------------------------------------------------------
 
     def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> _Fault | None:
-        """Score a part into `found`. Return None if all of it is scored, else the fault.
+        """Score a part into `found`. Return None if the whole part is scored, else the fault.
 
         A worker that was killed from outside is started again and receives the same request.
         """
@@ -158,7 +158,7 @@ class ProcessReward:
                 own = self._killed_at[-3:] == [session.at] * 3 and session.at in at  # three times at one completion
                 if not error.killed or (own and self.dialect not in BATCHED):
                     return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, at[0])
-                for i in chosen:  # all are scored again, so that random numbers are the same
+                for i in chosen:  # all completions are scored again, so that random numbers are the same
                     found.pop(i, None)
                 self._count_kill(error)
             except MalformedError as error:
@@ -196,7 +196,7 @@ class ProcessReward:
         """
         if self.dialect not in BATCHED:
             culprit = next((i for i in left if self._places[i] == fault.at), None)
-            if culprit is None and len(left) > 1 and fault.score.status == "timeout":  # it was at none of the part
+            if culprit is None and len(left) > 1 and fault.score.status == "timeout":  # at no completion of the part
                 return [[i] for i in left]
             culprit = left[0] if culprit is None else culprit
             rest = [i for i in left if i != culprit]
@@ -317,10 +317,10 @@ def open_reward(
     The function may be written in any dialect of `sandbox.dialects`. It runs with a minimal environment in a cell
     (`sandbox.cell`): a read-only root with the interpreter, its environment, the reward's source and declared files; a
     bounded scratch folder as home; a network of only the declared hosts; no other processes; bounds on memory,
-    processes and output. `notes` lists the restrictions that the kernel does not provide; `confined` is true if it
-    provides all. The worker and its descendants end when the reward is closed, when it exceeds its time-out, and when
-    the thread that opened it ends. The function must return the same scores for the same call; therefore Python's and
-    numpy's global generators are seeded from the call.
+    processes and output. `notes` lists the restrictions that the kernel does not provide; `confined` is true if the
+    kernel provides all of them. The worker and its descendants end when the reward is closed, when the reward exceeds
+    its time-out, and when the thread that opened the reward ends. The function must return the same scores for the same
+    call; therefore Python's and numpy's global generators are seeded from the call.
 
     Args:
         path: the source file, or a folder that is the reward.
@@ -328,7 +328,7 @@ def open_reward(
             `compute_score` or the only public function; without a file name, a folder must have `reward.py` or one
             Python file.
         timeout: seconds for each request.
-        dialect: a name from `DIALECTS` if the parameter names are ambiguous; `auto` determines the dialect from them.
+        dialect: a name from `DIALECTS` if the parameter names are ambiguous; `auto`: the parameter names determine it.
         name: the reward's name in errors, e.g. `reward:exact@1`.
         source: the file's original name for error messages, if `path` is a blob named by its digest.
         hidden: folders that are empty for the reward, such as the workspace.
@@ -336,8 +336,8 @@ def open_reward(
         confined: whether to reject the reward if the kernel cannot confine it completely.
 
     Raises:
-        InputError: the file or function does not exist; the file is not Python; the dialect is unknown, or none has
-            these parameters; the reward is not confined.
+        InputError: the file or function does not exist; the file is not Python; the dialect is unknown, or no dialect
+            has these parameters; the reward is not confined.
         RewardError: the reward's code raises or hangs while it is imported.
         InfrastructureError: the process is repeatedly killed from outside.
     """
@@ -361,7 +361,7 @@ class ParallelReward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for users, of one process."""
+        """Notes for users, from one process."""
         return self._functions[0].notes
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
@@ -385,7 +385,7 @@ class ParallelReward:
             for function, mine in zip(self._functions, chosen, strict=True)
             if mine
         ]
-        wait([answer for _, answer in asked])  # where one fails, the others may still be busy
+        wait([answer for _, answer in asked])  # if one process fails, the others may still be busy
         scores: dict[int, Score] = {}
         for mine, answer in asked:
             scores |= zip(mine, answer.result(), strict=True)
@@ -416,7 +416,7 @@ class WeightedReward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for users, of all functions, each line once."""
+        """Notes for users, from all functions, each line once."""
         return tuple(dict.fromkeys(note for _, function in self._parts.values() for note in function.notes))
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
@@ -451,7 +451,7 @@ class WeightedReward:
         return Score(None, components, "error", f"the weighted sum of rewards must be finite, got {terms}", parts)
 
     def _at(self, parts: Mapping[str, Score]) -> dict[int, float]:
-        """Return token → weighted sum of the scores that the parts assign to it."""
+        """Return a map from token to the weighted sum of the scores that the parts assign to the token."""
         found: dict[int, list[float]] = {}
         for name, one in parts.items():
             for token, value in one.at.items():

@@ -12,14 +12,15 @@ A message is JSON after an 8-byte big-endian length, over a socket pair:
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
 The reward's code can also write to the socket, so the job trusts no message: an answer is bounded in bytes, must have
-one of these shapes and the id of the request; any other answer is malformed, and ends the worker. Job and worker also
-share eight bytes, in which the worker writes the number of the completion being scored: this one is the cause if the
-worker dies or hangs.
+one of these shapes and the id of the request; any other answer is malformed, and the job ends the worker. Job and
+worker also share eight bytes, in which the worker writes the number of the completion being scored: this completion is
+the cause if the worker dies or hangs.
 
 A reward's answer for one completion is reduced to numbers: score, components, and the tokens at which the score was
 earned.
 
-Standard library only: this runs in the reward worker, and in part again in the job, which trusts no worker.
+The module uses only the standard library, because it runs in the reward worker; the job runs parts of it again, because
+it trusts no worker.
 """
 
 import json
@@ -36,7 +37,7 @@ TURNS, TOKENS = "turn_scores", "token_scores"
 OWN = ("score", TURNS, TOKENS)  # keys of a mapping; its other numbers are components
 MAX_COMPONENTS = 64
 MAX_PLACES = 2**16  # tokens of one completion with a score
-MOST = 1e30  # maximum of a score; with the largest weights it fits float32
+MOST = 1e30  # maximum of a score; even times the largest weights it fits in float32
 _LAST = 10**7  # maximum token index of a response of unknown length
 Spans = Sequence[Sequence[int]]  # [first token, end) of every turn; empty: one turn of unknown length
 MAX_REQUEST = 256 * 2**20  # bytes
@@ -57,7 +58,7 @@ def plain(answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
     Args:
         answer: the reward's return value; its methods are untrusted code too.
         subject: the completion, as text.
-        spans: the token spans of its turns.
+        spans: the token spans of the completion's turns.
 
     Raises:
         AnswerError: a value has a wrong type, is not finite, or is at a place at which no score can be earned.
@@ -98,7 +99,7 @@ def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
 
 
 def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict[str, float], dict[int, float]]:
-    """Return score, components and token → score of a mapping."""
+    """Return the score, the components, and the map from token to score of a mapping."""
     others = {str(name)[:200]: _number_of(value) for name, value in answer.items() if name not in OWN}
     components = {name: value for name, value in others.items() if value is not None}
     if len(components) > MAX_COMPONENTS:
@@ -237,7 +238,7 @@ class Fault:
 class Redactor:
     """Replaces the values of secrets by their names, in the output and the answers of a reward.
 
-    It finds the value, the value with collapsed whitespace, each of its longer lines, and any of these as JSON, as
+    It finds the value, the value with collapsed whitespace, each longer line of the value, and any of these as JSON, as
     `repr` and as JSON of `repr`, with either kind of quotes.
     """
 
@@ -300,7 +301,7 @@ def receive_request(channel: Channel) -> Any:
     """Read one request.
 
     Raises:
-        EOFError: the other end was closed.
+        EOFError: the socket's other end was closed.
         ValueError: the request is too long, or not JSON.
     """
     return json.loads(_frame(channel, MAX_REQUEST))
@@ -313,7 +314,7 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
         clean: applied to the bytes before they are parsed.
 
     Raises:
-        EOFError: the other end was closed.
+        EOFError: the socket's other end was closed.
         MalformedError: the answer is too long, is not JSON, has an unknown shape, or answers a different request.
     """
     try:

@@ -1,8 +1,8 @@
 """One worker process of a reward, the layout of its cell, and the folder of an open reward.
 
 Messages have deadlines. The job determines the layout, which is the part of this machine that a reward may read, before
-the cell exists. If a job is killed, its keeper removes the folder of its open reward; if the keeper cannot, the next
-reward removes it.
+the cell exists. If a job is killed, the keeper of the cell removes the folder of the open reward; if the keeper cannot
+do so, the next reward removes the folder.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ LIMITS: Mapping[str, int] = {
 }
 MEMORY = 8 * 2**30  # bytes of all processes together, at most half of the machine's memory
 PROCESSES = 256  # processes and threads that the reward may have
-SCRATCH = 2**30  # bytes that it may write
+SCRATCH = 2**30  # bytes that the reward may write
 LOOPBACK = "127.0.0.1"  # the job's machine, if a reward declares it; it has no hostname
 _PACKAGE = Path(__file__).resolve().parents[2]  # the folder of the package posttrain, which contains the worker
 PREFIX = "posttrain-cell-"
@@ -52,7 +52,7 @@ _LIMITS = {
     OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
 }
 _NOWHERE = b"\xff" * 8  # value of the marker before the first completion
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people, or for lack of memory
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people or for lack of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def lay_out(
     if whole:
         shutil.copytree(source.parent, kit, dirs_exist_ok=True)
     elif source.suffix == ".py":
-        for module in source.parent.glob("*.py"):  # modules that it may import from its folder
+        for module in source.parent.glob("*.py"):  # modules that the reward may import from its folder
             shutil.copyfile(module, kit / module.name)
     shutil.copyfile(source, kit / name)
     for given, path in provision.files.items():
@@ -116,7 +116,7 @@ def lay_out(
 
 
 def source_file(path: Path, file: str = "") -> Path:
-    """Return the reward's source file: `path`, or in a folder the named one, `reward.py`, or the only Python file.
+    """Return the reward's source file: `path`, or, in a folder, the named file, `reward.py` or the only Python file.
 
     Raises:
         InputError: the file does not exist; the folder has several Python files and none is called `reward.py`.
@@ -198,7 +198,7 @@ def _sweep(folder: Path) -> None:
 
 
 class EndedError(Exception):
-    """The worker has ended; the message gives the cause, `killed` whether it was killed from outside."""
+    """The worker has ended; the message gives the cause, and `killed` records whether it was killed from outside."""
 
     def __init__(self, message: str, killed: bool) -> None:
         super().__init__(message)
@@ -236,10 +236,10 @@ class Session:
     """A started and confined worker.
 
     Args:
-        plan: of its cell.
+        plan: the plan of the worker's cell.
         network: declared hosts, one per port of the plan.
         log: receives the worker's output.
-        secrets: variable → value, for the worker's environment; redacted in its output and answers.
+        secrets: variable → value, for the worker's environment; redacted in the worker's output and answers.
 
     Raises:
         NotConfinedError: the worker was not confined in time.
@@ -299,7 +299,7 @@ class Session:
 
     @property
     def at(self) -> int:
-        """The completion that the worker is scoring, by its marker, for functions that score one at a time."""
+        """The completion that the worker's marker shows, for functions that score one completion at a time."""
         return int.from_bytes(self._marker[:], "big")
 
     def close(self) -> None:
@@ -344,7 +344,7 @@ class Session:
         code = self._process.returncode or 0
         if code in _LIMITS:
             return EndedError(f"used {_LIMITS[code]} and was killed", killed=False)
-        number = -code if code < 0 else code - 128  # the keeper's exit codes are those of shells
+        number = -code if code < 0 else code - 128  # the keeper's exit codes follow the convention of shells
         how = f"signal {number}" if number > 0 else f"exit code {code}"
         return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in _OUTSIDE)
 
@@ -357,12 +357,12 @@ class _Deadline:
         self.moment = moment
 
     def sendall(self, data: bytes, /) -> None:
-        """As `socket.sendall`."""
+        """See `socket.sendall`."""
         self._arm()
         self._channel.sendall(data)
 
     def recv(self, count: int, /) -> bytes:
-        """As `socket.recv`."""
+        """See `socket.recv`."""
         self._arm()
         return self._channel.recv(count)
 
@@ -374,7 +374,7 @@ class _Deadline:
 
 
 def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket, int, mmap.mmap]:
-    """Start a worker with a minimal environment; of the job's variables it contains only the declared secrets."""
+    """Start a worker with a minimal environment; the declared secrets are the only variables taken from the job's."""
     ours, theirs = socket.socketpair()
     output, printing = os.pipe()
     shared = os.memfd_create("marker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # eight shared bytes

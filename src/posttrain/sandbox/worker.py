@@ -1,10 +1,10 @@
 """The process in which a reward's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
 
-The worker uses only the standard library, so it starts in tens of milliseconds and has no data worth stealing. It first
-enters its cell (`sandbox.cell`) and reports that, then runs a loop: read a request from the socket `FD`, run the
-function, answer (`sandbox.protocol`). It waits only for its parent; the parent waits with a deadline, after which it
-closes the cell. The cell also closes when the parent dies. The reward's output goes to stderr, which the job copies
-into its log up to a limit.
+The worker uses only the standard library, so it starts in tens of milliseconds and contains no other data of the job.
+It first enters its cell (`sandbox.cell`) and reports this, then runs a loop: read a request from the socket `FD`, run
+the function, answer (`sandbox.protocol`). The worker waits only for its parent; the parent waits with a deadline, after
+which the parent closes the cell. The cell also closes when the parent dies. The reward's output goes to stderr, which
+the job copies into its log up to a limit.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _SECRETS: dict[str, str] = {}  # variable → value, read before the reward's co
 
 
 class ReportedError(Exception):
-    """An error to report to the job: `kind` is load, raised or answer, the text is one line."""
+    """An error to report to the job: `kind` is load, raised or answer; the text is one line."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ def load(path: Path) -> ModuleType:
 def try_import(path: Path, entry: str) -> None:
     """Execute a dataflow's source.
 
-    A job imports it outside of a cell, so an `OSError` for files or hosts that are missing here is ignored.
+    A job imports the dataflow outside of a cell, so an `OSError` for files or hosts that are missing here is ignored.
 
     Raises:
         ReportedError: the module cannot be imported, or lacks the entry.
@@ -133,7 +133,7 @@ def place(error: BaseException, path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return `ValueError: text` without line breaks and secrets."""
+    """Return `ValueError: text` without line breaks or secrets."""
     return " ".join(_without_secrets(f"{type(error).__name__}: {error}").split())[:300].rstrip(": ")
 
 
@@ -240,7 +240,7 @@ class Scorer:
         """Return `plain` of an untrusted answer, whose methods are also the reward's code."""
         try:
             if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
-                answer = answer[0]  # as in verl: the rest is for its own log
+                answer = answer[0]  # as in verl, whose log gets the rest
             return plain(_without_secrets(answer) if _SECRETS else answer, subject, spans)
         except AnswerError as error:
             raise ReportedError("answer", f"{self.where} must return {error}") from error
@@ -251,7 +251,7 @@ class Scorer:
 
 
 def _spans(call: Mapping[str, Any], index: int) -> Spans:
-    """Return the token spans of a completion's turns; without token ids empty: one turn of unknown length."""
+    """Return the token spans of a completion's turns; without token ids, nothing: one turn of unknown length."""
     told, ids = call.get("turn_spans"), call.get("completion_ids")
     if told is not None:
         found: Spans = told[index]
@@ -264,7 +264,7 @@ async def _awaited(answer: Any) -> Any:
 
 
 class Seeds(importlib.abc.MetaPathFinder):
-    """Seeds the global generators, also those of a numpy that is imported during a call."""
+    """Seeds the global generators, including those of a numpy that is imported during a call."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -302,7 +302,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
     """Answer requests until the parent closes the socket.
 
     Args:
-        marker: the number of the completion being scored.
+        marker: shared bytes with the number of the completion being scored.
         source: the folder with the reward's file.
     """
     scorer: Scorer | None = None

@@ -1,4 +1,4 @@
-"""The server's routes: each verb of the table, uploads, streams, and the server's own state."""
+"""The server's routes: one for each verb of the table, and those for uploads, streams and the server's own state."""
 
 import asyncio
 import hashlib
@@ -68,13 +68,13 @@ from posttrain.store.operations import Begun
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
-_AWAY = "5"  # seconds after which clients should retry if store or database does not answer
+_AWAY = "5"  # seconds after which clients should retry if the store or the database does not answer
 _UNAVAILABLE = [problem(one)["type"] for one in (UnavailableError(), LedgerUnavailableError())]
 _SPOKEN = ", ".join(map(str, API_VERSIONS))
 
 
 def build(server: Server) -> FastAPI:
-    """Return the application."""
+    """Return the server's web application."""
     app = FastAPI(title="Posttrain", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     for operation in OPERATIONS.values():
@@ -94,10 +94,10 @@ def build(server: Server) -> FastAPI:
 
 
 def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-    light = READ if operation.unsafe else LOOK  # a separate lane, so looks never delay a stop
+    light = READ if operation.unsafe else LOOK  # separate lanes, so reads never delay an order such as stop
 
     async def answer(request: Request) -> Response:
-        # before the body is read: a request without permission takes no worker and no key
+        # checked before the body is read, so a request without permission uses no worker and no key
         who, _ = await in_thread(READ if operation.heavy else light, server.admitted, request, operation.name)
         async with server.limits.taken(who.identity.principal, BODY, weight(operation, request)):
             return await answered(request, who)
@@ -150,7 +150,7 @@ def _response(operation: Verb[..., Any], request: Request, found: bytes) -> Resp
 
 
 def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | None:
-    """Return the operation that another server carries out for the same request; None: no server does.
+    """Return the operation that another server carries out for the same request; None: no other server does.
 
     Raises:
         InputError: the other server carries out a different request with the same key.
@@ -181,7 +181,7 @@ def _asked(
 
 
 class _Around:
-    """Adds request id and versions to every answer, and converts every error to a problem document."""
+    """Adds the request's id and the versions to every response, and converts every error to a problem document."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -208,7 +208,7 @@ class _Around:
             refuse_control_characters(f"{request.url.path}?{unquote(request.url.query)}", "a request's path and query")
             await self._app(scope, timely(receive), named)
         except Exception as error:
-            if begun:  # an answer has begun and cannot be changed: the connection ends
+            if begun:  # a response that has begun cannot be changed, so the connection ends
                 log.exception("an answer ended early", extra=facts(request=request.state.id, verb=verb_of(scope)))
                 raise
             await _problem(request, error)(scope, receive, named)
@@ -229,7 +229,7 @@ def _problem(request: Request, error: Exception) -> Response:
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:
-    """Answer a request that no route handles."""
+    """Return the response to a request that no route handles."""
     if getattr(error, "status_code", 500) == _OTHER_METHOD:
         document = problem(
             InputError(f"{request.method} is not a method of this path; see docs/api.md"),
@@ -260,7 +260,7 @@ async def _ready(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    """Return numbers of the whole server, without names, to principals who may read the default project."""
+    """Return the metrics of the whole server, without names, if the caller may read the default project."""
     server: Server = request.app.state.server
 
     def page() -> bytes:
@@ -274,7 +274,7 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _interface(request: Request) -> Response:
-    """Return the OpenAPI document: made once by a worker, which imports the types that this process does not."""
+    """Return the OpenAPI document, which a worker makes once, because this process does not import all types."""
     state = request.app.state
     if getattr(state, "interface", None) is None:
         state.interface = await in_thread(HEAVY, state.server.workers.ask, {}, INTERFACE, {}, request.state.id)
@@ -282,7 +282,7 @@ async def _interface(request: Request) -> Response:
 
 
 async def _token(request: Request) -> Response:
-    """Return the principal of a token and its projects, from which a login without a project chooses."""
+    """Return a token's principal and projects; a login that names no project chooses one of these projects."""
     server: Server = request.app.state.server
 
     def told() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The access of running jobs to a server, while their attempt lives.
+"""Access of running jobs to a server, for as long as their attempts run.
 
 A job may read the bytes of its inputs and, if its mailbox is in an object store, access the mailbox's objects.
 
-A job sends its attempt's token. No verb accepts this token, and these paths accept no token of a person.
+A job sends its attempt's token. No verb accepts such a token, and the paths for jobs accept no other token.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("posttrain.driver")
 PREFIX = "posttrain_job_"
-RENEW_SECONDS = 60.0  # between two renewals
+RENEW_SECONDS = 60.0  # seconds between two renewals of grants
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
-_KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
-MOST_PUT = 64 << 30  # bytes that an attempt may put into its mailbox in total, including replaced and deleted objects
-LEAST_COUNTED = 4 << 10  # the minimum of bytes that are counted for an object
+_KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part of a key begins with a dot
+MOST_PUT = 64 << 30  # maximum bytes that an attempt may write to its mailbox, including replaced and deleted objects
+LEAST_COUNTED = 4 << 10  # an object counts as at least this number of bytes
 _SCHEME = "bearer "
-_DIGITS = 16  # of a size
-_MOST = 256  # attempts whose inputs are cached in memory
+_DIGITS = 16  # a size in a header has fewer digits
+_MOST = 256  # maximum number of attempts whose inputs are cached in memory
 _UNKEPT = {"cache-control": "no-store"}
 
 
 class Granting:
-    """Grants access to the jobs of one host's driver.
+    """Grants the jobs of one host's driver access to the server.
 
     Args:
         root: the workspace's folder.
-        host: the host whose attempts' grants are renewed; None: the ledger has one host.
+        host: the host whose attempts' grants are renewed; None if the ledger has only one host.
     """
 
     def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
         self._root, self._grants, self._host = root, grants, host
         self._renewed = -RENEW_SECONDS
         self._told: dict[str, tuple[str, str]] = {}  # attempt folder → the server's address written there
-        self._damaged: set[str] = set()  # folders whose error was logged
+        self._damaged: set[str] = set()  # folders for which an error was logged
 
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """See `control.jobs.Access.give`.
@@ -78,16 +78,16 @@ class Granting:
         JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
     def keep(self) -> None:
-        """Renew the grants of living jobs that are due, and write the server's current address into their folders.
+        """Renew the grants of running jobs when due, and write the server's current address into the jobs' folders.
 
         Raises:
-            PosttrainError: ledger or server is unreachable; call again later.
+            PosttrainError: the ledger or the server is unreachable; call again later.
         """
         if time.monotonic() - self._renewed < RENEW_SECONDS:
             return
         place = self._server()
         folders = set(self._grants.renew(self._host))
-        self._renewed = time.monotonic()  # set before the folders are read, since jobs may write there
+        self._renewed = time.monotonic()  # set first, because a job may have damaged its folder
         self._damaged &= folders
         self._told = {name: told for name, told in self._told.items() if name in folders}
         for name in sorted(folders):
@@ -117,7 +117,7 @@ class Granting:
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """Add the routes: GET and HEAD of an input; GET, PUT and DELETE of mailbox objects, and GET of their numbers."""
+    """Add the routes: GET and HEAD for inputs; GET, PUT and DELETE for mailbox objects; GET for their numbers."""
     all_of = _Jobs(server.workspace, server.limits)
     channel = "/v1/attempt/channel/{key:path}"
     app.add_api_route(channel, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
@@ -125,7 +125,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 class _Jobs:
-    """Handlers of the routes of running jobs."""
+    """Handlers of the routes for running jobs."""
 
     def __init__(self, workspace: OpenWorkspace, limits: Limits) -> None:
         self._workspace, self._limits = workspace, limits
@@ -145,7 +145,7 @@ class _Jobs:
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def talk(self, request: Request) -> Response:
-        """Answer a request to the mailbox; the mailbox and the free space are checked before the body is read."""
+        """Handle a request to the mailbox; the mailbox and the limits are checked before the body is read."""
         who, secret = await in_thread(READ, self._granted, request)
         await in_thread(UPLOAD, self._objects, who)
         key = request.path_params["key"]
@@ -200,13 +200,13 @@ class _Jobs:
 
 
 def _size(request: Request, most: int) -> int:
-    """Return the bytes that a body will take here, by its header; without the header, the maximum."""
+    """Return the memory that a body will take, by the header `content-length`; without the header, the maximum."""
     said = request.headers.get("content-length", "0" if "transfer-encoding" not in request.headers else "")
     return min(int(said), most) if said.isascii() and said.isdecimal() and len(said) < _DIGITS else most
 
 
 def _reached(workspace: OpenWorkspace, who: Granted) -> frozenset[str]:
-    """Return the digests that the inputs of an attempt reach, including those of the files in trees."""
+    """Return the digests of an attempt's inputs, including those of the files in trees."""
     seen = workspace.seen_by(workspace.actor, who.project, "job")
     [stage] = [one for one in seen.ledger.stages(who.run_id) if one.name == who.stage]
     named: list[Any] = [*stage.inputs.values(), *([{"digest": who.resume, "form": "tree"}] if who.resume else [])]

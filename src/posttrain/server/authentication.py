@@ -1,10 +1,10 @@
-"""Authentication of a server's callers, `Control` over one project by the asker's role, and calls of its verbs.
+"""Authentication of a server's callers, `Control` over one project by the caller's role, and calls of verbs.
 
-Watchers of runs are retained between requests, so only new reports of a job are read.
+Watchers of runs are retained between requests, so a watcher reads only the new facts of a job.
 
-A call converts the sent values to arguments, and a verb's answer to JSON and pages. A verb's declaration decides the
-rest: files that it writes are put into the store, items that it streams are sent one by one, and lists are answered in
-pages. Progress of a verb goes to the waiting client, if there is one.
+A call converts the sent values to arguments, and a verb's result to JSON. The verb's declaration determines the form of
+the response: files that the verb writes are put into the store, items that it streams are sent one by one, and lists
+are returned in pages. A verb's progress is sent to the waiting client, if there is one.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from posttrain.store.hosts import Ledger
 from posttrain.views.status import RunStatus, RunWatcher
 from posttrain.workspace.settings import OpenWorkspace
 
-MOST = 256  # runs
-_SHARED = 0.4  # seconds for which one read serves all watchers of a run
+MOST = 256  # maximum number of runs with a cached watcher
+_SHARED = 0.4  # seconds for which all clients that watch a run share one read
 _SCHEME = "bearer "
-_NAMES, _NAMED_SECONDS = 10_000, 60.0  # cached names and seconds, so a line of the log costs no statement
+_NAMES, _NAMED_SECONDS = 10_000, 60.0  # limits of the cache of names, so a log line needs no statement
 ASKED, ANSWER, PROGRESS = "asked", "answer", "progress"
 Told = Callable[[str, Any], None]  # kind and value
 _TOLD: ContextVar[Told | None] = ContextVar("posttrain_told", default=None)
-_OUT = "out"  # where a verb writes, in the folder of its request
-_SHOWN = 80  # characters of a value in an error
+_OUT = "out"  # the place in the request's folder where a verb writes
+_SHOWN = 80  # maximum characters of a value in an error
 _MOST_NUMBER = 1 << 63  # the range of a database's integers
 
 
 @dataclass
 class _Known:
-    """One run."""
+    """The cached watcher and status of one run."""
 
     watcher: RunWatcher
     alone: threading.Lock = field(default_factory=threading.Lock)
@@ -84,7 +84,7 @@ class _Known:
 
 
 class Watchers:
-    """One watcher for each run that was read recently; one request at a time uses each."""
+    """Has one watcher for each run that was read recently; only one request at a time uses a watcher."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
@@ -94,8 +94,8 @@ class Watchers:
         """Return the status of a run.
 
         Args:
-            workspace: the workspace of the asker's project.
-            age: maximum age, in seconds, of another request's read to reuse.
+            workspace: the workspace, scoped to the caller's project.
+            age: seconds; a status that another request read is reused if it is younger.
 
         Raises:
             NotFoundError: there is no such run in the project.
@@ -118,7 +118,7 @@ class Watchers:
 
 
 class Looking:
-    """Implements `Runs.watcher` over shared watchers: many clients of a run cost the same as one client."""
+    """Implements `Runs.watcher` with shared watchers, so many clients that watch a run cost the same as one client."""
 
     def __init__(self, watchers: Watchers, workspace: OpenWorkspace, run_id: str) -> None:
         self._watchers, self._workspace, self._run_id = watchers, workspace, run_id
@@ -130,13 +130,13 @@ class Looking:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """The identity of an asker, in one project."""
+    """A caller: an identity in one project."""
 
     identity: Identity
     project: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the asker as JSON for a worker."""
+        """Return the caller as JSON for a worker."""
         return {**asdict(self.identity), "in": self.project}
 
     @classmethod
@@ -146,7 +146,7 @@ class Asker:
 
 
 class _Kept(Local):
-    """Reads runs by cached watchers."""
+    """Carries out verbs, and reads runs with cached watchers."""
 
     def __init__(self, workspace: Workspace, watchers: Watchers) -> None:
         super().__init__(workspace)
@@ -164,7 +164,7 @@ class _Kept(Local):
 
 
 def _driven(control: Control, run_id: str) -> RunDriver:
-    """Return a run's driver: the server drives every run, so no request is needed.
+    """Return a run's driver; no request to a driver is needed, because the server drives every run.
 
     Raises:
         InputError: the run has ended.
@@ -179,13 +179,13 @@ class Authentication:
     """Identifies principals by their tokens, and the workspace's own user by a key in the workspace's folder.
 
     Args:
-        key: identifies its bearer as the workspace's own user; empty: there is no key.
+        key: the key that identifies a caller as the workspace's own user; "" if there is no key.
     """
 
     def __init__(self, workspace: Workspace, key: str = "") -> None:
         self._workspace, self._key = workspace, key
         self._tokens = TokenAuthenticator(workspace.ledger)
-        self._projects: set[str] = set()  # existing projects; projects are never removed
+        self._projects: set[str] = set()  # known projects; a project is never removed
         self._lock = threading.Lock()
         self._watchers = Watchers()
         self._names: dict[str, tuple[str, float]] = {}  # principal → pseudonymous id, valid until
@@ -209,14 +209,14 @@ class Authentication:
             raise AuthenticationError(str(error)) from error
 
     def control(self, asker: Asker, request: str = "") -> Control:
-        """Return the asker's `Control` over their project.
+        """Return the caller's `Control` over the caller's project.
 
         Args:
             request: id of the current request, for the event log.
 
         Raises:
-            NotFoundError: there is no such project, or the asker has no role there.
-            AccessError: the asker has a role there, but their token is for another project.
+            NotFoundError: there is no such project, or the caller has no role in it.
+            AccessError: the caller has a role in the project, but the token is for another project.
         """
         scopes = asker.identity.scopes
         if scopes is not None and asker.project not in scopes:
@@ -232,17 +232,17 @@ class Authentication:
         return Control(Guard(kept, known.principal, asker.project, lambda: role_of(ledger, known)))
 
     def projects(self, identity: Identity) -> dict[str, str]:
-        """Return project → the highest role there with the identity's token."""
+        """Return project → the highest role that the identity's token has in it."""
         if identity.scopes is not None:
             return {name: str(role) for name, role in sorted(identity.scopes.items())}
         return self._roles(identity.principal)
 
     def ledger(self, asker: Asker) -> Ledger:
-        """Return the ledger of the asker's project."""
+        """Return the ledger, scoped to the caller's project."""
         return self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth).ledger
 
     def known_as(self, asker: Asker) -> str:
-        """Return the asker's pseudonymous id for the log, at most `_NAMED_SECONDS` old."""
+        """Return the caller's pseudonymous id for the log, at most `_NAMED_SECONDS` old."""
         name, now = asker.identity.principal, time.monotonic()
         known = self._names.get(name)
         if known is None or known[1] < now:
@@ -253,17 +253,17 @@ class Authentication:
         return known[0]
 
     def may_name(self, asker: Asker) -> bool:
-        """Return whether the asker's project exists and their token covers it; if not, its name is unverified input."""
+        """Return whether the caller's project exists and the token covers it; if not, its name is unverified input."""
         scopes = asker.identity.scopes
         return (scopes is None or asker.project in scopes) and asker.project in self._projects
 
     def principal(self, asker: Asker) -> str:
-        """Return the asker's pseudonymous id; for a principal without one, the authenticator's name."""
+        """Return the caller's pseudonymous id; for a principal without such an id, the authenticator's name."""
         with self._workspace.ledger.snapshot() as now:
             return now.principal_of(asker.identity.principal) or asker.identity.auth
 
     def _elsewhere(self, identity: Identity, project: str) -> PosttrainError:
-        """Return the error for a token of another project; it reveals no project in which the caller has no role."""
+        """Return the error for a token of another project; the error reveals no project that the caller may not see."""
         of = ", ".join(self.projects(identity)) or "no project"
         if project in self._roles(identity.principal):
             return AccessError(
@@ -288,11 +288,11 @@ class Authentication:
 def page(
     verb: Verb[..., Any], named: Mapping[str, Any], project: str, ask: Callable[[Mapping[str, Any]], Any]
 ) -> dict[str, Any]:
-    """Return the items after a cursor, and the next cursor; None: there are no more.
+    """Return the items after a cursor, and the next cursor, which is None on the last page.
 
     Args:
         named: the request's parameters.
-        ask: calls the verb with parameters.
+        ask: calls the verb with the given parameters.
 
     Raises:
         CursorError: the cursor is not from this list.
@@ -320,7 +320,7 @@ def page(
 
 @contextmanager
 def telling(told: Told) -> Iterator[None]:
-    """Pass the values of `tell` to this callback inside the block."""
+    """Inside the block, pass the values that `tell` gets to this callback."""
     token = _TOLD.set(told)
     try:
         yield
@@ -335,7 +335,7 @@ def tell(kind: str, value: Any) -> None:
 
 
 def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
-    """Return a streamed answer: each item is sent as it arrives, and the result contains all."""
+    """Send each item of a streamed result as it arrives; return the result with all items."""
     said = {one.name: getattr(found, one.name) for one in fields(found) if one.name != verb.streams}
     tell(ASKED, said)
     things = []
@@ -346,9 +346,9 @@ def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
 
 
 def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, Any]:
-    """Return an answer with the written files, which are put into the store for the client to fetch by digest.
+    """Put the files that a verb wrote into the store; return its result with the digests by which clients fetch them.
 
-    Paths in the answer are relative.
+    Paths in the result are relative.
     """
     out = Path(_OUT).absolute()
     paths = {one.name: getattr(found, one.name) for one in fields(found)}
@@ -365,22 +365,22 @@ def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, An
 
 
 def to_json(value: Any) -> bytes:
-    """Return a verb's answer as JSON. Numbers that JSON lacks are strings: "NaN", "Infinity"."""
+    """Return a verb's result as JSON. Numbers that JSON lacks become strings: "NaN", "Infinity"."""
     return pydantic_core.to_json(value, inf_nan_mode="strings", fallback=_numbers)
 
 
 def _numbers(value: Any) -> Any:
-    """Return an array as a list, without importing numpy, which the server itself does not load."""
+    """Return an array as a list. The function does not import numpy, which the server itself does not load."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return value.tolist()
 
 
 def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a verb's arguments, by name and converted to their types.
+    """Return a verb's arguments by name, each converted to its type.
 
     Raises:
-        InputError: an argument is missing, unknown, or of another type.
+        InputError: an argument is missing or unknown, or has another type.
     """
     known = operation.parameters
     refuse_unknown(operation.name, sent, known)
@@ -412,7 +412,7 @@ def call(
     """Call a verb with the arguments that `arguments` returned; a list is returned as a page.
 
     Args:
-        bundles: writes the sent files; None: the verb takes no files.
+        bundles: writes the sent files into a folder; None if the verb takes no files.
         project: the project for which cursors are valid.
     """
     if OPERATIONS[verb].paged:

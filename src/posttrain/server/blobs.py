@@ -1,7 +1,7 @@
-"""Bytes by digest: their state, uploads in pieces, and downloads. An asker sees only the bytes of one project.
+"""Bytes by digest: their state, uploads in pieces, and downloads. A caller sees only the bytes of one project.
 
-If the store is S3, large files go between store and client by presigned URLs (`store.direct`), if the client requests
-one. A client that cannot reach the store sends and fetches through the server.
+If the store is S3, a client can transfer large files directly to and from the store, with presigned URLs
+(`store.direct`). A client that cannot reach the store transfers files through the server.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from posttrain.workspace.settings import OpenWorkspace
 
 _PATH = PREFIX + "/blobs/{digest}"
 _UNKEPT = {"cache-control": "no-store"}
-_MOST_BODY = 1 << 10  # bytes
+_MOST_BODY = 1 << 10  # bytes of a body that contains only a size
 _PIECES = 16  # pieces of an upload that may wait to be written
 _CHUNK = 1 << 20
-_FULL = 0.01  # seconds between two checks for room
-_DIGITS = 16  # of a size that is a number
+_FULL = 0.01  # seconds between two checks for room in the queue
+_DIGITS = 16  # a size in a header has fewer digits
 _STALLED = 60.0  # seconds without a byte, after which an upload releases its thread
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """Add the routes: state reports an upload, PATCH adds to it, GET returns bytes; POST offers a direct transfer."""
+    """Add the routes for the state of an upload, adding bytes to it, and fetching bytes, and for direct transfers."""
     all_of = _Blobs(server)
     for method, below, answer, name in (
         ("POST", "/direct", all_of.offer, "direct"),
@@ -55,7 +55,7 @@ class _Blobs:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # one check at a time of the bytes of one digest that a project's client sent; waiting for it takes no thread
+        # (project, digest) → lock for the check of directly uploaded bytes; waiting for the lock takes no thread
         self._adopting: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._direct, self._parts = open_direct(server.workspace.blobs.url), PartStore(server.workspace.blobs.url)
 
@@ -81,7 +81,7 @@ class _Blobs:
         def found() -> int:
             who, seen = self._seen(request, "write_report")
             mine = Uploads(seen)
-            if not mine.given(digest):  # viewers may read pages of reports; weights need the role to export
+            if not mine.given(digest):  # viewers may read pages of reports, but weights require the role for `export`
                 refuse(self._server.authentication.control(who), "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
@@ -90,7 +90,7 @@ class _Blobs:
         size = await in_thread(UPLOAD, found)
         if self._direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
             return RedirectResponse(await in_thread(UPLOAD, self._direct.download, digest), headers=_UNKEPT)
-        headers = {"content-length": str(size)}  # with the length, a client detects a truncated answer
+        headers = {"content-length": str(size)}  # lets a client detect a truncated response
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def offer(self, request: Request) -> Response:
@@ -109,7 +109,7 @@ class _Blobs:
             raise InputError("upload: this server's store takes no direct uploads; send it to the server")
 
         def adopted(size: int) -> None:
-            if mine.held(digest):  # a repeat after a lost answer, or another request sent the bytes first
+            if mine.held(digest):  # a repeat after a lost response, or the project already has the bytes
                 return
             with self._server.workspace.blobs.holding():
                 direct.adopt(who.project, digest, size)
@@ -123,13 +123,13 @@ class _Blobs:
         return JSONResponse({"held": True, "offset": size})
 
     def _seen(self, request: Request, verb: str) -> tuple[Asker, OpenWorkspace]:
-        """Return the asker, if they have the permission, and the workspace as their project sees it."""
+        """Return the caller, after checking the permission, and the workspace scoped to the caller's project."""
         who, _ = self._server.admitted(request, verb)
         return who, self._server.workspace.seen_by(who.identity.principal, who.project, who.identity.auth)
 
 
 async def _added(request: Request, mine: Arriving, start: int, total: int) -> Response:
-    """Write the body while it arrives."""
+    """Write the body of an upload while it arrives; return the upload's state."""
     pieces = _Pieces()
 
     def written() -> int:
@@ -157,14 +157,14 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
 
 
 class _Pieces:
-    """Pieces of an upload, on their way from the connection to the writer."""
+    """A queue of pieces of an upload, from the connection to the writer."""
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_PIECES)
         self._ended = False
 
     async def put(self, piece: bytes | None) -> None:
-        """Add the next piece; None: there are no more. It takes no thread, since all threads may wait for pieces."""
+        """Add the next piece; None marks the end. Waiting takes no thread, since all threads may wait for pieces."""
         while not self._ended:
             try:
                 self._waiting.put_nowait(piece)
@@ -193,7 +193,7 @@ class _Pieces:
 
 
 async def _size(request: Request) -> int:
-    """Return the size in a small body."""
+    """Return the size that a small JSON body contains."""
     body = await whole(request, _MOST_BODY, "upload: the body")
     try:
         size = json.loads(body)["size"]
@@ -211,6 +211,6 @@ def _digits(value: str, what: str) -> int:
 
 
 def _weight(request: Request) -> int:
-    """Return the bytes of the body by its header; without one, the pieces that may wait here."""
+    """Return the body's size from its header; without the header, the size of the pieces that the queue can hold."""
     said = request.headers.get("content-length", "")
     return int(said) if said.isdecimal() and len(said) < _DIGITS else _PIECES * _CHUNK

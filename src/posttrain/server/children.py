@@ -1,8 +1,9 @@
-"""Starts the server's processes, driver and workers, and sends them its environment once no other process can read it.
+"""Starts the server's child processes, which are the driver and the workers, and sends them the environment safely.
 
-Between exec and `close_to_others` every process of the account, also a job, can read `/proc/PID/environ`. So a child
-starts with the machine's variables and without keys, and receives the whole environment over a socket, which, unlike a
-pipe, no process can open by `/proc/PID/fd`. The socket stays open as the child's lifeline.
+Between exec and `close_to_others`, every process of the account, even a job, can read `/proc/PID/environ`. Therefore a
+child starts with the machine's variables and without keys, and receives the whole environment over a socket. Unlike a
+pipe, a socket cannot be opened through `/proc/PID/fd`. The socket stays open until the server ends, which the child
+detects.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from collections.abc import Collection, Mapping, Sequence
 from posttrain.domain.jobspec import SECRET_NAME
 from posttrain.execution.processes import close_to_others, of_a_server
 
-_LENGTH = 8  # bytes
+_LENGTH = 8  # bytes of the length that precedes the environment
 _READ_AT_START = (
     "PYTHON",
     "LD_",
     "MALLOC_",
     "GLIBC_",
-)  # variables that interpreter and libc read before any can be sent
+)  # prefixes of variables that the interpreter and libc read before the environment can be sent
 
 
 def start(
     module: str, words: Sequence[str], descriptor: int, passed: Collection[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process that runs this module; return it and the server's end of its socket.
+    """Start a process that runs `module`; return the process and the server's end of its socket.
 
     Args:
-        descriptor: the child's end of the socket; 0 is its stdin.
-        passed: further descriptors that the child inherits; none of them is `descriptor`.
+        descriptor: the descriptor of the child's end of the socket; 0 is the child's stdin.
+        passed: further descriptors that the child inherits, all different from `descriptor`.
 
     Raises:
-        OSError: the process cannot be started, or ended immediately.
+        OSError: the process cannot be started or ended immediately.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -62,18 +63,18 @@ def start(
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the server's environment with which a child starts: it contains no key."""
+    """Return the part of the server's environment with which a child starts; this part contains no key."""
     early = {name for name in environment if name.startswith(_READ_AT_START) and not SECRET_NAME.search(name)}
     return of_a_server(environment) | {name: environment[name] for name in early}
 
 
 def begin(inherited: int, descriptor: int) -> None:
-    """Run first in the child: close it to other processes, receive the environment, and run the named module."""
+    """Prevent other processes from reading this child, receive the environment, and run the named module."""
     close_to_others()
     if inherited != descriptor:
         os.dup2(
             inherited, descriptor, inheritable=descriptor == 0
-        )  # a program without stdin would get the next file as stdin
+        )  # a program that inherits no stdin would get its next file as stdin
         os.close(inherited)
     else:
         os.set_inheritable(descriptor, False)

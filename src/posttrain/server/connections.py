@@ -1,13 +1,14 @@
-"""Connections to a server, their number and time, addresses of servers, and requests for a run on another host.
+"""Limits on a server's connections, addresses of servers, and forwarding of requests about a run on another host.
 
-A connection ends when the headers of a request are not complete in time; `server.limits` limits its body. A connection
-by itself identifies no principal, so the oldest connections without an identified request make room for others.
+A connection ends when the headers of a request are not complete in time; `server.limits` limits the body. A connection
+by itself identifies no principal, so at the limit the oldest connection without an identified request is closed.
 
-A request about a run whose jobs are on another host of the ledger goes to that host's server, which alone can read the
-reports of a running job. The request is forwarded unchanged, with its token, so the other server identifies the asker;
-a server never forwards a forwarded request. Requests go only to addresses that certainly are the host's server: an
-https address, which its certificate proves, or, on this machine, the address of a live process. A server that does not
-answer is skipped for a while: then this server answers from the ledger, and reports the location of logs.
+A request about a run whose jobs are on another host of the ledger is forwarded to that host's server, because only that
+server can read the facts of a running job. The request is forwarded unchanged, with its token, so the other server
+identifies the caller; a server never forwards a forwarded request. Requests are forwarded only to addresses that
+certainly belong to the host's server: an https address, which the server's certificate proves, or, on this machine, the
+address of a live process. A server that does not answer is skipped for a while. During this time, this server answers
+from the ledger and reports the location of logs.
 """
 
 from __future__ import annotations
@@ -42,27 +43,27 @@ from posttrain.store.hosts import Host, Hosts, Ledger, host_of
 from posttrain.store.retries import connected
 
 log = logging.getLogger("posttrain.server")
-OF_ATTEMPTS = "/v1/attempt/"  # paths that a job's token opens
-HEADER_SECONDS = 30.0  # from the beginning of a connection, or the last answer, to the end of a request's headers
-MOST = 2048  # connections that are open
-_FILES = 1 << 16  # number of open files that suffices for any use
-_RESERVED = 256  # reserved for other uses: files, the database, workers, a store
-_TOLD_SECONDS = 60.0  # between two lines of the same error
+OF_ATTEMPTS = "/v1/attempt/"  # paths to which a job's token gives access
+HEADER_SECONDS = 30.0  # limit for a request's headers, from the connection's start or its last response
+MOST = 2048  # maximum number of open connections
+_FILES = 1 << 16  # a limit of open files that is sufficient in all cases
+_RESERVED = 256  # open files reserved for other uses: files, the database, workers, a store
+_TOLD_SECONDS = 60.0  # seconds between two log lines about the same error
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MARK = "posttrain-forwarded"  # marks a request that another server forwarded
-LOOK_SECONDS = 5.0  # between two reads of the hosts
+LOOK_SECONDS = 5.0  # between two reads of the list of hosts
 _CONNECT_SECONDS = 2.0
-_FIRST_SECONDS = 20.0  # until a peer begins an answer without computation
+_FIRST_SECONDS = 20.0  # until a peer begins a response that needs no computation
 _ANSWER_SECONDS = 960.0
-_MOST = 16  # forwarded requests of one principal at the same time
-_PIECE = 1 << 16  # bytes
+_MOST = 16  # maximum number of one principal's forwarded requests at the same time
+_PIECE = 1 << 16  # maximum bytes per read
 _SENT = ("authorization", "cookie", "accept", "content-type", "if-none-match", "idempotency-key", "last-event-id")
 _GIVEN = ("content-type", "etag", "cache-control", "retry-after", "location", "x-accel-buffering", "www-authenticate")
 _AWAY = (OSError, http.client.HTTPException)
 
 
 def raise_files() -> int:
-    """Raise this process's limit of open files as far as allowed; return the limit."""
+    """Raise this process's limit of open files as far as needed and allowed; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -72,7 +73,7 @@ def raise_files() -> int:
 
 
 def most_of(files: int) -> int:
-    """Return how many connections may be open with a limit of open files."""
+    """Return how many connections may be open if at most `files` files may be open."""
     return min(MOST, max(files - _RESERVED, files // 2))
 
 
@@ -80,17 +81,17 @@ class Room:
     """The connections of one server. Only the thread of the server calls this class.
 
     Args:
-        most: open connections at the same time.
+        most: maximum number of open connections.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self.most = most
-        self._open: dict[int, weakref.ref[socket.socket]] = {}  # by descriptor, the oldest first
+        self._open: dict[int, weakref.ref[socket.socket]] = {}  # descriptor → socket, oldest first
         self._known: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
         self._told = Seldom()
 
     def enter(self, connection: socket.socket) -> bool:
-        """Add a connection; beyond the limit, end the oldest unidentified one. Return whether one was ended."""
+        """Add a connection; above the limit, end the oldest unidentified one. Return whether the limit was exceeded."""
         number = connection.fileno()
         self._open.pop(number, None)
         self._known.pop(number, None)  # a former connection had the same descriptor
@@ -120,14 +121,14 @@ class Room:
 
 
 class Door(socket.socket):
-    """A listening socket that accepts no more connections than `room` allows."""
+    """A listening socket that registers each accepted connection in `room`, which limits their number."""
 
     room: Room | None = None
     _full = False
 
     def accept(self) -> tuple[socket.socket, Any]:
         """See `socket.accept`."""
-        if self._full:  # the loop accepts up to 2048 in a row: ended connections are closed first
+        if self._full:  # the event loop closes ended connections before it accepts more
             self._full = False
             raise BlockingIOError
         found, address = super().accept()
@@ -173,7 +174,7 @@ class Connection(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Set the deadline of headers, which no byte postpones; there is none while a request is answered."""
+        """Set the deadline for headers, which arriving bytes do not postpone; remove it while a request is handled."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             self._unset()
         elif self._late is None:
@@ -186,12 +187,12 @@ class Connection(H11Protocol):
 
 
 def kind_of(room: Room | None) -> type[Connection]:
-    """Return the connection class of a server."""
+    """Return the class of a server's connections."""
     return type("Connection", (Connection,), {"room": room})
 
 
 def _of_jobs(app: Any) -> Any:
-    """Return the application for the socket of jobs: it serves only the paths of an attempt's token."""
+    """Return the application for the socket of jobs, which serves only the paths that accept an attempt's token."""
 
     async def asked(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"].startswith(OF_ATTEMPTS):
@@ -219,12 +220,12 @@ class Seldom:
 
 
 def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]) -> Any:
-    """Return a loop's exception handler that reports exhausted files seldom.
+    """Return an exception handler for an event loop that seldom reports that no more files can be opened.
 
-    asyncio reports it up to 2048 times a second, with a traceback each.
+    asyncio reports this error up to 2048 times a second, each time with a traceback.
 
     Args:
-        otherwise: handles everything else.
+        otherwise: handles all other errors.
     """
     seldom = Seldom()
 
@@ -239,14 +240,14 @@ def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host."""
+    """Return whether a host name or address is a loopback address, which only this machine can reach."""
     with suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
 
 
 def checked_advertised(url: str) -> str:
-    """Return a checked address to which servers of other hosts forward requests of users.
+    """Return an address to which servers of other hosts forward users' requests, after checking it.
 
     Raises:
         InputError: the address is not a URL, or other machines could read the traffic.
@@ -265,28 +266,28 @@ def checked_advertised(url: str) -> str:
 
 
 class Peers:
-    """The servers of the other hosts, read at most a few seconds ago.
+    """The servers of the other hosts. The list is at most a few seconds old.
 
     Args:
-        hosts: the hosts of the ledger; None: it has one host.
+        hosts: the hosts of the ledger; None if the ledger has only one host.
     """
 
     def __init__(self, hosts: Hosts | None) -> None:
         self._hosts = hosts
         self._known: Mapping[str, Host] = {}
-        self._away: dict[str, float] = {}  # host → when its server did not answer
+        self._away: dict[str, float] = {}  # host → time at which its server last did not answer
         self._held: Counter[str] = Counter()  # principal → number of requests that other servers are answering
 
     def look(self) -> None:
-        """Read the hosts."""
+        """Read the list of hosts."""
         if self._hosts is not None:
             others = [one for one in self._hosts.all() if one.id != self._hosts.id and not one.gone]
             self._known = {one.id: one for one in others if is_sure(one)}
 
     def keep_looking(self, over: threading.Event) -> None:
-        """Read the hosts periodically, until `over` is set."""
+        """Read the list of hosts periodically, until `over` is set."""
         while not over.wait(LOOK_SECONDS):
-            with suppress(PosttrainError):  # the database is unreachable: tried again on the next round
+            with suppress(PosttrainError):  # the database is unreachable; the next round tries again
                 self.look()
 
     async def answer(
@@ -299,16 +300,16 @@ class Peers:
         *,
         computes: bool = False,
     ) -> Response | None:
-        """Forward a request to the server of a run's host and return its answer; None: this server has to answer.
+        """Forward a request to the server of a run's host; return its response, or None if this server must respond.
 
         Args:
-            ledger: returns the ledger of the asker's project.
-            computes: whether the answer may take long to begin.
-            who: the asker, who has the permission. Requests of the workspace's own user are not forwarded: only servers
-                of this folder accept the user's key.
+            ledger: returns the ledger, scoped to the caller's project.
+            computes: whether it may take long until the response begins.
+            who: the caller, whose permission was checked. Requests of the workspace's own user are not forwarded,
+                because only servers of this folder accept that user's key.
 
         Raises:
-            LimitError: other servers answer too many of the asker's requests already.
+            LimitError: too many of the caller's requests are being forwarded already.
         """
         if who.auth == OS or not self._known or MARK in request.headers:
             return None
@@ -352,7 +353,7 @@ class Peers:
 
 
 def is_sure(host: Host) -> bool:
-    """Return whether an answer from a host's address certainly comes from its server."""
+    """Return whether a response from a host's address certainly comes from the host's server."""
     parts = urlsplit(host.url)
     if is_loopback(str(parts.hostname or "")):
         return is_near(host.server)
@@ -365,7 +366,7 @@ def is_near(process: str) -> bool:
         return False
     try:
         return os.readlink(f"/proc/{process.rsplit(':', 2)[1]}/ns/net") == os.readlink("/proc/self/ns/net")
-    except OSError:  # another account's process
+    except OSError:  # the process is owned by another account
         return False
 
 

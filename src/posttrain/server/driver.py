@@ -1,9 +1,9 @@
-"""The driver of a server (`children.start`). It drives every unfinished run of every project of a served workspace,
-seals events, and delivers them to the projects' sinks.
+"""The driver of a server, a process that `children.start` starts.
 
-The driver may be killed at any line: the ledger contains the remaining work, jobs continue, and the server starts
-another driver. An idle driver sends less than two statements a second, and one more for each project with sinks, for
-any number of runs.
+The driver drives every unfinished run of every project of a served workspace, seals events, and delivers them to the
+projects' sinks. It may be killed at any line: the ledger contains the remaining work, jobs continue, and the server
+starts another driver. For any number of runs, an idle driver sends less than two statements a second, and one more for
+each project with sinks.
 """
 
 import os
@@ -33,8 +33,8 @@ class OpenRuns:
     """The unfinished runs of every project, from one query.
 
     Args:
-        granting: renews the server's grants to living jobs.
-        counters: receives the number of passes, their duration, and the number of ledger errors.
+        granting: renews the server's grants to running jobs.
+        counters: receives the number and duration of passes, and the number of ledger errors.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class OpenRuns:
     ) -> None:
         self._workspace, self._say, self._granting, self._counters = workspace, say, granting, counters
         self._wanted: dict[str, list[str]] = {}
-        self._resting: dict[str, float] = {}  # runs that were given up → when to drive them again
+        self._resting: dict[str, float] = {}  # run that was given up → time at which to drive it again
         self._asked, self._began, self._shown = -_EVERY, 0.0, 0.0
         self.passes, self.spent, self.errors = 0, 0.0, 0
 
     def wanted(self) -> dict[str, list[str]]:
-        """See `Wanted.wanted`: the most urgent first."""
+        """See `Wanted.wanted`; the most urgent runs come first."""
         self._began = now = time.monotonic()
         if now - self._asked >= _EVERY:
             self._asked = now
@@ -59,7 +59,7 @@ class OpenRuns:
                 self._wanted = open_runs(self._workspace.ledger.database, self._workspace.jobs.host, process_name())
                 if self._granting is not None:
                     self._granting.keep()
-            except PosttrainError as error:  # the database is unreachable: tried again on the next round
+            except PosttrainError as error:  # the database is unreachable; the next round tries again
                 self.errors += 1
                 self._say(f"the ledger cannot be used: {error}")
         return {
@@ -72,11 +72,11 @@ class OpenRuns:
         self._wanted = {project: [one for one in runs if one != run_id] for project, runs in self._wanted.items()}
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """See `Wanted.give_up`: the run is driven again after `_GIVEN_UP` seconds, since the cause may be fixed."""
+        """See `Wanted.give_up`. The run is driven again after `_GIVEN_UP` seconds, as the cause may be fixed then."""
         self._resting[run_id] = time.monotonic() + _GIVEN_UP
 
     def over(self) -> bool:
-        """Return whether the server has ended: it has the other end of stdin and never writes to it."""
+        """Return whether the server has ended: stdin is a socket to the server, which never writes to it."""
         now = time.monotonic()
         self.passes, self.spent = self.passes + 1, self.spent + now - self._began
         if self._counters is not None and now - self._shown >= _SHOW:
@@ -86,10 +86,10 @@ class OpenRuns:
 
 
 def main(root: Path, words: list[str]) -> int:
-    """Drive until a signal or the end of the server.
+    """Drive runs until a signal arrives or the server ends.
 
     Args:
-        words: arguments for the log, and the descriptor of the counters.
+        words: arguments for the log, followed by the descriptor of the counters.
     """
     begin(Logging.of(words))
     sys.stdout = sys.stderr = Printed()

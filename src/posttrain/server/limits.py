@@ -1,12 +1,13 @@
-"""Limits on requests: concurrency per principal, threads by kind of wait, and sizes and forms.
+"""Limits on requests: their number per principal, their threads, their sizes and their forms.
 
-A request beyond its principal's first limit waits; beyond the second limit it is rejected with a hint to retry later.
-So a principal with many requests delays only itself: some threads and workers are always available to others.
+A principal has two limits for each kind of request. A request beyond the first limit waits; a request beyond the second
+limit is rejected with a hint to retry later. So a principal with many requests delays only itself: some threads and
+workers are always available to others.
 
-Blocking work has separate threads by the kind of wait: uploads, followers and workers do not delay answers to other
-principals.
+Each kind of blocking work (a *lane*) has separate threads, so uploads, followers and waits for workers do not delay the
+requests of other principals.
 
-The size and form of a request are checked before anything else reads it.
+The size and form of a request are checked before any other code reads the request.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ PIECE_SECONDS = 30.0  # seconds within which the next piece of a body must arriv
 
 
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
-LOOK = "look"  # read-only requests: a rejected client retries, and no run waits for them
-# Looks hold the interpreter's lock while they compute: more threads would only slow each other.
+LOOK = "look"  # read-only requests; no run waits for them, and a rejected client retries
+# LOOK requests hold the interpreter's lock while they compute, so more threads would only slow each other down.
 _THREADS = {LOOK: 4, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
 
 
@@ -45,32 +46,32 @@ _WAITING = {
     ADOPT: 200,
     FOLLOW: 0,
     PASS_ON: 0,
-}  # requests that may wait for a thread
+}  # lane → number of requests that may wait for a thread
 
 
-_PATIENCE = {LOOK: 2.0}  # seconds that a request may wait for a thread; others wait without limit
+_PATIENCE = {LOOK: 2.0}  # lane → seconds that a request may wait for a thread; other lanes have no limit
 
 
 _limits: dict[str, anyio.CapacityLimiter] = {}
 
 
-RETRY_SECONDS = 1  # after which a rejected client should retry
+RETRY_SECONDS = 1  # seconds after which a rejected client should retry
 
 
-BODY, LOGIN = "body", "login"  # lanes without a thread: bodies from their first byte, and login forms
+BODY, LOGIN = "body", "login"  # lanes without threads, for bodies that arrive and for login forms
 
 
-CHANNEL = "channel"  # reads and writes of one attempt's job in its mailbox
+CHANNEL = "channel"  # the lane for reads and writes of a job in its mailbox
 
 
-MOST_BYTES = 256 << 20  # of concurrent uploads by one principal
+MOST_BYTES = 256 << 20  # maximum size of one principal's concurrent uploads
 
 
-MOST_BODIES = 32 << 20  # bytes of other bodies, which are in memory
+MOST_BODIES = 32 << 20  # maximum size of one principal's other concurrent bodies, which are in memory
 
 
 async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
-    """Run a function in a thread of this lane and return its result; waiting for a turn takes no thread.
+    """Run a function in a thread of a lane and return the function's result; waiting for a turn takes no thread.
 
     Raises:
         BusyError: too many requests wait already, or this request waited too long.
@@ -83,13 +84,13 @@ async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
 
 @functools.cache
 def _any_thread() -> anyio.CapacityLimiter:
-    """Return a limiter without a limit: the turn has been granted already."""
+    """Return a limiter without a limit, for functions whose turn has already been granted."""
     return anyio.CapacityLimiter(math.inf)
 
 
 @asynccontextmanager
 async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
-    """Hold one place of a limiter, granted in the order of requests. Raises BusyError, as `in_thread`."""
+    """Hold one place of a limiter; places are granted in the order of requests. Raises BusyError like `in_thread`."""
     mine, patience = object(), _PATIENCE.get(lane)
     if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING.get(lane, math.inf):
         raise BusyError(f"the server is overloaded ({lane}); try again later")
@@ -108,10 +109,10 @@ async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """Limits of one kind of requests by one principal."""
+    """Limits on one principal's requests in one lane."""
 
-    running: int  # fewer than the lane's threads or workers
-    known: int  # maximum number, including those that wait
+    running: int  # maximum number of running requests, fewer than the lane's threads or workers
+    known: int  # maximum number of requests, including those that wait
 
 
 MOST = {
@@ -147,10 +148,10 @@ class Limits:
 
     @asynccontextmanager
     async def taken(self, principal: str, lane: str, size: int = 0) -> AsyncIterator[None]:
-        """Count a request of this kind, and wait for its turn.
+        """Count a request in a lane and wait for its turn; the block is the request's turn.
 
         Args:
-            size: bytes of an upload or a body; a single request may have any size.
+            size: bytes of an upload or a body; the limit of bytes does not apply to a principal's only request.
 
         Raises:
             LimitError: the principal has too many requests already.
@@ -183,20 +184,20 @@ class Limits:
                 self._held.pop(key, None)
 
 
-BODY_SECONDS = 120.0  # within which a body that is read into memory must arrive
+BODY_SECONDS = 120.0  # seconds within which a body that is read into memory must arrive
 
 
 _SMALL = 1 << 16  # bytes that fit in a connection's buffer
 
 
-IN_PATHS: Mapping[str, Id] = {  # parameter of a path → its type
+IN_PATHS: Mapping[str, Id] = {  # path parameter → type
     **{"project": TYPES["ProjectId"], "digest": TYPES["Digest"], "operation_id": TYPES["OperationId"]},
     **{"run_id": TYPES["RunId"], "sample": TYPES["SampleId"], "token_id": TYPES["TokenId"]},
     **{"principal": TYPES["Principal"], **dict.fromkeys(("words", "name", "channel", "kind"), TYPES["Name"])},
 }
 
 
-_DIGITS = 16  # of a size that is a number
+_DIGITS = 16  # a size in a header has fewer digits
 
 
 def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, 
         body: the bytes that `read` returned.
 
     Raises:
-        InputError: the body is not a JSON object; a parameter occurs twice.
+        InputError: the body is not a JSON object, or a parameter occurs twice.
     """
     found: dict[str, Any] = {name: request.path_params[name] for name in operation.in_path}
     if operation.method in ("GET", "DELETE"):
@@ -240,8 +241,8 @@ async def read(operation: Verb[..., Any], request: Request) -> bytes:
     """Return the body of a request; empty for a method with query parameters.
 
     Raises:
-        InputError: it is too large, or the client left.
-        SlowError: it did not arrive in time.
+        InputError: the body is too large, or the client disconnected.
+        SlowError: the body did not arrive in time.
     """
     if operation.method in ("GET", "DELETE"):
         return b""
@@ -249,7 +250,7 @@ async def read(operation: Verb[..., Any], request: Request) -> bytes:
 
 
 def weight(operation: Verb[..., Any], request: Request) -> int:
-    """Return the bytes that a body will take here, by its headers; 0 if the connection's buffer is large enough."""
+    """Return the memory that a body will take, by its headers; 0 if the body fits in the connection's buffer."""
     if operation.method in ("GET", "DELETE"):
         return 0
     said = request.headers.get("content-length", "")
@@ -266,8 +267,8 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
         instead: the remedy in an error about the size.
 
     Raises:
-        InputError: it is too large, or the client left.
-        SlowError: it did not arrive in time.
+        InputError: the body is too large, or the client disconnected.
+        SlowError: the body did not arrive in time.
     """
     body = bytearray()
     try:
@@ -284,7 +285,7 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
 
 
 def timely(receive: Receive) -> Receive:
-    """Return a `receive` that requires each piece of a request's body in time.
+    """Return a `receive` that fails if a piece of a request's body does not arrive in time.
 
     Raises:
         SlowError: a piece did not arrive in time.
@@ -293,7 +294,7 @@ def timely(receive: Receive) -> Receive:
 
     async def received() -> Message:
         nonlocal ended
-        if ended:  # from now on `receive` waits for the disconnect, without a limit
+        if ended:  # after the body, `receive` waits without limit for the client to disconnect
             return await receive()
         try:
             async with asyncio.timeout(PIECE_SECONDS):

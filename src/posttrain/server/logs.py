@@ -1,9 +1,9 @@
-"""The log of a server, its driver and its workers: one JSON object a line on stderr, or text on a terminal.
+"""The log of a server, its driver and its workers: one JSON object per line on stderr, or text on a terminal.
 
-A line has `time`, `level`, `logger`, `message` and those fields that apply of `request`, `principal` (pseudonymous),
-`project`, `verb`, `method`, `status`, `milliseconds`, `run`, `client`. It never contains data that a client sent: no
-path, query, header or body. A traceback contains places and classes. Messages of unexpected errors may quote a request,
-so they are omitted, except for messages of the operating system.
+A line has `time`, `level`, `logger` and `message`. If they apply, it also has the fields `request`, `principal`
+(pseudonymous), `project`, `verb`, `method`, `status`, `milliseconds`, `run` and `client`. A line never contains data
+that a client sent: no path, query, header or body. A traceback contains source locations and exception classes.
+Messages of unexpected errors may quote a request, so they are omitted, except for messages of the operating system.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ JSON, TEXT = "json", "text"
 FORMATS = (JSON, TEXT)
 LEVELS = ("debug", "info", "warning", "error")
 OURS = "posttrain"
-_FACTS = "facts"  # attribute of a record that contains its fields
+_FACTS = "facts"  # attribute of a log record that contains the line's fields
 _WAITING = 10_000  # lines that may wait for the reader of stderr
-_FRAMES, _CAUSES = 40, 8  # of one traceback
+_FRAMES, _CAUSES = 40, 8  # maximum numbers of frames per error and of causes in one traceback
 _RUN = re.compile(r"run ([a-z0-9][a-z0-9.-]{0,63}): ")
 _SECRETS = (
     (re.compile(r"posttrain_[A-Za-z0-9_-]{16,}"), "posttrain_…"),
@@ -44,13 +44,13 @@ _SECRETS = (
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    """The format and level of lines.
+    """The format of log lines and the level from which they are written.
 
     Raises:
         InputError: the format or level is unknown.
     """
 
-    format: str = ""  # "": text on a terminal, else json
+    format: str = ""  # "" means text on a terminal and JSON elsewhere
     level: str = "info"
 
     def __post_init__(self) -> None:
@@ -60,20 +60,20 @@ class Logging:
             raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {self.level!r}; name one of them")
 
     def words(self) -> list[str]:
-        """Return arguments for the command line of a process that logs the same way."""
+        """Return command-line arguments for a process that logs in the same way."""
         return [self.format or (TEXT if os.isatty(2) else JSON), self.level]
 
     @classmethod
     def of(cls, words: list[str]) -> Logging:
-        """Read the arguments of `words`; without arguments return the default."""
+        """Read the arguments that `words` returns; without arguments, return the default."""
         return cls(*words[:2])
 
 
 def begin(how: Logging, *, held: bool = False) -> None:
-    """Write all output of this process to stderr in one form.
+    """Write all output of this process to stderr in one format.
 
     Args:
-        held: whether a thread writes the lines, so no caller waits for the reader of stderr.
+        held: whether a thread writes the lines, so that no caller waits for the reader of stderr.
     """
     handler: logging.Handler = _Held() if held else _Direct()
     handler.setFormatter(_Lines(Veil(os.environ), text=how.words()[0] == TEXT))
@@ -87,14 +87,14 @@ def begin(how: Logging, *, held: bool = False) -> None:
 
 
 def facts(**known: Any) -> dict[str, Any]:
-    """Return the argument `extra` of a line: its fields, without None and empty values."""
+    """Return the argument `extra` for a log line: the line's fields without None and empty values."""
     return {_FACTS: {name: value for name, value in known.items() if value is not None and value != ""}}
 
 
 def logged_problem(
     error: BaseException, request: str, verb: str | None = None, status: int | None = None
 ) -> dict[str, Any]:
-    """Return the problem document of an error; for a server error, log the details that the document omits."""
+    """Return the problem document for an error; if the status is a server error, log the details that it omits."""
     document = problem(error, request, status)
     told = facts(request=request, verb=verb, status=document["status"])
     if not isinstance(error, PosttrainError):
@@ -105,7 +105,7 @@ def logged_problem(
 
 
 class Printed(io.TextIOBase):
-    """Replaces stdout and stderr: logs whole lines that libraries print."""
+    """Replaces stdout and stderr, and logs each whole line that a library prints."""
 
     def __init__(self) -> None:
         self._partial = ""
@@ -127,7 +127,10 @@ def say_of_driver(line: str) -> None:
 
 
 def traced(error: BaseException) -> list[str]:
-    """Return the places of an error and its causes, oldest first; of messages only those of the operating system."""
+    """Return the classes and source locations of an error and its causes, oldest first.
+
+    Only messages of the operating system are included.
+    """
     found: list[str] = []
     for one in reversed(list(_causes(error))):
         said = f": {os.strerror(one.errno)}" if isinstance(one, OSError) and one.errno else ""
@@ -152,7 +155,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class _Lines(logging.Formatter):
-    """Formats a record as one line of JSON, or as text with its traceback below."""
+    """Formats a log record as one line of JSON, or as a line of text with the traceback below it."""
 
     def __init__(self, veil: Veil, *, text: bool) -> None:
         super().__init__()
@@ -177,10 +180,10 @@ class _Lines(logging.Formatter):
         return json.dumps(said | dict(known) | ({"traceback": traced(error)} if error else {}))
 
     def _message(self, record: logging.LogRecord) -> str:
-        """Return the message in one line; for other libraries only its first line, since the rest may quote input."""
+        """Return the message in one line; for a library, only the first line, because the rest may quote input."""
         try:
             said = record.getMessage()
-        except Exception:  # arguments that do not fit the template
+        except Exception:  # the arguments do not fit the template
             said = str(record.msg)
         if record.name.partition(".")[0] != OURS:
             said = said.partition("\n")[0]
@@ -200,7 +203,7 @@ class _Direct(logging.Handler):
 
 
 class _Held(logging.Handler):
-    """Passes lines to a thread; lines that do not fit the queue are counted instead."""
+    """Passes lines to a thread; lines that do not fit in the queue are only counted."""
 
     def __init__(self) -> None:
         super().__init__()

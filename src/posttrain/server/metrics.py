@@ -1,11 +1,11 @@
-"""Metrics of a server in the text format of Prometheus (`GET /metrics`), and the log of its requests.
+"""Metrics of a server in the text format of Prometheus (`GET /metrics`), and the log of requests.
 
 No label contains a project, a principal, a run or any other name that users choose, so the number of series is bounded,
-and the metrics reveal no names. Numbers that cost statements are queried at most once in `AGE` seconds, however often
-they are read. The driver publishes its counters in memory that driver and server share.
+and the metrics reveal no names. Numbers that require database statements are queried at most once in `AGE` seconds,
+however often they are read. The driver publishes its counters in memory that the driver and the server share.
 
-Every request is one line in the log, and is counted. The log records only values that the server derived from a
-request: the name of its route, its status, and the identified asker. Paths, queries, headers and bodies are never
+Every request is counted, and writes one line to the log. The log records only values that the server derived from a
+request: the name of the route, the status, and the identified caller. Paths, queries, headers and bodies are never
 recorded.
 """
 
@@ -47,26 +47,26 @@ if TYPE_CHECKING:
     from posttrain.server.authentication import Asker
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-AGE = 10.0  # seconds for which an answer of database and store is reused
-_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
+AGE = 10.0  # seconds for which numbers from the database and the store are reused
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # upper limits in seconds
 _PROBE = digest_bytes(b"is anybody there?")
 _BYTES, _HEAD = 4096, 8
 _TRIES = 5
 disable_created_metrics()  # type: ignore[no-untyped-call]  # would add a second series for each metric
 Processes = Callable[[], Mapping[str, list[int]]]
 log = logging.getLogger("posttrain.server.access")
-UNKNOWN, CONSOLE = "none", "console"  # the verb of a request that no route matches, and that of a page
+UNKNOWN, CONSOLE = "none", "console"  # the verbs of requests without a route and of pages
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_NO_STATUS = 499  # the client left before there was a status
+_NO_STATUS = 499  # the client disconnected before there was a status
 
 
 class Meters:
-    """Counts requests, and collects the numbers of database, store and processes when they are read.
+    """Counts requests, and collects the numbers of the database, the store and the processes when they are read.
 
     Args:
         workspace: the workspace whose database and store are probed; None: nothing is probed.
         driver: returns the numbers that the driver published.
-        processes: kind → ids of processes.
+        processes: returns kind → ids of processes.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Meters:
         self._in_flight.inc()
 
     def follows(self, number: int) -> None:
-        """Add to the number of readers of streams."""
+        """Add `number` to the number of open streams."""
         self._followers.inc(number)
 
     def ended(self, verb: str, seen: Seen, seconds: float) -> None:
-        """Count a request that was answered, or broken off."""
+        """Count a request that was answered or broken off."""
         self._in_flight.dec()
         self._requests.labels(verb, str(seen.status) if 100 <= seen.status < 600 else "other").inc()
         if not seen.follows:
@@ -115,7 +115,7 @@ class Meters:
             self._uploaded.inc(seen.received)
 
     def page(self) -> bytes:
-        """Return all metrics as text. It queries database and store: call it in a thread."""
+        """Return all metrics as text. Call this in a thread, because it queries the database and the store."""
         return generate_latest(self._registry)
 
 
@@ -130,7 +130,7 @@ class _Asked:
         self._at = -AGE
         self._kept: list[Metric] = []
         self._failures = {"database": 0, "store": 0}
-        self._seen: dict[int, float] = {}  # waiting object → when it was first seen
+        self._seen: dict[int, float] = {}  # waiting object → time at which it was first seen
 
     def describe(self) -> list[Metric]:
         """Return an empty list, so registration makes no query."""
@@ -142,7 +142,7 @@ class _Asked:
         yield from _memory(self._processes())
         if self._workspace is None:
             return
-        # a concurrent reader gets the previous numbers and does not wait for a database that hangs
+        # a concurrent reader gets the previous numbers, so it does not wait for a database that hangs
         if time.monotonic() - self._at >= AGE and self._lock.acquire(blocking=False):
             try:
                 self._kept = list(self._ask(self._workspace))
@@ -182,7 +182,10 @@ class _Asked:
             yield from _stood(one, self._waited(one))
 
     def _waited(self, now: LedgerCounts) -> float:
-        """Return the longest wait for a driver, in seconds; a due object waits since this process first saw it."""
+        """Return the longest wait for a driver, in seconds.
+
+        The wait of an object that is due immediately is measured from the time at which this process first saw it.
+        """
         moment = time.monotonic()
         self._seen = {one: self._seen.get(one, moment) for one in now.at_once}
         return max(now.oldest_due, moment - min(self._seen.values(), default=moment))
@@ -260,7 +263,7 @@ class SharedCounters:
     """Shared memory with numbers that one process writes and another reads.
 
     Args:
-        descriptor: the memory's descriptor, from the process that made it; None: make new memory.
+        descriptor: the memory's descriptor, from the process that created the memory; None: create new memory.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -274,7 +277,7 @@ class SharedCounters:
         self._memory[: _HEAD + len(body)] = _head(body) + body
 
     def read(self) -> dict[str, float]:
-        """Return the numbers; empty: none were written yet, or every try coincided with a write."""
+        """Return the numbers; empty if none were written yet, or if every try coincided with a write."""
         for _ in range(_TRIES):
             head = bytes(self._memory[:_HEAD])
             body = bytes(self._memory[_HEAD : _HEAD + int.from_bytes(head[:4])])
@@ -283,7 +286,7 @@ class SharedCounters:
         return {}
 
     def clear(self) -> None:
-        """Remove the numbers, since their writer ended."""
+        """Remove the numbers, because the process that wrote them has ended."""
         self._memory[:_HEAD] = bytes(_HEAD)
 
     def close(self) -> None:
@@ -308,10 +311,10 @@ def _made() -> int:
 
 @dataclass(slots=True)
 class Seen:
-    """One request."""
+    """The numbers of one request."""
 
     status: int = 0
-    received: int = 0  # bytes of bodies
+    received: int = 0  # bytes of the body
     sent: int = 0
     follows: bool = False
     request: str = ""
@@ -321,9 +324,9 @@ class Observing:
     """The outermost middleware: counts and logs each request.
 
     Args:
-        may_name: returns whether an asker's project exists and is visible to them; if not, its name is not logged.
-        behind_proxy: whether the last address of `X-Forwarded-For` is the client's, set by a trusted proxy; addresses
-            before it are the client's own claims.
+        may_name: returns whether a caller's project exists and the caller may see it; otherwise its name is not logged.
+        behind_proxy: whether a trusted proxy sets the last address in `X-Forwarded-For`, which is then the client's
+            address; earlier addresses are unverified, because the client can send them.
     """
 
     def __init__(
@@ -369,7 +372,7 @@ class Observing:
     def _told(self, scope: Scope, verb: str, seen: Seen, seconds: float) -> Mapping[str, Any]:
         state: Mapping[str, Any] = scope.get("state", {})
         who: Asker | None = state.get("asker")
-        run = scope.get("path_params", {}).get("run_id") if 200 <= seen.status < 300 else None  # else unverified
+        run = scope.get("path_params", {}).get("run_id") if 200 <= seen.status < 300 else None  # otherwise unverified
         return {
             "request": seen.request or state.get("id"),
             "principal": state.get("principal"),
@@ -383,7 +386,7 @@ class Observing:
         }
 
     def _believe_proxy(self, scope: Scope) -> None:
-        """Use the client's address and scheme that a trusted proxy reports."""
+        """Replace the client's address and the scheme by those that a trusted proxy reports."""
         if not self._behind_proxy:
             return
         headers = Request(scope).headers
@@ -395,6 +398,6 @@ class Observing:
 
 
 def verb_of(scope: Scope) -> str:
-    """Return the name of the route that took a request; `CONSOLE` for a page for browsers."""
+    """Return the name of the route that handled a request; `CONSOLE` for a page of the console."""
     route = scope.get("route")
     return str(route.name) if route is not None else CONSOLE if "endpoint" in scope else UNKNOWN

@@ -1,4 +1,4 @@
-"""The server's interface as an OpenAPI 3.1 document, from the table of operations and the protocol's own types."""
+"""The server's interface as an OpenAPI 3.1 document, made from the table of verbs and the types of the protocol."""
 
 import inspect
 from typing import Any
@@ -10,7 +10,7 @@ from posttrain.api.problems import MEDIA_TYPE
 from posttrain.api.verbs import PREFIX, Verb
 
 _REF = "#/components/schemas/{model}"
-_FILES = {  # of verbs that return files, which are fetched by their digests
+_FILES = {  # the result of verbs that return files, which clients fetch by their digests
     "type": "object",
     "properties": {
         "value": {},
@@ -44,7 +44,7 @@ _STREAMS = {
 }
 
 
-_WRONG = {  # status → its problems
+_WRONG = {  # status → description of its problems
     400: "the request is malformed",
     401: "the token is unknown",
     403: "the role does not allow it",
@@ -68,7 +68,7 @@ _KEY = {
 
 
 def document() -> dict[str, Any]:
-    """Return the whole document. It imports the types of every value: call it in a worker."""
+    """Return the whole document. Call this in a worker, because it imports the types of every value."""
     schemas: dict[str, Any] = {"Problem": _PROBLEM}
     paths: dict[str, Any] = {}
     for operation in OPERATIONS.values():
@@ -151,7 +151,7 @@ _PROJECT = {"name": "project", "in": "path", "required": True, "schema": {"type"
 
 
 def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, Any]:
-    """Return the responses of a request, errors included."""
+    """Return the responses to a request, including errors."""
     told = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     return {
         "200": {"description": "the result", "content": content},
@@ -183,7 +183,7 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Move a schema's definitions into the document."""
+    """Move the definitions in a schema to the document's schemas; return the schema."""
     schemas.update(schema.pop("$defs", {}))
     return schema
 
@@ -250,7 +250,7 @@ def _bytes() -> dict[str, Any]:
 
 
 def _itself() -> dict[str, Any]:
-    """Return the paths about the server, which need no token, and the path about a token."""
+    """Return the paths that describe the server, which need no token, and the path that describes a token."""
     status = _object(status={"type": "string"})
     version = _object(version={"type": "string"}, api={"type": "array", "items": {"type": "integer"}})
     ready = {"description": "the reason why the server drives no runs", "content": _json(status)}
@@ -285,7 +285,7 @@ def _token() -> dict[str, Any]:
 
 
 def _operations() -> dict[str, Any]:
-    """Return the paths of operations, which last longer than their request."""
+    """Return the paths of operations, which continue after the connection of their request."""
     words = {"name": "operation_id", "in": "path", "required": True, "schema": {"type": "string"}}
     told = {
         "get": ("operation", "The state of an operation, and its result."),

@@ -1,18 +1,18 @@
-"""`Server` and its asker, operations of long requests, and requests with an idempotency key.
+"""The components of a `Server`, identification of callers, operations, and requests with an idempotency key.
 
 A `Server` contains the components of the routes: workspace, authentication, workers, peers, meters, limits, operations.
-`asker` identifies the principal of a request.
+`asker` identifies the caller of a request.
 
 An operation is a request that takes longer than its connection waits. Clients poll operations; the server cancels an
-operation that no client polls. With `Prefer: respond-async`, a request that a worker carries out is answered with 202
-and the location of its operation. From then on the database contains the operation's state (`store.operations`), so any
-server of the ledger can report and cancel it. If an operation is lost with its server, the client sends the request
-again with its idempotency key, and the request is carried out once.
+operation that no client polls. With `Prefer: respond-async`, the response to a request that a worker carries out is 202
+with the location of the operation. From then on the database contains the operation's state (`store.operations`), so
+any server of the ledger can report and cancel the operation. If an operation is lost with its server, the client sends
+the request again with its idempotency key, and the request is carried out once.
 
-A request with an `Idempotency-Key` is carried out once, however often it is sent, and even if a server dies.
-The key determines the ids of the request's transactions, so the event log shows whether a request whose server died
-changed anything. If it did, the request is not carried out again, unless its verb finds the results of the earlier try:
-such a verb continues, under further ids of the same request.
+A request with an `Idempotency-Key` is carried out once, however often it is sent, and even if a server dies. The key
+determines the ids of the request's transactions, so the event log shows whether a request whose server died changed
+anything. If the request did, it is not carried out again, unless its verb can continue from the changes of the earlier
+try; the transactions of such a verb then get further ids of the same request.
 """
 
 import asyncio
@@ -57,15 +57,15 @@ from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, IdempotencyKey
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
 _UNKEPT = frozenset({"issue_token", "rotate_token"})  # verbs whose answers contain secrets
-_GOES_ON = frozenset({"create_model"})  # writes more than once; a repeat continues with its own run
+_GOES_ON = frozenset({"create_model"})  # verbs that write more than once; a repeat continues with its own run
 _FINDS = frozenset(("add_dataset", "add_external", "add_model", "add_reward"))  # a repeat finds the asset
-_TRIES = 256  # maximum of tries of a request that continues, numbered by the last of 32 digits
+_TRIES = 256  # maximum number of tries of a request; the last digits of its id number the tries
 _OK, _SERVERS = 200, 500
 RUNNING, SUCCEEDED, FAILED, CANCELLED = "running", "succeeded", "failed", "cancelled"
 LEFT_SECONDS = 60.0  # seconds without a poll after which an operation is ended
 KEPT_SECONDS = 600.0  # seconds for which the result of an operation is stored
 MOST = 256  # maximum number of operations that are stored
-_WAIT, _MOST_WAIT = 10.0, 30.0  # seconds that a request waits on its connection before it becomes an operation
+_WAIT, _MOST_WAIT = 10.0, 30.0  # default and maximum seconds until a request becomes an operation
 _LOOK = 1.0  # seconds between two checks for polls
 _ID = re.compile("[0-9a-f]{26}")
 _PREFERS = re.compile(r"(?:^|[,;\s])respond-async(?:$|[,;\s])")
@@ -82,7 +82,7 @@ def used_key() -> InputError:
 
 
 def request_id(key: str, project: str, principal: str, entropy: Callable[[int], bytes]) -> str:
-    """Return the id of a request: the same for the same key, random without a key.
+    """Return the id of a request: the same id for the same key, and a random id without a key.
 
     Raises:
         InputError: the key is malformed.
@@ -95,11 +95,11 @@ def request_id(key: str, project: str, principal: str, entropy: Callable[[int], 
 
 
 class Once:
-    """Carries out each keyed request of one asker once.
+    """Carries out each keyed request of one caller once.
 
     Args:
-        ledger: the ledger of the asker's project.
-        principal: pseudonymous id.
+        ledger: the ledger, scoped to the caller's project.
+        principal: the caller's pseudonymous id.
         request: the id that `request_id` returns.
     """
 
@@ -108,15 +108,15 @@ class Once:
         self._repeats, self._me = IdempotencyKeys(ledger, principal), process_name()
 
     def answer(self, key: str, verb: str, sent: Mapping[str, Any], do: Callable[[str], bytes]) -> tuple[int, bytes]:
-        """Return status and body.
+        """Carry out a request, or repeat the stored response; return the status and body.
 
         Args:
-            do: carries out the request under a request id, which numbers its transactions.
+            do: carries out the request; its argument is the request id for the transactions.
 
         Raises:
-            LaterError: the request is being answered.
+            LaterError: the same request is being carried out.
             InputError: another request used the key.
-            ConflictError: the request was carried out, and its answer is lost or not stored.
+            ConflictError: the request was carried out, and its response is lost or was not stored.
         """
         body = asked_of(verb, sent)
         known = self._repeats.begin(key, verb, body, self._me)
@@ -151,7 +151,7 @@ class Once:
         return _OK, found
 
     def _let_again(self, key: str, verb: str) -> None:
-        """Allow another try, unless this try changed something that another try would change again."""
+        """Allow another try, unless this try made a change that another try would repeat."""
         if not self._written(self._request):
             self._repeats.forget(key, self._me)
         elif verb in _GOES_ON:
@@ -208,9 +208,9 @@ class Running:
     began: float = field(default_factory=time.monotonic)
     looked: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    known_as: str = ""  # pseudonymous id of the asker; set if every server should report the operation
-    shared: bool = False  # the database contains its state
-    told: bool = False  # the database contains the outcome
+    known_as: str = ""  # pseudonymous id of the caller; set if every server should report the operation
+    shared: bool = False  # whether the database contains the operation's state
+    told: bool = False  # whether the database contains the outcome
     said: tuple[str, bool] = ("", False)  # progress, and whether the operation has ended, as written to the database
     said_at: float = 0.0
     progress: str = ""
@@ -245,7 +245,7 @@ class RunningOperations:
     """The operations that one server carries out. Only the event loop calls this class.
 
     Args:
-        shared: the operations in the ledger.
+        shared: the operations in the database.
     """
 
     def __init__(self, shared: Operations) -> None:
@@ -254,7 +254,7 @@ class RunningOperations:
         self._watches: set[asyncio.Task[None]] = set()
 
     def find(self, number: str, principal: str, project: str) -> Running | None:
-        """Return a principal's operation if this server carries it out, and record the poll."""
+        """Record a poll of a principal's operation and return it; None: this server does not carry it out."""
         found = self._all.get(number)
         if found is None or (found.principal, found.project) != (principal, project):
             return None
@@ -266,12 +266,12 @@ class RunningOperations:
         return number in self._all
 
     async def share(self, one: Running, principal: str) -> None:
-        """Record an operation in the database, so every server reports it.
+        """Record an operation in the database, so every server can report it.
 
-        While another server has an operation with the same id, it is not recorded; `_tell` tries again.
+        While another server has an operation with the same id, this operation is not recorded; `_tell` tries again.
 
         Args:
-            principal: pseudonymous id.
+            principal: the caller's pseudonymous id.
 
         Raises:
             InputError: another server carries out a different request with this key; this operation is ended.
@@ -294,7 +294,7 @@ class RunningOperations:
     def begin(
         self, who: Asker, number: str, verb: str, sent: Any, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]
     ) -> Running:
-        """Start an operation, or return the running one with this id and the same request.
+        """Start an operation, or return the existing operation with the same id and request.
 
         Raises:
             BusyError: the server has too many operations.
@@ -317,7 +317,7 @@ class RunningOperations:
         return made
 
     def drop(self, one: Running) -> None:
-        """Remove an operation: its own connection answered it, or its result has expired."""
+        """Remove an operation whose result was sent on its own connection or has expired."""
         if self._all.get(one.id) is one:
             del self._all[one.id]
 
@@ -334,17 +334,17 @@ class RunningOperations:
             await asyncio.wait({one.task}, timeout=_LOOK) if one.ended is None else await asyncio.sleep(_LOOK)
             if one.given_over:
                 with suppress(PosttrainError):
-                    await in_thread(READ, self._shared.forget, one.id)  # before the drop: it would look lost
-                self.drop(one)  # another server carries it out, and answers the next request with the key
+                    await in_thread(READ, self._shared.forget, one.id)  # first, or it would look lost
+                self.drop(one)  # another server carries it out and handles the next request with the key
             if one.known_as and not one.told:
-                with suppress(PosttrainError):  # the database is unreachable: tried again on the next round
+                with suppress(PosttrainError):  # the database is unreachable; the next round tries again
                     await self._tell(one)
             now = time.monotonic()
             if one.task.done():
                 if one.ended is None:
                     one.ended = now
                     if not one.task.cancelled():
-                        one.task.exception()  # retrieved, so asyncio does not log it; polls return it
+                        one.task.exception()  # retrieved, so asyncio does not log it; polls report it
                 elif now - max(one.ended, one.looked) >= KEPT_SECONDS:
                     self.drop(one)
             elif now - one.looked >= LEFT_SECONDS:
@@ -375,7 +375,7 @@ class Server:
     workspace: Workspace
     authentication: Authentication
     workers: Answers
-    ready: Callable[[], str]  # returns why the server is not ready; empty: it is ready
+    ready: Callable[[], str]  # returns the reason why the server is not ready, or ""
     peers: Peers
     secure: bool = False  # whether browsers reach the server only over TLS
     behind_proxy: bool = False
@@ -391,10 +391,10 @@ class Server:
         object.__setattr__(self, "running", RunningOperations(known))
 
     def admitted(self, request: Request, verb: str) -> tuple[Asker, Control]:
-        """Return the asker and their `Control`. It reads the ledger: call it in a thread.
+        """Return the caller and a `Control`. Call this in a thread, because it reads the ledger.
 
         Raises:
-            AccessError: the asker may not call this verb.
+            AccessError: the caller may not call this verb.
             InputError: a part of the path is not a valid id or name.
             AuthenticationError: the token is not valid.
         """
@@ -405,7 +405,7 @@ class Server:
 
 
 def asker(request: Request) -> Asker:
-    """Return the asker of a request. It reads the ledger: call it in a thread.
+    """Return the caller of a request. Call this in a thread, because it reads the ledger.
 
     Raises:
         InputError: a part of the path is not a valid id or name.
@@ -420,7 +420,7 @@ def asker(request: Request) -> Asker:
 
 
 def wait_of(request: Request) -> float | None:
-    """Return the seconds after which a request may become an operation; None: the request never does."""
+    """Return the seconds after which a request becomes an operation; None if the request never does."""
     said = request.headers.get("prefer", "")
     if not _PREFERS.search(said):
         return None
@@ -444,12 +444,12 @@ def as_now(found: Begun) -> str:
 
 
 def asked_of(verb: str, sent: Any) -> str:
-    """Return the digest of a request."""
+    """Return the digest of a request's verb and parameters."""
     return digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """Add the routes of operations: GET returns one, DELETE cancels it."""
+    """Add the routes of operations: GET returns an operation, DELETE cancels it."""
     all_of = _Looking(server)
     path = PREFIX + "/operations/{operation_id}"
     app.add_api_route(path, all_of.look, methods=["GET"], name="operation")
@@ -485,23 +485,23 @@ class _Looking:
         return _shown(as_now(found))
 
     async def _asked(self, request: Request) -> tuple[Asker, Running | None]:
-        """Return the asker, and their operation if this server carries it out."""
+        """Return the caller, and the caller's operation if this server carries it out."""
         who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
         one = self._server.running.find(request.path_params["operation_id"], who.identity.principal, who.project)
         if one is not None:
-            await in_thread(READ, self._server.admitted, request, one.verb)  # the role may have been revoked since
+            await in_thread(READ, self._server.admitted, request, one.verb)  # the role may have been removed since
         return who, one
 
     def _elsewhere(self, request: Request, who: Asker) -> Begun:
         """Return an operation that another server carries out or carried out.
 
         Raises:
-            NotFoundError: the asker has no operation with this id.
+            NotFoundError: the caller has no operation with this id.
             LostOperationError: the other server no longer exists.
         """
         number = request.path_params["operation_id"]
         mine = number, who.project, self._server.authentication.principal(who)
-        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # no other id is looked up
+        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # only valid ids are looked up
         if found is None:
             raise _absent(number)
         self._server.admitted(request, found.verb)

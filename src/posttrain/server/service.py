@@ -1,6 +1,6 @@
 """The server (`posttrain serve`), its readiness, and its notices to systemd.
 
-One process answers, another drives, and workers start and end on demand:
+One process answers requests, another process drives runs, and workers start and end on demand:
 
 ::
 
@@ -12,12 +12,13 @@ One process answers, another drives, and workers start and end on demand:
     ROOT/server.lock   held while the server lives
     ROOT/server.json   the server's address, and the key of every user who may read this folder
 
-`/readyz` reports whether a server can do its work: its database answers, its store has answered once, its driver lives.
-The server probes the store when it starts, so a mistyped address or key is reported immediately. It probes an
-unreachable store until the store answers; until then requests that need the store are delayed or rejected. After the
-first answer, each request that cannot reach the store reports that (503), and other requests continue.
+`/readyz` reports whether a server is ready: its database answers, its store has answered once, and its driver lives.
+The server probes the store when it starts, so a mistyped address or key is reported immediately. An unreachable store
+is probed until it answers; until then, requests that need the store are delayed or rejected. After the store has
+answered once, the response to a request that cannot reach the store is 503, and other requests continue.
 
-The server notifies systemd that it is ready, alive and stopping (sd_notify(3)); without systemd it sends nothing.
+The server notifies systemd when it is ready, while it is alive, and when it stops (sd_notify(3)). Without systemd, the
+server sends no notifications.
 """
 
 from __future__ import annotations
@@ -79,21 +80,21 @@ _SOCKET, _EVERY, _PROCESS = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
-_STEADY = 60.0  # seconds after which a driver has lived long enough
+_STEADY = 60.0  # seconds after which the next start of the driver is not delayed further
 _TIDY = 30.0  # seconds between two checks for idle workers
-_FORGET = 120  # number of these checks between two deletions of old requests
+_FORGET = 120  # number of such checks between two deletions of old requests
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class StoreLook:
-    """Probes a store until it answers once; `trouble` is the reason of the failure, then empty."""
+    """Probes a store until it answers once. Until then, `trouble` returns the reason of the failure."""
 
     def __init__(self, probe: Callable[[], None], over: threading.Event) -> None:
         self._probe, self._over = probe, over
         self._trouble = "the artifact store was not asked yet"
 
     def trouble(self) -> str:
-        """Return why the store cannot be used; empty: it has answered."""
+        """Return the reason why the store cannot be used; "" if the store has answered."""
         return self._trouble
 
     def keep_looking(self) -> None:
@@ -118,7 +119,7 @@ class StoreLook:
 
 
 class Ready:
-    """Reports whether requests are answered and runs driven; probes the database at most once a second."""
+    """Reports whether requests are answered and runs are driven; probes the database at most once a second."""
 
     def __init__(self, ledger: Ledger, *others: Callable[[], str]) -> None:
         self._ledger, self._others = ledger, others
@@ -126,7 +127,7 @@ class Ready:
         self._lock = threading.Lock()
 
     def trouble(self) -> str:
-        """Return why the server is not ready; empty: it is ready."""
+        """Return the reason why the server is not ready; "" if the server is ready."""
         with self._lock:
             if time.monotonic() - self._asked >= _PING:
                 try:
@@ -141,21 +142,22 @@ class Ready:
 
 
 class Systemd:
-    """The service manager systemd, if there is one.
+    """Notifies the service manager systemd, if the server runs under it.
 
     Args:
-        environment: contains systemd's variables, which are removed, since no child may notify for the server.
+        environment: the environment with systemd's variables. They are removed, so no child process can notify
+            systemd for the server.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         place, every, process = (environment.pop(name, "") for name in (_SOCKET, _EVERY, _PROCESS))
         self._address = "\0" + place[1:] if place.startswith("@") else place
         mine = every.isdigit() and process in ("", str(os.getpid()))
-        self._every = int(every) / 2e6 if mine else 0.0  # seconds: half of the timeout
+        self._every = int(every) / 2e6 if mine else 0.0  # seconds, half of the time-out
         self._said = 0.0
 
     def ready(self) -> None:
-        """Report that the server answers."""
+        """Report that the server answers requests."""
         self._say("READY=1")
 
     def alive(self) -> None:
@@ -166,7 +168,7 @@ class Systemd:
             self._say("WATCHDOG=1")
 
     def stopping(self) -> None:
-        """Report that the server ends, which may take a while."""
+        """Report that the server is stopping, which may take a while."""
         self._say("STOPPING=1")
 
     def _say(self, word: str) -> None:
@@ -180,14 +182,14 @@ class Systemd:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """The address at which a server listens, and its protection."""
+    """The address at which a server listens, and the protection of connections to it."""
 
     host: str = "127.0.0.1"
     port: int = 8460
     certificate: Path | None = None
     key: Path | None = None
-    behind_proxy: bool = False  # a proxy ends TLS in front of it
-    advertise: str = ""  # URL by which servers of other hosts reach it; empty: the address at which it listens
+    behind_proxy: bool = False  # whether a proxy in front of the server ends TLS
+    advertise: str = ""  # URL for servers of other hosts; "" means the address at which this server listens
 
     def checked(self) -> Bind:
         """Return this instance if it is safe.
@@ -207,16 +209,16 @@ class Bind:
         return self
 
     def near(self, port: int) -> str:
-        """Return the URL by which commands and jobs on this machine reach the server."""
+        """Return the URL at which commands and jobs on this machine reach the server."""
         named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(self.host, _shown(self.host))
         return f"{self.scheme}://{named}:{port}"
 
     def advertised(self, port: int) -> str:
-        """Return the URL by which servers of other hosts reach the server at this port; empty: they cannot."""
+        """Return the URL at which servers of other hosts reach the server; "" if they cannot reach it."""
         if self.advertise:
             return self.advertise.rstrip("/")
         if self.certificate is None and not is_loopback(self.host):
-            return ""  # a proxy ends TLS, at an address that only --advertise names
+            return ""  # a proxy ends TLS, and only --advertise could name its address
         named = socket.gethostname() if self.host in _EVERYWHERE else self.host
         return f"{self.scheme}://{_shown(named)}:{port}"
 
@@ -227,23 +229,23 @@ class Bind:
 
     @property
     def scheme(self) -> str:
-        """http or https."""
+        """The scheme of the server's URL, http or https."""
         return "https" if self.certificate else "http"
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What a server logs and prints."""
+    """The choice of what a server logs and prints."""
 
     log: logs.Logging = field(default_factory=logs.Logging)
-    token: bool = True  # whether to print the first token, once; false if the output is stored
+    token: bool = True  # whether to print the first token; false if the output is stored
 
 
 def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Telling) -> None:
-    """Answer requests until SIGTERM, SIGINT or SIGHUP.
+    """Serve a workspace until SIGTERM, SIGINT or SIGHUP.
 
     Args:
-        say: receives the lines for a person: the address, and the first token.
+        say: receives the lines for a person: the address and the first token.
 
     Raises:
         ConflictError: the workspace is served already.
@@ -251,7 +253,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         WorkspaceError: the workspace is read-only.
     """
     bind.checked()
-    public(), secrets_of("")  # rejects an invalid configuration at the start
+    public(), secrets_of("")  # called first to reject an invalid configuration
     logs.begin(how.log, held=True)
     systemd = Systemd(os.environ)
     if workspace.read_only:
@@ -293,7 +295,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
             say(f"token of {workspace.actor}, admin, shown once: {first}")
             say(f"next: posttrain login {url}")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, _heard)  # these signals end uvicorn, which raises them again afterwards
+            signal.signal(number, _heard)  # these signals end uvicorn, which raises each signal again afterwards
         sockets = [listening, *stack.enter_context(_listen_for_jobs(workspace, room))]
         server = _Server(configured(app, bind, room), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
@@ -301,14 +303,14 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
 
 
 def _conceal(hosts: Hosts) -> None:
-    with suppress(PosttrainError):  # the database is unreachable: other hosts detect that this server does not answer
+    with suppress(PosttrainError):  # the database is unreachable; other hosts notice that no server answers
         hosts.announce("", "")
 
 
 def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Config:
-    """Return the configuration of uvicorn: without its own log lines, which contain paths, and without WebSockets.
+    """Return the configuration of uvicorn, without WebSockets and without uvicorn's log lines, which contain paths.
 
-    `Observing` reads the headers of a proxy.
+    The headers of a proxy are read by `Observing`, not by uvicorn.
     """
     return uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
@@ -318,7 +320,7 @@ def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Co
 
 
 class _Server(uvicorn.Server):
-    """The uvicorn server. It ends streams when it ends, since open streams would prevent that, and notifies systemd."""
+    """The uvicorn server. It notifies systemd, and ends open streams, which would otherwise keep it from ending."""
 
     def __init__(self, config: uvicorn.Config, systemd: Systemd) -> None:
         super().__init__(config)
@@ -330,14 +332,15 @@ class _Server(uvicorn.Server):
             quiet(lambda loop, context: loop.default_exception_handler(context))
         )
         await super().startup(sockets)
-        # A full collection walks every long-lived object and delays all requests by 0.1 s. So it skips the objects of
-        # startup, and is a hundred times rarer; collections of young objects free the objects of requests.
+        # A full garbage collection visits every long-lived object and delays all requests by 0.1 s. Therefore it skips
+        # the objects that exist at startup, and is a hundred times rarer; the objects of requests are freed by the
+        # collections of young objects.
         gc.freeze()
         gc.set_threshold(5_000, 10, 100)
         self._systemd.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """See `uvicorn.Server.on_tick`: called ten times a second by the loop that answers."""
+        """See `uvicorn.Server.on_tick`. The event loop calls this ten times a second."""
         self._systemd.alive()
         return await super().on_tick(counter)
 
@@ -349,16 +352,17 @@ class _Server(uvicorn.Server):
 
 
 def _heard(*_: object) -> None:
-    """Ignore a signal: open resources are closed after the server, not before."""
+    """Ignore a signal, because open resources must be closed after the server has ended, not before."""
 
 
 def _first_token(workspace: Workspace, wanted: bool) -> str:
-    """Return an admin's token if no principal has a role yet; empty: a principal has a role, or no token is wanted.
+    """Return an admin's token if no principal has a role yet; "" if a principal has a role or no token is wanted.
 
-    While no principal has a role, every user who can read the folder is its admin, and no other user has access.
+    While no principal has a role, every user who can read the workspace's folder is an admin of the project, and no
+    other user has access.
     """
     ledger = workspace.ledger
-    with ledger.transaction(workspace.actor) as transaction:  # if several servers start first, only one issues it
+    with ledger.transaction(workspace.actor) as transaction:  # if several servers start, only one issues a token
         transaction.alone()
         if transaction.snapshot.roles():
             return ""
@@ -377,7 +381,7 @@ def _alone(root: Path) -> AbstractContextManager[None]:
 @contextmanager
 def _listen(bind: Bind, room: Room) -> Iterator[Door]:
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
-    # with its protocol named, asyncio sends each write immediately; otherwise an answer waits 40 ms for an ACK
+    # if the protocol is given, asyncio sends each write immediately; otherwise a response waits 40 ms for an ACK
     listening = Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -397,7 +401,7 @@ def _listen(bind: Bind, room: Room) -> Iterator[Door]:
 
 @contextmanager
 def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.socket]]:
-    """Listen for jobs in images, which have no network: at a socket in a folder that is mounted in them."""
+    """Listen for jobs in images, which have no network, at a socket in a folder that is mounted in the containers."""
     if not workspace.jobs.executor.images:
         yield []
         return
@@ -418,7 +422,7 @@ def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.s
 
 
 class _Driver:
-    """The child that drives runs, restarted when it ends."""
+    """The child process that drives runs; it is restarted whenever it ends."""
 
     def __init__(self, root: Path, words: list[str]) -> None:
         self._root, self._words = root, words
@@ -429,19 +433,19 @@ class _Driver:
         self._keeper = threading.Thread(target=self._keep, name="driver-keeper")
 
     def start(self) -> None:
-        """Start the driver, and start it again whenever it ends."""
+        """Start the driver, and restart it whenever it ends."""
         self._keeper.start()
 
     def trouble(self) -> str:
-        """Return why no run is driven; empty: runs are driven."""
+        """Return the reason why no run is driven; "" if runs are driven."""
         return self._trouble
 
     def ids(self) -> dict[str, list[int]]:
-        """Return the process id of the driver, by kind."""
+        """Return the driver's process id under its kind, `driver`."""
         return {"driver": [self._process.pid] if self._process is not None else []}
 
     def close(self) -> None:
-        """End the child. Jobs continue."""
+        """End the driver. Jobs continue."""
         self.over.set()
         if self._keeper.is_alive():
             self._keeper.join()
@@ -457,7 +461,7 @@ class _Driver:
                 self.over.wait(_AGAIN[-1])
                 continue
             self._process, self._trouble = process, ""
-            with lifeline:  # the driver sees the end of its stdin when this process dies
+            with lifeline:  # when this process dies, the driver's stdin ends
                 tries = 0 if self._lived(process) else tries + 1
             self.counters.clear()
             if not self.over.is_set():
@@ -486,7 +490,7 @@ def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
     for round_ in itertools.count():
         if over.wait(_TIDY):
             return
-        with suppress(PosttrainError):  # a database that is away: tried again on the next round
+        with suppress(PosttrainError):  # the database is unreachable; the next round tries again
             workers.tidy()
             if round_ % _FORGET == 0:
                 forget_before(ledger, ledger.clock.now() - ANSWERS_SECONDS)

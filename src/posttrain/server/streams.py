@@ -1,4 +1,4 @@
-"""Server-sent events: the status of a run, the output of its jobs, and the answers of a model."""
+"""Server-sent events: the status of a run, the output of a run's jobs, and the sampled responses of a model."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """Add the routes. A stream ends with an event `end`, or `problem` for an error after the first event."""
+    """Add the routes. A stream ends with the event `end`, or with `problem` for an error after the first event."""
 
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         ):
             return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
-        await in_thread(READ, watcher.read)  # an unknown run yields a problem document, not a stream
+        await in_thread(READ, watcher.read)  # for an unknown run, the response is a problem document, not a stream
 
         def look() -> tuple[bytes, bool]:
             status = watcher.read()
@@ -59,7 +59,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
             request, lambda: server.authentication.ledger(who), run_id, who.identity
         ):
             return elsewhere
-        await in_thread(READ, asked.run, run_id)  # an unknown run yields a problem document, not a stream
+        await in_thread(READ, asked.run, run_id)  # for an unknown run, the response is a problem document, not a stream
         watch = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, watch)
         stream = _printed(request, pieces, watch, _Leave(server.admitted, request, "logs"))
@@ -70,7 +70,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 class Followed(StreamingResponse):
-    """Server-sent events to one follower, who is counted while they are sent."""
+    """A stream of server-sent events; its follower is counted while events are sent."""
 
     def __init__(self, events: AsyncIterator[bytes], counted: AbstractAsyncContextManager[None]) -> None:
         super().__init__(events, headers=_HEADERS, media_type=_EVENTS)
@@ -83,7 +83,7 @@ class Followed(StreamingResponse):
 
 
 class _Leave:
-    """Checks that a follower still has the permission: the token may have been revoked, or the role removed."""
+    """Checks that a follower still has permission; the token may have been revoked or the role removed."""
 
     def __init__(self, admitted: Callable[[Request, str], object], request: Request, verb: str) -> None:
         self._admitted, self._request, self._verb = admitted, request, verb
@@ -120,11 +120,11 @@ async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[by
 
 
 class _LeftError(PosttrainError):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class _WhileRead:
-    """A watch that ends when the client leaves, and not only when the run ends."""
+    """A watch that ends when the run ends or the client disconnects."""
 
     def __init__(self, look: Callable[[], RunRecord]) -> None:
         self._look, self.over = look, threading.Event()
@@ -143,7 +143,7 @@ class _WhileRead:
 async def _printed(
     request: Request, pieces: Iterator[Any], watch: _WhileRead | None, leave: _Leave
 ) -> AsyncIterator[bytes]:
-    """Yield the output of jobs as it arrives. A thread waits for the next piece, until the client leaves."""
+    """Yield the output of jobs as it arrives. A thread waits for the next piece until the client disconnects."""
     lane = FOLLOW if watch else READ
     try:
         while True:
@@ -151,7 +151,7 @@ async def _printed(
             while not (await asyncio.wait({waiting}, timeout=_EVERY))[0]:
                 await leave.check()
                 quiet += _EVERY
-                if quiet >= _SILENT:  # a job may print nothing for hours, but a follower waits a minute at most
+                if quiet >= _SILENT:  # a job may print nothing for hours, but a client waits at most a minute
                     quiet = 0.0
                     yield b": still here\n\n"
                 if watch is not None and (await request.is_disconnected() or is_ending(request)):
@@ -183,11 +183,14 @@ def _event(kind: str, body: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
 
 
-# --- answers of a model ----------------------------------------------------------------------------------------------
+# --- sampled responses of a model ------------------------------------------------------------------------------------
 
 
 async def answers(request: Request, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]) -> Response:
-    """Stream an event `asked`, an `answer` per response, then `end`. An error before these is a problem document."""
+    """Stream the event `asked`, an `answer` for each of the model's responses, and `end`.
+
+    If an error occurs before the first event, the response is a problem document.
+    """
     loop, told = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
 
     def hear(piece: bytes) -> None:
@@ -220,4 +223,4 @@ async def _told(
         else:
             yield _event("end", b"{}")
     finally:
-        asking.end()  # the client has left, or the stream is over
+        asking.end()  # the client has disconnected, or the stream is over

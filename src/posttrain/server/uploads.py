@@ -1,4 +1,4 @@
-"""Uploads by digest, which resume where they stopped at any server of the ledger, and uploaded files as folders.
+"""Uploads by digest, which any server of the ledger can resume, and folders with uploaded files.
 
 The bytes received so far are in the store, in parts (`store.operations`). A row assigns a complete file to the project
 (`store.operations`), even before any other row refers to the file.
@@ -21,7 +21,7 @@ from posttrain.store.operations import LEAST, PART, Parts, PartStore, PendingUpl
 from posttrain.store.trees import scratch, tree_listing
 from posttrain.workspace.settings import OpenWorkspace
 
-MOST_BYTES = 1 << 40  # of one file
+MOST_BYTES = 1 << 40  # maximum size of one file
 _LONGEST_NAME = 255
 
 
@@ -32,9 +32,9 @@ class Uploads:
         self._workspace, self._pending = workspace, PendingUploads(workspace.ledger)
 
     def registered(self, digest: str, form: str = "") -> bool:
-        """Return whether the project's ledger contains these bytes, in this form if a form is given.
+        """Return whether the project's ledger contains these bytes, in the given form if `form` is not empty.
 
-        A file that looks like the listing of a tree is not a tree: its entries need not be the project's.
+        A file that looks like the listing of a tree is not a tree, because the project need not have its entries.
         """
         return any(form in ("", artifact.form) for artifact in self._workspace.ledger.artifacts(digest))
 
@@ -46,7 +46,7 @@ class Uploads:
         """Store a file of this machine like an upload; return its digest.
 
         Args:
-            to_viewers: every viewer of the project may read its bytes.
+            to_viewers: whether every viewer of the project may read the file.
         """
         with self._workspace.blobs.holding():
             digest = self._workspace.blobs.put_file(path)
@@ -58,7 +58,7 @@ class Uploads:
         self._pending.add(checked(digest))
 
     def given(self, digest: str) -> bool:
-        """Return whether every viewer may read the bytes: a page that was made for them."""
+        """Return whether every viewer may read the bytes, which are then those of a page for viewers."""
         return self._pending.shown(checked(digest))
 
 
@@ -70,22 +70,25 @@ class Arriving:
         self._uploads = Uploads(workspace)
 
     def offset(self, digest: str, total: int | None = None) -> int:
-        """Return how many bytes of an upload of a size have arrived; without a size, the largest such number."""
+        """Return how many bytes of an upload with the given total size have arrived.
+
+        Without a size, return the largest such number of the uploads with this digest.
+        """
         found = self._parts.sizes(checked(digest))
         return max(found.values(), default=0) if total is None else found.get(total, 0)
 
     def add(self, digest: str, start: int, total: int, pieces: Iterable[bytes]) -> int:
-        """Add bytes to an upload; return how many have arrived. With the last of them the file is in the store.
+        """Add bytes to an upload; return how many have arrived. With the last byte, the file is put into the store.
 
         Args:
             start: the offset of the first byte.
-            total: bytes of the whole file.
+            total: size of the whole file in bytes.
 
         Raises:
             InputError: the sizes are invalid.
-            ConflictError: the upload does not have exactly `start` bytes.
-            PartSizeError: there are fewer bytes than a request must send, and they are not the last ones.
-            UploadError: the whole file has another digest; its parts were deleted, so it can be sent again.
+            ConflictError: the number of bytes that have arrived is not `start`.
+            PartSizeError: there are fewer bytes than a request must send, and they are not the last bytes of the file.
+            UploadError: the whole file has another digest; its parts were deleted, so the file can be sent again.
         """
         if not 0 <= start <= total <= MOST_BYTES:
             raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
@@ -94,7 +97,7 @@ class Arriving:
         for block in _blocks(pieces, total - start, digest):
             if len(block) == total:  # the whole file is one small block
                 self._keep(digest, block)
-                if known:  # an upload of another size exists
+                if known:  # there are parts of uploads with this digest
                     self._parts.forget(digest)
                 return total
             short = have == start and len(block) < min(LEAST, total - have)
@@ -111,7 +114,7 @@ class Arriving:
         return have
 
     def forget(self, digest: str) -> None:
-        """Delete the parts of an upload whose file arrived another way."""
+        """Delete the parts of an upload whose file arrived in another way."""
         self._parts.forget(checked(digest))
 
     def _keep(self, digest: str, data: bytes) -> None:
@@ -123,7 +126,7 @@ class Arriving:
             self._uploads.note(digest)
 
     def _store(self, digest: str, total: int) -> None:
-        """Put the whole file into the store; if the store is unreachable, its parts wait for the next request."""
+        """Put the whole file into the store; if the store is unreachable, the parts remain for the next request."""
         with scratch(self._workspace.root / "cache" / "scratch", "upload-") as folder:
             found = self._parts.whole(digest, total, folder / "whole")
             if not found and self._uploads.held(digest):
@@ -143,10 +146,10 @@ class Arriving:
 
 
 def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int:
-    """Return how many bytes of an upload of that size have arrived, which must equal `start`.
+    """Return how many bytes of an upload with the given total size have arrived, which must equal `start`.
 
     Raises:
-        ConflictError: the two numbers differ.
+        ConflictError: the number differs from `start`.
     """
     have, others = known.get(total, 0), [one for one in known if one != total]
     if have != start:
@@ -170,13 +173,13 @@ def checked(digest: str) -> str:
 
 
 def _blocks(pieces: Iterable[bytes], most: int, digest: str) -> Iterator[bytes]:
-    """Yield the received bytes in parts; the bytes before an interruption are one part.
+    """Yield the received bytes in parts; at an interruption, the remaining bytes are the last part.
 
     Args:
         most: the maximum number of bytes that may arrive.
 
     Raises:
-        InputError: more bytes arrive.
+        InputError: more bytes arrived.
         DeadlineError: the next bytes did not arrive in time.
     """
     block, stalled = bytearray(), None
@@ -202,7 +205,7 @@ def _other(digest: str, found: str) -> UploadError:
 
 
 class Bundles:
-    """Writes files into a folder for one asker, who may name only the files of their project."""
+    """Writes files into a folder for one caller, who may name only files of the caller's project."""
 
     def __init__(self, workspace: OpenWorkspace, uploads: Uploads) -> None:
         self._workspace, self._uploads = workspace, uploads
@@ -210,9 +213,9 @@ class Bundles:
 
     @contextmanager
     def opened(self) -> Iterator[Self]:
-        """Make a folder for one request and change into it, so errors show no other path.
+        """Make a folder for one request and change into it, so that errors show no other path.
 
-        The folder is not in the workspace, where no verb may write files such as an exported model.
+        The folder is outside the workspace, because no verb may write files such as an exported model there.
         """
         with scratch(Path(tempfile.gettempdir(), f"posttrain-{os.getuid()}"), "request-") as folder:
             self._folder = folder
@@ -224,10 +227,10 @@ class Bundles:
                 os.chdir("/")
 
     def lay_down(self, sent: FileRef | RunFile) -> Path:
-        """Write the files, and return a path relative to the working folder.
+        """Write the files; return a path relative to the working folder.
 
         Raises:
-            InputError: a name is invalid, or outside the folder.
+            InputError: a name is invalid or outside the folder.
             NotFoundError: the project does not have the bytes.
         """
         if isinstance(sent, FileRef):
@@ -245,7 +248,7 @@ class Bundles:
         return self._uploads.keep(path, to_viewers=to_viewers)
 
     def lay(self, ref: FileRef, name: str) -> Path:
-        """Write a file or folder under a relative path. Raises InputError and NotFoundError, as `lay_down`."""
+        """Write a file or folder to a relative path; return the path. Raises the same errors as `lay_down`."""
         parts = PurePosixPath(name).parts
         if not parts:
             raise InputError("a file's name must be one part of a path, got none")
@@ -262,7 +265,7 @@ class Bundles:
             blobs.fetch(ref.digest, path)
         elif ref.form == "tree":
             listing = tree_listing(blobs, ref.digest)
-            whole = self._uploads.registered(ref.digest, "tree")  # then the project also has the tree's files
+            whole = self._uploads.registered(ref.digest, "tree")  # if so, the project also has the tree's files
             path.mkdir(exist_ok=True)
             for inner, file in listing.items():
                 if not whole:
@@ -279,10 +282,10 @@ class Bundles:
 
 
 def _plain(part: str) -> str:
-    """Return one valid part of a path.
+    """Return a part of a path if it is valid.
 
     Raises:
-        InputError: the text is not one plain name.
+        InputError: the text is not a plain name.
     """
     try:
         long = len(part.encode()) > _LONGEST_NAME

@@ -1,8 +1,9 @@
-"""A worker of the server (`children.start`): answers verbs that read files or compute, one at a time.
+"""A worker of the server, a process that `children.start` starts: carries out verbs that read files or compute.
 
-It reads requests as JSON lines from descriptor 3 and writes answers to it. Gates, row checks and everything else that
-loads numpy, pyarrow or tokenizers run here, so the server itself stays small, and a request that takes all memory ends
-a worker and not the server. A worker ends when the server does.
+A worker carries out one verb at a time. It reads requests as JSON lines from descriptor 3 and writes results to the
+same descriptor. Gates, row checks and everything else that loads numpy, pyarrow or tokenizers run in workers, so the
+server itself stays small, and a request that takes all memory ends a worker and not the server. A worker ends when the
+server ends.
 """
 
 import json
@@ -22,32 +23,32 @@ from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
 
 DESCRIPTOR = 3
-PIECE = "2"  # the mark of a report, instead of 0 or 1 for an answer
+PIECE = "2"  # marks a report of progress; 0 and 1 mark a problem and a result
 INTERFACE = "openapi"  # the request for the OpenAPI document, which is not a verb
 
 
 class Worker:
-    """Answers requests over one workspace."""
+    """Carries out requests in one workspace."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._authentication = Authentication(self._workspace)
 
     def answer(self, asked: dict[str, Any], told: Told = lambda *_: None) -> tuple[bool, bytes]:
-        """Return whether a request was answered, and its answer or problem as JSON.
+        """Carry out a request; return whether it succeeded, and its result or problem as JSON.
 
         Args:
-            told: receives the reports.
+            told: receives the reports of progress.
         """
         try:
             if asked["verb"] == INTERFACE:
-                from posttrain.server.openapi import document  # it imports the types of every value
+                from posttrain.server.openapi import document  # imports the types of every value
 
                 return True, to_json(document())
             asker = Asker.from_json(asked["asker"])
             control = self._authentication.control(asker, asked["request"])
             if asked["verb"] == CONSOLE:
-                from posttrain.server.console.parts import drawn  # it loads the drawing and judging modules
+                from posttrain.server.console.parts import drawn  # loads the drawing and judging modules
 
                 return True, json.dumps(drawn(control, asked["sent"])).encode()
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
@@ -61,7 +62,7 @@ class Worker:
             return False, json.dumps(found).encode()
 
     def run(self, server: socket.socket) -> None:
-        """Answer requests until the server closes its end."""
+        """Carry out requests until the server closes its end of the socket."""
         with server.makefile("rwb") as stream:
 
             def write(kind: str, body: bytes) -> None:
@@ -78,7 +79,7 @@ class Worker:
 
 
 def _end_with(server: int) -> None:
-    """End when the server does, also during a request: a repeat of the request must not be carried out twice."""
+    """End this process when the server ends, even during a request, because the request may be repeated elsewhere."""
     gone = select.poll()
     gone.register(server, select.POLLRDHUP)
     gone.poll()
@@ -86,7 +87,7 @@ def _end_with(server: int) -> None:
 
 
 def main() -> None:
-    """Answer requests until the server has ended."""
+    """Carry out requests until the server has ended."""
     begin(Logging.of(sys.argv[2:]))
     sys.stdout = sys.stderr = Printed()
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()

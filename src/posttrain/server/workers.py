@@ -1,7 +1,7 @@
-"""Worker processes that answer requests which a server does not answer itself.
+"""Worker processes for requests that a server does not carry out itself.
 
-Workers start when they are needed and end when they are idle. `Asking` is the waiting side's handle of a request: it
-passes on the request's reports, and can end it.
+Workers start when they are needed and end when they are idle. `Asking` is the handle with which a caller waits for a
+request: it passes on the request's reports of progress, and can end the request.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from posttrain.domain.errors import BusyError, DeadlineError, InfrastructureErro
 from posttrain.server.children import start
 from posttrain.server.worker import DESCRIPTOR, PIECE
 
-REQUEST_SECONDS = 900.0  # limit of a request for which a connection waits
-OPERATION_SECONDS = 21600.0  # limit of an operation
+REQUEST_SECONDS = 900.0  # limit for a request while its connection waits
+OPERATION_SECONDS = 21600.0  # limit for an operation
 IDLE_SECONDS = 300.0  # seconds without a request after which a worker ends
 _LOOK = 0.5  # seconds between two checks whether a waiting request was ended
 
 
 class Asking:
-    """One request.
+    """The handle of one request to a worker.
 
     Args:
-        told: receives each reported piece as JSON, in the thread that waits for the worker.
-        deadline: seconds that the request may take, its wait for a worker included.
+        told: receives each report of progress as JSON, in the thread that waits for the worker.
+        deadline: seconds that the request may take, including the wait for a worker.
     """
 
     def __init__(self, told: Callable[[bytes], None] = lambda _: None, deadline: float = REQUEST_SECONDS) -> None:
         self.told, self.deadline = told, deadline
         self._kill: Callable[[], None] | None = None
-        self.over = False  # the request was ended
+        self.over = False  # whether the request was ended
         self._lock = threading.Lock()
 
     def held_by(self, kill: Callable[[], None] | None) -> None:
-        """Set the function that kills the worker of the request; None: no worker carries it out.
+        """Set the function that kills the request's worker; None: no worker carries out the request.
 
         Raises:
-            StoppedError: the request was ended before.
+            StoppedError: the request was already ended.
         """
         with self._lock:
             if self.over and kill is not None:
@@ -53,7 +53,7 @@ class Asking:
             self._kill = kill
 
     def end(self) -> None:
-        """End the request: its worker is killed, and uncommitted changes are lost."""
+        """End the request: kill its worker; uncommitted changes are lost."""
         with self._lock:
             self.over = True
             if self._kill is not None:
@@ -61,7 +61,7 @@ class Asking:
 
 
 class Refused(Exception):  # noqa: N818  # it is an answer
-    """A worker's answer is a problem."""
+    """The worker returned a problem."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         super().__init__(document.get("detail"))
@@ -69,21 +69,21 @@ class Refused(Exception):  # noqa: N818  # it is an answer
 
 
 class Answers(Protocol):
-    """Answers verbs that read files or compute."""
+    """Carries out verbs that read files or compute."""
 
     def ask(
         self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
     ) -> bytes:
-        """Return a verb's answer as JSON. Raises `Refused` if the verb raised an error."""
+        """Return a verb's result as JSON. Raises `Refused` if the verb raised an error."""
 
 
 class Workers:
-    """A few workers over one workspace; each answers one request at a time.
+    """A few workers for one workspace; each carries out one request at a time.
 
     Args:
-        words: arguments for their logs (`logs.Logging.words`).
-        most: concurrent processes.
-        deadline: seconds that a request may take, its wait for a worker included.
+        words: arguments for the workers' logs (`logs.Logging.words`).
+        most: maximum number of concurrent processes.
+        deadline: seconds that a request may take, including the wait for a worker.
     """
 
     def __init__(self, root: Path, words: Sequence[str] = (), most: int = 3, deadline: float = REQUEST_SECONDS) -> None:
@@ -98,16 +98,16 @@ class Workers:
     def ask(
         self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
     ) -> bytes:
-        """Return a verb's answer as JSON.
+        """Return a verb's result as JSON.
 
         Args:
-            asking: receives the reports, and may end the request.
+            asking: receives the reports of progress, and may end the request.
 
         Raises:
             StoppedError: the request was ended.
             Refused: the verb raised an error.
             BusyError: no worker was free in time.
-            DeadlineError: the request took too long, and was ended.
+            DeadlineError: the request took too long and was ended.
             InfrastructureError: the worker died.
         """
         asking = asking or Asking(deadline=self._deadline)
@@ -184,7 +184,7 @@ class Workers:
 
 
 class _Process:
-    """One worker."""
+    """One worker process."""
 
     def __init__(self, root: Path, words: Sequence[str]) -> None:
         try:
@@ -221,7 +221,7 @@ class _Process:
         return done == "1", body
 
     def kill(self) -> None:
-        """Kill the process during a request, whose caller gets an error."""
+        """Kill the process during a request; the request's caller gets an error."""
         with suppress(ProcessLookupError):
             os.killpg(self.id, signal.SIGKILL)
 

@@ -1,18 +1,18 @@
-"""Atomic files, safe reading of a job's files, and locks: of files, and of an artifact store.
+"""Atomic files, safe reading of the files that a job left, and locks on files and on an artifact store.
 
 An atomic file exists completely or not at all, and survives a power cut as soon as it exists. It is written under a
 temporary name in the same folder, synced and renamed; then the folder is synced. This module uses only the standard
 library, because the supervisor imports it and must start fast.
 
-A job may leave any kind of file: a link, a FIFO, a folder, a terabyte of holes. Readers of an attempt folder open only
-plain files, never block on them, and check the size before they read. An error that the job's files cause is the job's
-failure (`IntegrityError`); an error of a disk or a network file system is not.
+A job may leave any kind of file: a link, a FIFO, a folder, a sparse file of a terabyte. Readers of an attempt folder
+open only plain files, never block on them, and check the size before they read. An error that the job's files cause is
+the job's failure (`IntegrityError`); an error in a disk or a network file system is not.
 
-The lock of an artifact store admits many processes that record blobs, or one that deletes blobs. Between the put of
-bytes (or the check that they exist) and the commit of the rows that name them, the ledger does not show that the bytes
-are needed. A process that puts and commits therefore holds the store's lock shared; a process that deletes holds it
-alone. The lock is a file in the workspace, shared by all writers of its ledger, and also a lock of the database if the
-ledger has several hosts. Both are released when a process dies.
+The lock of an artifact store can be held by many processes that record blobs, or by one process that deletes blobs.
+Between the put of bytes (or the check that they exist) and the commit of the rows that name them, the ledger does not
+show that the bytes are needed. A process that puts bytes and commits rows therefore holds the store's lock shared; a
+process that deletes blobs holds the lock alone. The lock is a file in the workspace, which all writers to the ledger
+share. If the ledger has several hosts, there is also a lock in the database. A process that dies releases its locks.
 """
 
 import errno
@@ -29,14 +29,14 @@ from typing import Any, BinaryIO, Protocol
 
 from posttrain.domain.errors import DeadlineError, IntegrityError, PosttrainError, unwritable as unwritable
 
-SMALL = 64 << 10  # bytes of a small object: a start, an order, a summary
-ANSWER = 4 << 20  # bytes of a result
-SEGMENT = 64 << 20  # bytes of a segment or a pack; a sample of 128,000 tokens with all numbers has 25 MB
-LINE = 32 << 20  # bytes of a fact; parsed JSON takes at most 24 times as much memory
-TREE = 4 << 40  # bytes of an output or a checkpoint; a 70B model with its optimizer, in fp32, has 1.1 TB
-FILES = 1_000_000  # files of an output or a checkpoint
-DEPTH = 64  # nested folders
-HOLES = 1 << 30  # bytes of holes in a file
+SMALL = 64 << 10  # maximum bytes of a small object: a start, an order or a summary
+ANSWER = 4 << 20  # maximum bytes of a result
+SEGMENT = 64 << 20  # maximum bytes of a segment or a pack; a sample of 128,000 tokens with all its numbers has 25 MB
+LINE = 32 << 20  # maximum bytes of a fact; parsed JSON takes at most 24 times as much memory
+TREE = 4 << 40  # maximum bytes of an output or a checkpoint; a 70B model with its optimizer, in fp32, has 1.1 TB
+FILES = 1_000_000  # maximum files in an output or a checkpoint
+DEPTH = 64  # maximum depth of nested folders
+HOLES = 1 << 30  # maximum bytes of holes in a file
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _ITS_DOING = frozenset(
     {errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
@@ -44,7 +44,7 @@ _ITS_DOING = frozenset(
 )
 MOST_AT_ONCE = 256 << 20  # bytes
 LOCK = "store.lock"  # file name in a workspace's folder
-PATIENCE = 120.0  # seconds that a writer waits; a sweep deletes in short batches
+PATIENCE = 120.0  # seconds that a writer waits for a sweep, which deletes in short batches
 DELETES, STORES = "posttrain gc deletes from the artifact store", "another process stores artifacts"
 
 
@@ -71,7 +71,7 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
 
     Raises:
         FileNotFoundError: the path does not exist.
-        IntegrityError: the path is not a plain file, or this process may not read it.
+        IntegrityError: the path is not a plain file, or this process has no permission to read it.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -96,7 +96,7 @@ def read_untrusted(path: Path, most: int, *, follow: bool = False) -> bytes:
 
     Raises:
         FileNotFoundError: the path does not exist.
-        IntegrityError: see `open_plain`; the file has more than `most` bytes.
+        IntegrityError: see `open_plain`; or the file has more than `most` bytes.
     """
     with open_plain(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -136,8 +136,8 @@ def look_over(path: Path) -> None:
     """Check the kind and size of a file or folder that a job left, before the much slower hashing of its bytes.
 
     Raises:
-        IntegrityError: there is a file that is not plain, more than `TREE` bytes, or a file with more than `HOLES`
-            bytes of holes.
+        IntegrityError: the path contains a file that is not plain, more than `TREE` bytes in total, or a file with
+            more than `HOLES` bytes of holes.
     """
     total = 0
     for one in files_below(path) if path.is_dir() and not path.is_symlink() else (path,):
@@ -156,7 +156,7 @@ def look_over(path: Path) -> None:
 
 
 def _holes(opened: int, size: int) -> int:
-    """Return the bytes of a file that are holes, counted up to the limit. Compressed blocks are not holes."""
+    """Return the number of bytes in a file's holes, counted up to the limit. Compressed blocks are not holes."""
     found = at = 0
     while at < size and found <= HOLES:
         try:
@@ -196,7 +196,7 @@ def is_held(lock: Path) -> bool:
 def taken(
     handle: int, kind: int = fcntl.LOCK_EX, seconds: float = 0.0, over: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Take the lock of an open file; False if others held it for `seconds`, or until `over()` was true."""
+    """Take the lock of an open file; return False if it was held elsewhere for `seconds` or until `over()` was true."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -291,7 +291,7 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by JSON. NaN and infinities, which metrics may be, are written as Python writes them.
+    """Replace `path` by JSON. NaN and infinities, which are possible metrics, are written as Python writes them.
 
     Raises:
         WorkspaceError: see `write_atomic`.
@@ -300,7 +300,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Write JSON if the path does not exist, see `create_file`."""
+    """Write JSON if the path does not exist; see `create_file`."""
     return create_file(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
 
 
@@ -308,7 +308,7 @@ def create_file(path: Path, data: bytes) -> bool:
     """Write a file if the path does not exist; return False if it exists. Of several writers, exactly one succeeds.
 
     Raises:
-        WorkspaceError: see `write_atomic`; the file system has no hard links.
+        WorkspaceError: see `write_atomic`; or the file system has no hard links.
     """
     whole = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.new")
     try:
@@ -317,7 +317,7 @@ def create_file(path: Path, data: bytes) -> bool:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(whole, path)  # unlike a rename, it replaces nothing
+            os.link(whole, path)  # unlike a rename, a link never replaces a file
         except FileExistsError:
             return False
         whole.unlink()
@@ -351,24 +351,24 @@ class StoreLock(Protocol):
         """Prevent other processes from deleting blobs during the block.
 
         Raises:
-            DeadlineError: a process that deletes held the lock for too long, e.g. because it is suspended.
+            DeadlineError: a process that deletes blobs held the lock for too long, e.g. because it was suspended.
             WorkspaceError: the lock cannot be opened.
         """
 
     def alone(self, patience: float) -> AbstractContextManager[None]:
-        """Prevent other processes from recording blobs during the block, which must be short because they wait.
+        """Prevent other processes from recording blobs during the block. They wait, so the block must be short.
 
         Args:
-            patience: seconds to wait for processes that record.
+            patience: seconds to wait for processes that record blobs.
 
         Raises:
-            DeadlineError: a process still records.
+            DeadlineError: a process was still recording blobs after `patience` seconds.
             WorkspaceError: the lock cannot be opened.
         """
 
 
 class FileLock:
-    """The lock that all processes with a workspace's folder on one machine share."""
+    """The lock shared by all processes on one machine that use a workspace's folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -401,8 +401,8 @@ def held(
     """Hold a lock during the block; the kernel releases the lock when this process dies.
 
     Args:
-        place: a file, or with `make=False` an existing folder.
-        refusal: the error after a timeout; None: wait without a limit.
+        place: a file; with `make=False` also an existing folder.
+        refusal: the error to raise after a timeout; None: wait without a limit.
 
     Raises:
         WorkspaceError: the place cannot be opened.

@@ -8,18 +8,19 @@ The folder contains everything that a job receives, reports and produces. Both s
         job.json            JobOrder, written before the launch
         request.json        JobSpec, written once and submitted as written, by any process
         start.json events/ samples/ summary.json controls/ result.json     the attempt's mailbox: see `store.mailbox`
-        control.json        the stop request for jobs of older releases: {"stop": bool, "checkpoint": number}
+        control.json        the stop request for jobs of older versions: {"stop": bool, "checkpoint": number}
         checkpoints/step-00000120/   COMMIT is written last: every reader ignores a folder without it
         outputs/            the job's outputs
         meter               tokens spent and tokens that the current step may spend, rewritten in place
         spec.json supervisor.json exit.json log.txt      files of the local executor
         cache/ seccomp.json                              files of a job in an image
 
-The module imports no database, and imports an object store only if the workspace keeps its mailboxes in one.
+This module does not import the database, and it imports an object store only if the mailboxes of the workspace are in
+an object store.
 
 Files that supervisors rely on are written before an attempt is claimed, never after: `with unclaimed(folder) as free:`.
 Such files are hidden from a container by other files that are mounted over them, and a replaced file would no longer be
-covered. The writer therefore holds `supervisor.lock`, which supervisors hold from before their claim until their job
+hidden. The writer therefore holds `supervisor.lock`; a supervisor holds this lock from before its claim until its job
 ends.
 
 On its side of the mailbox, the job buffers facts and writes them as segments. It writes the tokens that it has spent
@@ -69,9 +70,9 @@ from posttrain.store.trees import file_digest
 
 METER = "meter"
 _METER_BYTES = 64  # two numbers
-_DIGITS = 16  # of a step
+_DIGITS = 16  # digits of a step's number
 LOCK, CLAIM = "supervisor.lock", "supervisor.json"
-_SECONDS = 60.0  # wait for a supervisor that has the lock: it claims immediately, or ends
+_SECONDS = 60.0  # wait for a supervisor that has the lock; the supervisor claims the folder immediately, or ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,17 @@ class CommittedCheckpoint:
 
     path: Path
     step: int
-    tokens: int  # spent up to it, including those of resumed attempts (from its `state.json`; 0 without one)
+    tokens: int  # spent up to the checkpoint, including resumed attempts (from `state.json`; 0 without that file)
 
 
 class AttemptFolder:
     """One attempt's folder at `path`. The constructor does not access the folder.
 
     Args:
-        channel: URL of the mailbox, from the ledger; empty: the folder itself; None: read it from the order, which the
-            job may have rewritten. Only jobs, and readers of an attempt of an earlier release, pass None.
+        channel: URL of the mailbox, from the ledger; empty: the folder itself; None: the URL in the order, which the
+            job may have rewritten. Only jobs, and readers of an attempt of an earlier version, pass None.
         otherwise: the URL to use if there is no order.
-        job: whether the caller is the attempt's job, which has no key to a store if a server launched it.
+        job: whether the caller is the attempt's job; a job that a server launched has no key to the store.
     """
 
     def __init__(self, path: Path, channel: str | None = None, *, otherwise: str = "", job: bool = False) -> None:
@@ -103,14 +104,14 @@ class AttemptFolder:
 
     @functools.cached_property
     def mailbox(self) -> Mailbox:
-        """The attempt's mailbox; it is in the folder unless a URL is named.
+        """The attempt's mailbox, which is in the folder unless the channel or the order contains a URL.
 
         Raises:
-            InputError: a mailbox at such a URL cannot be opened here.
+            InputError: a mailbox at this URL cannot be opened.
         """
         url, order = self._channel, None
         if url is None:
-            with suppress(IntegrityError):  # `read_order` reports it
+            with suppress(IntegrityError):  # `read_order` reports the error
                 order = read_json(self.path / "job.json")
             url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._otherwise
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
@@ -152,11 +153,11 @@ class AttemptFolder:
             raise _unreadable(self.path / "job.json", error) from error
 
     def request_stop(self) -> None:
-        """Request that the job writes a checkpoint and ends; a repeated request has no effect."""
+        """Request that the job write a checkpoint and end; a repeated request has no effect."""
         if self.stop_requested():
             return
         self.mailbox.order(ControlKind.STOP)
-        if self.mailbox.started() is None:  # a job of an older release reads only this file
+        if self.mailbox.started() is None:  # a job of an older version reads only this file
             path, said = self.path / "control.json", None
             with suppress(FileNotFoundError):
                 said = _json_of(path, SMALL)
@@ -171,7 +172,7 @@ class AttemptFolder:
         self.mailbox.order(ControlKind.CHECKPOINT)
 
     def checkpoints_requested(self) -> int:
-        """Return the number of checkpoints requested so far; the job writes one if it has written fewer."""
+        """Return the number of checkpoints requested so far; a job that has written fewer writes a checkpoint."""
         return sum(control.kind is ControlKind.CHECKPOINT for control in self.mailbox.controls())
 
     def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
@@ -208,7 +209,7 @@ class AttemptFolder:
     def facts(
         self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> tuple[list[Fact], int]:
-        """Return the facts of the segments after `after_segment`, in order of report, and the last segment's number.
+        """Return the facts of the segments after `after_segment`, in reported order, and the last segment's number.
 
         Args:
             unreadable: called for a segment that cannot be read, which is then skipped; the default raises.
@@ -219,7 +220,7 @@ class AttemptFolder:
         return self._said(EVENTS, after_segment, unreadable)
 
     def recorded_samples(self, unreadable: Callable[[IntegrityError], None] = refuse) -> list[Sample]:
-        """Return the samples whose path was recorded, in the order of the reports; empty if no path was recorded.
+        """Return the recorded samples, in the order of the reports; empty if no sample was recorded.
 
         Args:
             unreadable: see `facts`.
@@ -233,8 +234,8 @@ class AttemptFolder:
     def some_samples(self, segments: int) -> list[Sample]:
         """Return the recorded samples of at most `segments` segments, evenly spaced from the first to the last.
 
-        The records of a job of a million steps do not fit in memory, so only as many are read as a person would
-        inspect. Segments that cannot be read are skipped.
+        The records of a job of a million steps do not fit in memory, so only as many are read as a person can inspect.
+        Segments that cannot be read are skipped.
         """
         found = self.mailbox.numbers(SAMPLES)
         if len(found) > segments:
@@ -258,7 +259,7 @@ class AttemptFolder:
         return None
 
     def metered(self) -> int | None:
-        """Return the maximum tokens that the lineage can have spent, by the job's last record; None without a record.
+        """Return the maximum tokens that the lineage can have spent, from the job's last record; None without a record.
 
         Raises:
             IntegrityError: the meter is not a plain file.
@@ -270,9 +271,9 @@ class AttemptFolder:
         return spent + reserved
 
     def spent(self) -> int:
-        """Return the maximum tokens that the lineage can have spent, by the running job's records; cheap, never raises.
+        """Return the maximum tokens that the lineage can have spent, from the running job's records.
 
-        A record that cannot be read counts as absent.
+        The call is cheap and never raises; a record that cannot be read counts as absent.
         """
         metered = None
         with suppress(IntegrityError):
@@ -309,9 +310,9 @@ class AttemptFolder:
     def segments(
         self, after: int, unreadable: Callable[[IntegrityError], None], stream: str = EVENTS
     ) -> Iterator[tuple[list[Fact], int]]:
-        """Yield the facts of one segment at a time, with its number: the facts of a million steps do not fit in memory.
+        """Yield the facts of one segment at a time, with the segment's number.
 
-        A segment that cannot be read yields no facts.
+        The facts of a million steps do not fit in memory. A segment that cannot be read yields no facts.
         """
         for number, data in self.mailbox.segments(stream, after, unreadable):
             facts: list[Fact] = []
@@ -381,12 +382,13 @@ def unclaimed(folder: Path) -> Iterator[bool]:
 
 
 class EventWriter(AbstractContextManager["EventWriter"]):
-    """The job's fact sink: buffers facts and writes them as segments, samples into a separate folder.
+    """The job's fact sink, which buffers facts and writes them as segments; samples have a separate folder.
 
-    A segment is written after `most` facts, and at a `Progress` or `Note` if the last such segment is at least
-    `seconds` old; `close` writes the rest. Metrics and samples do not cause a segment, because the progress of their
-    step follows them. A span causes one if the last segment is `phases` seconds old, without delaying the next
-    progress. Use the writer as a context manager. Numbering continues from the existing segments.
+    A segment is written after `most` facts, and at a `Progress` or `Note` if the last segment caused by one of these
+    facts is at least `seconds` old; `close` writes the rest. Metrics and samples do not cause a segment, because the
+    progress of their step follows them. A span causes a segment if the last segment of any cause is `phases` seconds
+    old; this does not delay the next progress. Use the writer as a context manager. Numbering continues from the
+    existing segments.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
@@ -399,7 +401,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
         make_folder(attempt.events)
         self._channel = attempt.mailbox
         self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
-        self._told, self._flushed = float("-inf"), time.monotonic()  # times: progress or note, any segment
+        self._told, self._flushed = float("-inf"), time.monotonic()  # last progress or note written, last segment
         self._progress: Progress | None = None
         self._phases = 0
 
@@ -444,7 +446,8 @@ class _Segments:
     """The write-once segments of one stream, and the facts that wait to be written.
 
     Args:
-        packed: whether to pack small segments into fewer objects. Samples are large, and some are read by number.
+        packed: whether to pack small segments into fewer objects. Segments of samples are not packed, because they are
+            large and some of them are read by number.
     """
 
     def __init__(self, channel: Mailbox, stream: str, packed: bool = False) -> None:
@@ -481,10 +484,10 @@ class _Segments:
 
 
 class SpendingMeter(AbstractContextManager["SpendingMeter"]):
-    """The record of the tokens that a job has spent and of the cost that its next step may have.
+    """The record of the tokens that a job has spent and of the tokens that its next step may spend.
 
     The record is one line that is rewritten in place. Nothing is lost if the process dies, even within a step; a power
-    cut loses at most the last `seconds`. Use the meter as a context manager.
+    cut loses at most the records of the last `seconds`. Use the meter as a context manager.
 
     Raises:
         OSError: the disk is full or read-only.

@@ -1,7 +1,7 @@
 """Verification of the ledger's rows against its replayed event log.
 
 All readers use rows, but only events are sealed: if a row is edited in the database, the log stays valid. The
-verification therefore rebuilds every recorded column of every row from the events, and compares.
+verification therefore rebuilds every recorded column of every row from the events, and compares it with the database.
 """
 
 import json
@@ -40,21 +40,21 @@ _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 
 
 def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
-    """Rebuild every table from the event log and compare.
+    """Rebuild every table from the event log and compare it with the database.
 
     The caller must first seal and verify the log; unsealed events are not verified here. In a ledger of a newer
-    release, tables that are unknown to this release are skipped.
+    version of Posttrain, tables that are unknown to this version are skipped.
 
     Args:
-        names: ids of runs, refs of assets and names of channels, to check only their rows, from their events; empty:
-            all rows.
+        names: ids of runs, refs of assets and names of channels; only their rows are rebuilt, from their events.
+            Empty: all rows.
 
     Returns:
         The number of compared rows.
 
     Raises:
-        IntegrityError: no event records a row, recorded values differ, or a row was deleted. The error names the row
-            and the column.
+        IntegrityError: no event records a row, a value differs from the recorded value, or a row was deleted. The
+            error names the row and the column.
     """
     compared = 0
     with ledger.database.read(across="the log is of every project") as connection:
@@ -75,7 +75,7 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
 
 
 def channels_of(ledger: Ledger, names: Collection[str]) -> set[str]:
-    """Return the channels to which runs were released or for which they request approval, by rows and edges."""
+    """Return the channels to which these runs were released, or for which they request approval."""
     ended, asked = (
         (one.c.project == ledger.project) & one.c.run_id.in_(names) for one in (releases, approval_requests)
     )
@@ -115,14 +115,14 @@ class _Part:
         return table in _PART and key[0] in self.names
 
     def events(self, connection: Connection) -> Iterator[ColumnElement[bool]]:
-        """Return the events that record these rows: their own and, if words were erased, those of erasures."""
+        """Yield the condition for the events that record these rows and, if words were erased, for all erasures."""
         own = of_subjects(connection, self.project, self.names)
         query = select(events.c.id).outerjoin(payloads, payloads.c.event == events.c.id)
         gone = connection.execute(query.where(own, events.c.words.is_not(None), payloads.c.event.is_(None)).limit(1))
         yield or_(own, *([events.c.kind == ERASED] if gone.first() else []))
 
     def rows(self, table: str, stages: Iterable[_Key]) -> Iterator[ColumnElement[bool]]:
-        """Return the conditions for these rows in a table; a few other rows may also meet them."""
+        """Yield the conditions for these rows in a table; a few other rows may also meet the conditions."""
         columns = TABLES[table].table.c
         if table in _VERSIONS:
             yield columns.project == self.project

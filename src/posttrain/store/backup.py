@@ -1,4 +1,4 @@
-"""Backup of a ledger and of every artifact that it needs to a folder, and restore.
+"""Backup of a ledger, with every artifact that it needs, to a folder, and restoration from the folder.
 
 ::
 
@@ -7,9 +7,9 @@
         ledger-0a1b2c.db    the ledger at one moment
         blobs/              a separate artifact store
 
-        The ledger is copied first, in one snapshot; then the blobs that this copy needs. The backup holds the store's
-        lock shared, so no blob is deleted in between and no writer waits. A backup into the folder of an earlier one
-        adds the new blobs; the earlier backup stays valid until `backup.json` names the new one.
+        The ledger is copied first, in one snapshot; then the blobs that this copy needs are copied. The backup holds
+        the store's lock shared, so no blob is deleted in between and no writer waits. A backup into the folder of an
+        earlier backup adds the new blobs; the earlier backup stays valid until `backup.json` names the new ledger.
 """
 
 import os
@@ -74,14 +74,14 @@ def copy_ledger(ledger: Path, kept: Path) -> None:
 
 
 def back_up(ledger: Ledger, source: ObjectBlobs, folder: Path, settings: Mapping[str, Any]) -> BackedUp:
-    """Copy a ledger in a SQLite file and the blobs that it needs into `folder`, and verify the copy.
+    """Copy a SQLite ledger, and the blobs that it needs, into `folder`, and verify the copy.
 
     Args:
         settings: the workspace's settings.
 
     Raises:
         InputError: the folder contains other files.
-        IntegrityError: the ledger's log is not valid, or a blob that it needs is missing or corrupt.
+        IntegrityError: the ledger's log is not valid, or a blob that the ledger needs is missing or corrupt.
         WorkspaceError: the folder cannot be written.
     """
     known = read_json(folder / RECORD) if folder.is_dir() else None
@@ -129,7 +129,7 @@ def read_backup(folder: Path) -> BackedUp:
 
     Raises:
         InputError: the folder has no complete backup.
-        IntegrityError: the ledger or a blob was altered or deleted. The error names it.
+        IntegrityError: the ledger or a blob was altered or deleted. The error names the ledger or the blob.
     """
     record = read_json(folder / RECORD)
     if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
@@ -149,7 +149,7 @@ def read_backup(folder: Path) -> BackedUp:
 
 
 def fill(found: BackedUp, ledger: Path, blobs: ObjectBlobs) -> None:
-    """Copy a backup's ledger and blobs to the places of a workspace."""
+    """Copy a backup's ledger and blobs to the ledger file and the artifact store of a workspace."""
     source = open_blobs(found.folder / BLOBS)
     shutil.copyfile(found.ledger, ledger)
     ledger.chmod(0o600)

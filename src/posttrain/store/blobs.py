@@ -1,4 +1,4 @@
-"""The artifact store: bytes by their SHA-256, through obstore, with translated errors.
+"""The artifact store: bytes stored under their SHA-256 through obstore, whose errors are translated.
 
 A failing store raises one of three errors: the object is missing, the disk is full, or the store does not answer.
 """
@@ -34,7 +34,7 @@ from posttrain.store.backends.remote import Remote
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # errno in obstore's messages
 _PANIC = "PanicException"  # raised by Rust code for an invalid address; no module exports the class
-_QUERY = re.compile(r"\?[^\s\"']*")  # of a URL; it may contain a signature
+_QUERY = re.compile(r"\?[^\s\"']*")  # the query of a URL, which may contain a signature
 _CHUNK = 4 << 20
 USERS = "workspaces"  # folder of notes: the workspaces that use a store
 _HERE = ("file:", "memory:")
@@ -46,8 +46,8 @@ def answering(url: str, digest: str) -> Iterator[None]:
     """Translate errors of obstore in the block.
 
     Args:
-        url: of the store.
-        digest: of the requested blob, or a name.
+        url: the store's URL.
+        digest: the digest of the requested blob, or the name of a different object.
 
     Raises:
         NotFoundError: the object does not exist.
@@ -58,7 +58,7 @@ def answering(url: str, digest: str) -> Iterator[None]:
         yield
     except PosttrainError:
         raise
-    except FileNotFoundError as error:  # obstore's NotFoundError is one
+    except FileNotFoundError as error:  # obstore's NotFoundError is a FileNotFoundError
         raise NotFoundError(f"blob {digest} is not in the artifact store; run the stage again") from error
     except (BaseError, OSError) as error:
         raise _failure(url, error) from error
@@ -100,7 +100,8 @@ def open_blobs(location: str | Path, lock: StoreLock | None = None) -> ObjectBlo
     """Open the artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
 
     Args:
-        lock: the lock between processes that record blobs and those that delete; None: no process deletes blobs.
+        lock: the lock that separates processes that record blobs from those that delete blobs; None: no process
+            deletes blobs.
 
     Raises:
         InputError: the URL is not supported.
@@ -113,7 +114,7 @@ def blobs_url(location: str | Path) -> str:
     """Return `open_blobs(location).url` without opening the store.
 
     Raises:
-        InputError: the URL contains credentials, and would be written into ledgers and job orders.
+        InputError: the URL contains credentials, which would be written into ledgers and job orders.
     """
     url = backend_of(location).url
     parts = urlsplit(url)
@@ -136,8 +137,8 @@ def backend_of(location: str | Path) -> Backend:
 class ObjectBlobs:
     """A `BlobStore` over a back-end. A blob's key is `sha256/ab/cdef…`, which keeps the listings of folders short.
 
-    Putting an existing blob verifies it, and repairs it if it is corrupt: a corrupt blob is therefore repaired by
-    putting it again. A put also renews the blob's age, so that a sweep does not delete it as old.
+    A put of an existing blob verifies the blob, and repairs it if it is corrupt. A put also renews the blob's age, so
+    that a sweep does not delete the blob as old.
     """
 
     def __init__(self, backend: Backend, lock: StoreLock | None = None) -> None:
@@ -148,7 +149,7 @@ class ObjectBlobs:
         """See `BlobStore.holding`.
 
         Raises:
-            DeadlineError: a process that deletes held the lock for too long, e.g. because it is suspended.
+            DeadlineError: a process that deletes blobs held the lock for too long, e.g. because it was suspended.
         """
         return nullcontext() if self._lock is None else self._lock.shared()
 
@@ -171,7 +172,8 @@ class ObjectBlobs:
                     try:
                         obstore.put(self._store, key, data, mode="create")
                     except (AlreadyExistsError, NotSupportedError, NotImplementedError):
-                        # corrupt, just written by another process, or no conditional puts; these bytes are correct
+                        # the blob is corrupt or was just written, or the store has no conditional puts; these bytes
+                        # are correct
                         obstore.put(self._store, key, data)
             self._settle(digest)
         return digest
@@ -198,7 +200,7 @@ class ObjectBlobs:
         return digest
 
     def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:
-        """Upload the file as a stream. The digest is checked before the end, so a changed file never gets a name."""
+        """Upload the file as a stream. The digest is checked before the end, so a changed file is never stored."""
 
         def changed(_: str) -> IntegrityError:
             return IntegrityError(
@@ -223,7 +225,7 @@ class ObjectBlobs:
         """
         try:
             return b"".join(self.stream(digest))
-        except IntegrityError:  # may have been damaged in transfer
+        except IntegrityError:  # the bytes may have been damaged in transfer
             return b"".join(self.stream(digest))
 
     def stream(self, digest: str) -> Iterator[bytes]:
@@ -279,7 +281,7 @@ class ObjectBlobs:
                         yield StoredBlob(digest, int(one["size"]), one["last_modified"].timestamp())
 
     def modified(self, digest: str) -> float:
-        """Return the time at which a blob was written, or its age renewed by a later put (seconds since the epoch).
+        """Return the time at which a blob was last written or its age was renewed (seconds since the epoch).
 
         Raises:
             NotFoundError: the blob does not exist.
@@ -310,13 +312,13 @@ class ObjectBlobs:
             ) from error
 
     def note(self, name: str, said: str) -> None:
-        """Write a small object next to the artifacts: `workspaces/ID`, `heads/LOG/SIZE-ROOT`."""
+        """Write a small object next to the artifacts, such as `workspaces/ID` or `heads/LOG/SIZE-ROOT`."""
         with self._translated(name):
             obstore.put(self._store, name, said.encode())
             self._backend.settle(name)
 
     def notes(self, folder: str) -> dict[str, str]:
-        """Return the small objects in a folder: last part of the name → content."""
+        """Return the contents of the small objects in a folder, by the last part of the name."""
         found = dict[str, str]()
         with self._translated(folder):
             for name in [str(one["path"]) for some in obstore.list(self._store, prefix=folder) for one in some]:

@@ -1,15 +1,15 @@
 """The ledger's database, its file and its clock.
 
-This module opens the database, creates a missing one, and translates its errors. SQLite runs with a write-ahead log and
+This module opens or creates the database, and translates its errors. SQLite runs with a write-ahead log and
 `synchronous=FULL` (a committed transaction survives a power cut), and every write transaction begins IMMEDIATE: it
 waits for other writers at the start, where nothing is lost, instead of failing in the middle. On PostgreSQL
 (`store.postgres`) a read transaction is REPEATABLE READ, and a write transaction is READ COMMITTED with
 compare-and-sets; the first process that opens a ledger without tables creates them under an advisory lock.
 
-A ledger file is checked for its length and for write access, and its permissions are restricted to its owner.
+The length of a ledger file and the write access to it are checked, and its permissions are restricted to its owner.
 
-`SystemClock` is the real clock behind the `Clock` port. The current time of a ledger's rows is that of the database on
-PostgreSQL, whose hosts' clocks need not agree.
+`SystemClock` is the real clock behind the `Clock` port. On PostgreSQL, the times in a ledger's rows are those of the
+database server, because the clocks of the hosts need not agree.
 """
 
 import copy
@@ -71,8 +71,8 @@ SERVER_TIME: ColumnElement[float] = cast(func.extract("epoch", func.clock_timest
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _WRITE = "posttrain_write"
 _MAKING = 0x706F7374  # key of PostgreSQL's advisory lock for creating a ledger
-_FULL_BYTES = 2**20  # with less free space, bytes, a failing disk counts as full
-_KEPT, _MOST = 16, 64  # connections to a file: kept open, maximum; opening one costs more than a query
+_FULL_BYTES = 2**20  # free bytes below which a failing disk counts as full
+_KEPT, _MOST = 16, 64  # connections to a file: number kept open, maximum; opening a connection costs more than a query
 _COMPLAINTS = 5  # lines of an integrity check that are shown
 
 
@@ -84,7 +84,7 @@ class SystemClock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for some seconds."""
+        """Sleep for this number of seconds."""
         time.sleep(seconds)
 
 
@@ -153,8 +153,8 @@ class Database:
 
     Raises:
         WorkspaceError: the file is missing, truncated or not a database; the disk is full; the server is
-            unreachable; the schema is older, or newer and not usable by this release. A read-only database can be
-            read.
+            unreachable; the schema is older, or newer and not usable by this version of Posttrain. A read-only
+            database can be read.
         InputError: the URL contains a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
@@ -204,7 +204,7 @@ class Database:
         """Open a connection in a read transaction: all its reads are of one snapshot.
 
         Args:
-            across: why its statements may read rows of every project; empty: each must name its project.
+            across: why the statements may read rows of every project; empty: each statement must name its project.
         """
         with self._translated(), self._engine.connect() as connection:
             connection.execution_options(**self._reach(across))
@@ -288,7 +288,7 @@ class Database:
                     connection.exec_driver_sql(f"SELECT pg_advisory_unlock{'' if alone else '_shared'}({key})")
 
     def product(self) -> tuple[str, str]:
-        """Return name and version of the database, and the settings with which a power cut can lose commits."""
+        """Return the database's name and version, and the settings that let a power cut lose commits ("": none)."""
         if self._sqlite:
             return f"SQLite {sqlite3.sqlite_version}", ""
         with self.read() as connection:
@@ -330,9 +330,10 @@ class Database:
     def _reader(self, file: Path) -> Callable[[], sqlite3.Connection]:
         """Return the function that opens a read-only ledger.
 
-        SQLite needs two files next to the ledger, which it creates and removes as needed. If they exist, another
-        process has the ledger open, and this process reads with them. If they do not exist, no process has the ledger
-        open, and the file is complete. A log that a killed process left without its index can only be read in a copy.
+        SQLite needs two files next to the ledger, which SQLite creates and removes as needed. If these files exist,
+        another process has the ledger open, and this process reads with the files. If they do not exist, no process
+        has the ledger open, and the ledger file is complete. A log that a killed process left without its index can
+        only be read in a copy.
         """
         address = f"file:{quote(str(file.absolute()))}?mode=ro"
         log = file.with_name(file.name + "-wal")
@@ -346,7 +347,7 @@ class Database:
         return lambda: sqlite3.connect(address, uri=True, check_same_thread=False)
 
     def _on_connect(self, connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # `_on_begin` begins transactions, not the driver
+        connection.isolation_level = None  # the driver must not begin transactions: `_on_begin` does
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(self._busy * 1000)}")
         cursor.execute("PRAGMA synchronous = FULL")
@@ -357,7 +358,7 @@ class Database:
 
     def _on_begin(self, connection: Connection) -> None:
         write = connection.get_execution_options().get(_WRITE, False)
-        driver: Any = connection.connection.driver_connection  # SQLAlchemy takes longer for it than SQLite
+        driver: Any = connection.connection.driver_connection  # SQLAlchemy's overhead exceeds the time of the statement
         driver.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def _prepare(self) -> None:
@@ -384,7 +385,7 @@ class Database:
                 tell_rows(connection, self.clock, os.urandom)
 
     def _use_write_ahead_log(self) -> None:
-        """Switch the file to a write-ahead log, once. SQLite does not wait for other processes; this function does."""
+        """Switch the file to a write-ahead log, if needed; wait for other processes, because SQLite does not wait."""
         deadline = time.monotonic() + self._busy
         while True:
             connection = self._engine.raw_connection()
@@ -458,7 +459,7 @@ def _url(location: str | Path) -> URL:
         return URL.create("sqlite", database=address)
     try:
         url = make_url(address)
-    except (exc.ArgumentError, ValueError) as error:  # a port that is not a number
+    except (exc.ArgumentError, ValueError) as error:  # such as a port that is not a number
         raise WorkspaceError("ledger address must be a path or a URL postgresql://user@host/database") from error
     if url.get_backend_name() != "sqlite" and not postgres.is_address(address):
         raise WorkspaceError(f"ledger address must be a path or begin with postgresql://, got {url.drivername}://")
@@ -475,10 +476,10 @@ def schema_version(connection: Connection) -> str | None:
 
 
 def _refuse_newer(connection: Connection, version: str) -> None:
-    """Reject a ledger of a newer release, unless the ledger records that this release's code may use it.
+    """Reject a ledger of a newer version of Posttrain, unless the ledger records that this version may use it.
 
     Raises:
-        WorkspaceError: this release may not use it.
+        WorkspaceError: this version must not use the ledger.
     """
     if version == SCHEMA_VERSION:
         return

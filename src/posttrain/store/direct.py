@@ -1,8 +1,8 @@
 """Direct transfer of large blobs between a client and an S3 store, by presigned URLs.
 
-A URL is for one object and expires. A URL for an upload fixes length and SHA-256 of the bytes, and names an object that
-no reader uses. The server copies the received object to a key that no client can write, hashes the copy, and then
-copies it to the blob's key. Readers therefore never get wrong bytes, even if the store does not check the signed
+A URL is for one object and expires. A URL for an upload fixes the length and SHA-256 of the bytes, and names an object
+that no reader uses. The server copies the received object to a key that no client can write, hashes the copy, and then
+copies the copy to the blob's key. Readers therefore never get wrong bytes, even if the store does not check the signed
 headers.
 
 ::
@@ -79,9 +79,9 @@ def presigned(
     """Return a URL with which its holder can send this request until the URL expires.
 
     Args:
-        url: without a query.
+        url: the URL, without a query.
         headers: headers and values that the request must have.
-        query: query of the request.
+        query: parameters of the request's query.
     """
     parts = urlsplit(url)
     at = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(time.time() if now is None else now))
@@ -127,7 +127,7 @@ class Unfinished:
 
 
 def open_direct(url: str) -> Direct | None:
-    """Return direct transfers with a store; None if it does not support them, e.g. a folder."""
+    """Return direct transfers with a store; None if the store does not support them, e.g. because it is a folder."""
     return Direct(url) if url.startswith("s3://") else None
 
 

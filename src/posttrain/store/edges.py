@@ -1,6 +1,6 @@
 """Artifacts, edges and holds: written in the transaction that creates them, and recorded in its event.
 
-Rows that already exist are not changes. No method queries row by row: every write is one statement.
+A row that already exists is not a change. No method queries row by row: every write is one statement.
 """
 
 import functools
@@ -34,7 +34,7 @@ from posttrain.store.schema import artifacts, assets, edges, holds, keyed, stage
 from posttrain.store.scope import Scope
 
 LIVE = "live"  # the reason of a channel's hold on its model
-_AS_MODEL = (MODEL, BEST)  # of outputs with equal bytes, the last kind listed here is preferred
+_AS_MODEL = (MODEL, BEST)  # among outputs with equal bytes, these are preferred, in this order
 Sizes = Mapping[str, int]  # digest → bytes
 
 
@@ -50,7 +50,7 @@ class Told:
     cached_from: str | None = None  # RUN/STAGE whose outputs are reused
     sizes: Sizes = field(default_factory=dict)  # sizes of the outputs, if known
     taken: Mapping[str, str] = field(default_factory=dict)  # input → name of the producing stage's output, if known
-    models: Sequence[Asset] = ()  # versions under which its outputs were registered
+    models: Sequence[Asset] = ()  # versions under which the outputs were registered
 
     @property
     def end(self) -> str:
@@ -58,12 +58,12 @@ class Told:
         return stage_end(self.run_id, self.stage)
 
     def artifacts(self) -> Iterator[Artifact]:
-        """Return its outputs. Its inputs are noted earlier: by the submission, the producing stage, or the release."""
+        """Yield the stage's outputs. The submission, the producing stage or the release has recorded the inputs."""
         for _, digest, form in _blobs(self.outputs):
             yield Artifact(digest, form, self.sizes.get(digest), "output", self.at)
 
     def made(self) -> Iterator[Edge]:
-        """Return the edges of its outputs, and of the stage whose outputs it reuses."""
+        """Yield the edges of the stage's outputs, and of the stage whose outputs are reused."""
         for output, digest, _ in _blobs(self.outputs):
             yield Edge(self.end, output, "", "", digest)
             if self.cached_from:
@@ -86,7 +86,7 @@ class EdgeWriter:
         self._noted: set[str] = set()  # digests
 
     def run(self, run_id: str, manifest: str, found: Iterable[Artifact], now: float) -> list[Change]:
-        """Add a run of a manifest; `found`: the artifacts that its submission put into the store."""
+        """Add a run of a manifest; `found`: the artifacts that the submission put into the store."""
         noted = self.note([*found, Artifact(manifest, "file", None, MANIFEST, now)])
         return noted + self.join([Edge("", "", run_end(run_id), MANIFEST, manifest)])
 
@@ -121,7 +121,7 @@ class EdgeWriter:
         """Add a release: its model and report, with the stages of its run that produced them, and the channel's hold.
 
         Args:
-            before: the model that the channel served before.
+            before: the model at which the channel pointed before.
         """
         end, joined = release_end(entry.channel, entry.sequence), []
         made = self._made_in(entry.run_id) if entry.run_id else []
@@ -179,7 +179,7 @@ class EdgeWriter:
         return [Change(CHANGED, holds.name, key, values)] if there else []
 
     def _uses(self, told: Sequence[Told]) -> Iterator[Edge]:
-        """Return the edges of inputs; an unknown output of another stage is looked up by its bytes."""
+        """Yield the edges of inputs; if the output of the producing stage is unknown, it is looked up by its bytes."""
         sources = [(one.end, *used) for one in told for used in one.used()]
         asked = {producer for *_, producer, output in sources if producer.startswith("run:") and not output}
         made: dict[tuple[str, str], list[str]] = {}
@@ -202,7 +202,7 @@ class EdgeWriter:
         ]
 
     def _registered(self, digests: Iterable[str]) -> dict[str, str]:
-        """Return digest → the asset version with these bytes, the first if there are several."""
+        """Return, by digest, the asset version with these bytes (the first if there are several)."""
         query = (
             select(assets.c.digest, assets.c.kind, assets.c.name, assets.c.version)
             .where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
@@ -212,7 +212,7 @@ class EdgeWriter:
 
 
 def _registered(asset: Asset) -> Iterator[Edge]:
-    """Return the edges of a version's bytes, and of the run or stage that produced it."""
+    """Yield the edges of a version's bytes, and of the run or stage that produced the version."""
     yield Edge(asset.ref, "", "", "", asset.digest)
     run, stage = asset.meta.get("run"), asset.meta.get("stage")
     if run:
@@ -235,7 +235,7 @@ def _blobs(columns: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 @functools.cache
 def addition(dialect: str, table: Table) -> Insert:
     """Return the statement that inserts missing rows and returns their keys."""
-    from sqlalchemy.dialects import postgresql, sqlite  # only writers load it
+    from sqlalchemy.dialects import postgresql, sqlite  # only writers load these modules
 
     statement = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
     return statement.on_conflict_do_nothing().returning(*table.primary_key)

@@ -1,4 +1,4 @@
-"""Erasure of words: people's texts and names are deleted; the rest of each event stays and still verifies.
+"""Erasure of words: people's texts and names are deleted; the rest of each event remains and can still be verified.
 
 The words of an event are in a separate payload, which the envelope names by a salted digest. An erasure deletes the
 payload with its salt, empties the same words in the rows, and appends events that list the deleted payloads and the
@@ -54,9 +54,9 @@ _KEPT: Mapping[str, set[str]] = {  # words that readers and later stages require
         VERSION,
     },
 }
-_NEVER = ("workspace.bound", ERASED)  # the owner of the database; the reasons of erasures
+_NEVER = ("workspace.bound", ERASED)  # events with the database's owner and with the reasons for erasures
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
-_EVENTS, _ROWS = 1000, 200  # maximum per event
+_EVENTS, _ROWS = 1000, 200  # maximum numbers recorded in one event
 _Row = tuple[str, tuple[Any, ...]]  # table and key
 _Left = Callable[[_Row, str, Any], Any]  # row, column, value → remaining value
 
@@ -85,7 +85,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 
     Raises:
         InputError: the run has not ended.
-        WorkspaceError: the ledger is of a newer release.
+        WorkspaceError: the ledger is of a newer version of Posttrain.
     """
     mine = events.c.project == ledger.project
     with ledger.database.write(across="names are erased in every project") as connection:
@@ -114,13 +114,13 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erased:
     """Erase a principal's name (`user:ada`: `ada`) wherever an event or a row contains it as a word.
 
-    The principal's roles are withdrawn and tokens revoked, because an erased name must not keep access.
+    The principal's roles are withdrawn and its tokens are revoked, because an erased name must not keep access.
 
     Raises:
         NotFoundError: there is no principal with this name.
         InputError: the reason contains the name.
         ConflictError: the principal is the last admin of a project.
-        WorkspaceError: the ledger is of a newer release.
+        WorkspaceError: the ledger is of a newer version of Posttrain.
     """
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
@@ -151,10 +151,10 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
 
 
 def _refuse_newer(connection: Connection) -> None:
-    """Reject a ledger of a newer release, which may have words in tables unknown to this release.
+    """Reject a ledger of a newer version of Posttrain, which may have words in tables unknown to this version.
 
     Raises:
-        WorkspaceError: the ledger is of a newer release.
+        WorkspaceError: the ledger is of a newer version of Posttrain.
     """
     found = schema_version(connection)
     if found is not None and found > SCHEMA_VERSION:
@@ -169,7 +169,7 @@ def _below(column: Any, subject: str) -> Any:
 
 
 def _empty_answers(connection: Connection) -> None:
-    """Empty the stored answers to repeated requests, which may contain any word; the requests stay known."""
+    """Empty the answers stored for repeated requests, because they may contain any word; the requests stay recorded."""
     connection.execute(update(requests).where(requests.c.answer.is_not(None)).values(answer=None))
 
 
@@ -184,7 +184,7 @@ def _author(ledger: Ledger, actor: str) -> Author:
 
 def _journal(connection: Connection, ledger: Ledger, actor: str) -> Journal:
     journal = Journal(connection, _author(ledger, actor), ledger.clock, ledger.project)
-    assert journal.own  # read it before it may be erased
+    assert journal.own  # the author is read before its name may be erased
     return journal
 
 

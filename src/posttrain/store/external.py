@@ -1,7 +1,8 @@
 """External objects: identified by URL, version and checksum, read and hashed, never written.
 
 Credentials come from the environment, as for the artifact store; a URL with credentials is rejected before anything is
-recorded. An endpoint in the environment that cannot be an S3 server is also rejected, because obstore panics on some.
+recorded. An endpoint in the environment that cannot be an S3 server is also rejected, because obstore panics on some
+such endpoints.
 """
 
 import os
@@ -20,7 +21,7 @@ _LONGEST = 80
 
 
 def refuse_no_endpoint(url: str) -> None:
-    """Check the environment variables with the endpoint of an `s3://` URL.
+    """Check the environment variables that set the endpoint for an `s3://` URL.
 
     Raises:
         InputError: a variable is set, and is not the address of a server.
@@ -40,14 +41,14 @@ def _names_server(value: str) -> bool:
     try:
         parts = urlsplit(value)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and value.isascii()
-    except ValueError:  # unclosed brackets, a port that is not a number
+    except ValueError:  # such as unclosed brackets or a port that is not a number
         return False
 
 
 EXTERNAL = "external"  # form of an asset version with external bytes
 
 
-URI, VERSION = "uri", "version"  # keys in its meta
+URI, VERSION = "uri", "version"  # keys in the version's meta
 
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -154,7 +155,7 @@ def _stream(place: External) -> Iterator[bytes]:
             store = from_url(folder, retry_config={"max_retries": 3, "retry_timeout": _SECONDS})
         found = obstore.get(store, place.name, options={"version": place.version} if place.version else None)
         yield from (bytes(chunk) for chunk in found.stream(min_chunk_size=_CHUNK))
-    except FileNotFoundError as error:  # obstore's NotFoundError is one
+    except FileNotFoundError as error:  # obstore's NotFoundError is a FileNotFoundError
         raise NotFoundError(f"there is no object {place}") from error
     except (BaseError, OSError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,14 +1,14 @@
-"""Sweep of the artifact store: marks the needed blobs and deletes old unmarked ones.
+"""The sweep of the artifact store, which marks the needed blobs and deletes old unmarked blobs.
 
-A process that records blobs that it put, or found, holds the store's lock shared from the put to the record
-(`store.atomic`). A sweep takes the lock alone for one batch at a time. In it, the sweep marks again if anything was
-recorded since the last marks, checks the age of each blob again, records the deletions in the ledger, and deletes.
-Therefore a blob that is recorded under the lock is never lost, for any grace period; a blob that is recorded later, as
-after an upload, is safe within the grace period. A sweep that is killed at any point leaves blobs that the next sweep
-deletes.
+A process that records blobs holds the store's lock shared from the put (or the check that a blob exists) to the record
+(`store.atomic`). A sweep takes the lock alone for one batch at a time. In each batch, the sweep marks again if anything
+was recorded since the last marks, checks the age of each blob again, records the deletions in the ledger, and deletes.
+Therefore a blob that is recorded under the lock is never lost, whatever the grace period; a blob that is recorded
+later, as after an upload, is safe within the grace period. A sweep that is killed at any point leaves blobs that the
+next sweep deletes.
 
-A blob is needed if a row names it, or if a needed document or tree does. In doubt a blob is kept: every digest in any
-column of any project's rows counts, with these exceptions: the table `artifacts` (it lists all blobs that exist),
+A blob is needed if a row, or a needed document or tree, names it. In doubt a blob is kept: every digest in any column
+of any project's rows counts, with these exceptions: the table `artifacts` (which lists all blobs that exist),
 checkpoints from which attempts of succeeded or rejected runs resumed, and digests that only erased versions name.
 """
 
@@ -50,9 +50,9 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _AT_ONCE = 1000
 _LOOKED_INTO = 16 << 20  # maximum bytes of a blob of unknown kind that is searched for digests
 _OF_VERSIONS = (assets.name, edges.name)
-_DOCUMENTS = (MANIFEST, "record")  # kinds of artifacts that name others
+_DOCUMENTS = (MANIFEST, "record")  # kinds of artifacts that name other artifacts
 _NO_BLOBS = ("cache_key", "secret_digest")  # columns with digests of values that are in no store
-ENDED = (RunState.SUCCEEDED, RunState.REJECTED)  # states that no retry leaves
+ENDED = (RunState.SUCCEEDED, RunState.REJECTED)  # states of runs that cannot be retried
 SWEPT = "gc.swept"
 _DONE = "done"  # the state of an answered request
 _BATCH = 200
@@ -92,7 +92,7 @@ class Marker:
 
         Raises:
             IntegrityError: a needed tree or document is missing or corrupt, so the digests in it are unknown.
-            WorkspaceError: the ledger is of a newer release, whose tables may name more.
+            WorkspaceError: the ledger is of a newer version of Posttrain, whose tables may name more digests.
         """
         with self._ledger.database.read(across="garbage of every project") as connection:
             roots = _roots(connection)
@@ -104,7 +104,7 @@ class Marker:
         return Marks(frozenset(needed), gone, roots.moment)
 
     def moment(self) -> tuple[int, int]:
-        """Return the current moment, which differs from that of earlier marks if anything has changed since."""
+        """Return the current moment, which differs from the moment of earlier marks if anything has changed since."""
         with self._ledger.database.read(across="garbage of every project") as connection:
             return _moment(connection)
 
@@ -139,7 +139,7 @@ class Marker:
 
 
 def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str, str], float]:
-    """Return erased asset versions of one project or all: (project, `dataset:NAME@VERSION`) → time."""
+    """Return the times of erasure of asset versions, in one project or all, by (project, `dataset:NAME@VERSION`)."""
     told = select(events.c.project, events.c.subject, events.c.at).where(events.c.kind == ERASED)
     told = told.where(events.c.project == project) if project else told
     return {
@@ -185,7 +185,7 @@ def _roots(connection: Connection) -> _Roots:
 
 
 def _version_of(table: str, row: Mapping[Any, Any]) -> str:
-    """Return the asset version that a row describes; for an edge its consumer, or its producer if it has none."""
+    """Return the asset version that a row describes; for an edge, its consumer or, without a consumer, its producer."""
     if table == assets.name:
         return f"{row['kind']}:{row['name']}@{row['version']}"
     return str(row["producer"] if not row["consumer"] else row["consumer"])
@@ -208,7 +208,7 @@ def _say_what_they_are(connection: Connection, roots: _Roots) -> None:
         if isinstance(report, Mapping):
             roots.documents.add(str(report.get("digest")))
     told = select(type_coerce(events.c.audited, Text)).where(events.c.kind == POLICY_SET)
-    for audited in connection.execute(told).scalars():  # including replaced policies
+    for audited in connection.execute(told).scalars():  # includes replaced policies
         rows = [row[3] for row in json.loads(audited).get("rows", ()) if row[1] == channels.name]
         policies = {str(row["policy"]) for row in rows if row.get("policy")}
         roots.named |= policies
@@ -238,7 +238,7 @@ def sweep(
 
     Raises:
         IntegrityError: the needed blobs cannot be determined, because a tree or a document is missing or corrupt.
-        WorkspaceError: the ledger is of a newer release.
+        WorkspaceError: the ledger is of a newer version of Posttrain.
         DeadlineError: a process stored artifacts for longer than ten minutes; earlier batches stay deleted.
     """
     marker = Marker(ledger, blobs)
@@ -271,7 +271,7 @@ def sweep(
 
 
 def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> int:
-    """Delete answers to requests from before this moment, which no client repeats; return their number."""
+    """Delete the answers to requests sent before this moment, which no client repeats; return the number of answers."""
     old = (requests.c.state == _DONE) & (requests.c.at < before)
     if dry_run:
         with ledger.database.read(across="garbage of every project") as connection:
@@ -295,7 +295,7 @@ def _still(blobs: ObjectBlobs, blob: StoredBlob, marks: Marks, before: float) ->
 
 
 def _tell(ledger: Ledger, actor: str, gone: Sequence[StoredBlob]) -> None:
-    """Remove blobs from `artifacts` and record their deletion, before they are deleted."""
+    """Remove blobs from `artifacts` and record their deletion, before the blobs are deleted."""
     if not gone:
         return
     sizes = {blob.digest: blob.bytes for blob in gone}

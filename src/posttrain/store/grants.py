@@ -1,8 +1,8 @@
-"""Tokens with which a running job reads its inputs from a server, and sessions of browsers.
+"""Tokens with which a running job reads its inputs from a server, and browser sessions.
 
-A job's token is for one attempt, and only its digest is stored. The token becomes invalid when the attempt ends, when
-another attempt of the stage begins, or when it is not renewed. Every request looks it up in one statement, at any
-server of the ledger.
+A job's token is for one attempt, and only the token's digest is stored. The token becomes invalid when the attempt
+ends, when another attempt of the stage begins, or when the token is not renewed. For each request, any server of the
+ledger looks up the token in one statement.
 
 A session maps a browser's secret to a token; only the digest of the secret is stored.
 """
@@ -33,7 +33,7 @@ class Granted:
     run_id: str
     stage: str
     number: int
-    resume: str | None  # digest of the checkpoint from which it resumes
+    resume: str | None  # digest of the checkpoint from which the attempt resumes
 
 
 class Grants:
@@ -68,7 +68,7 @@ class Grants:
         """Count bytes that an attempt writes; return False, without counting, if they would exceed its limit.
 
         Args:
-            digest: of the attempt's secret.
+            digest: digest of the attempt's secret.
             most: maximum bytes over the whole attempt.
         """
         with self._database.write(across="a secret names its run") as connection:
@@ -77,7 +77,7 @@ class Grants:
             return done.rowcount == 1
 
     def renew(self, host: str | None) -> Sequence[str]:
-        """Renew the grants of a host's live attempts, and delete those of ended attempts; return the live folders."""
+        """Renew the grants of a host's live attempts, delete those of ended attempts; return the live folders."""
         with self._database.write(across="a host has jobs of every project") as connection:
             mine = attempts.c.host == host if host else attempts.c.host.is_(None)
             living = select(attempts.c.folder).join(grants, _of_attempt()).where(attempts.c.state.in_(_LIVE), mine)
@@ -103,7 +103,7 @@ def _of_attempt() -> ColumnElement[bool]:
 
 
 def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float) -> None:
-    """Store a session; delete expired sessions, and a token's oldest ones if it has too many."""
+    """Store a session; delete expired sessions, and a token's oldest sessions if there are too many."""
     column = sessions.c
     newest = (
         select(column.digest)

@@ -1,22 +1,22 @@
 """The ledger, its hosts, the store lock that they share, and counts that describe a ledger.
 
-A host is a workspace folder, with its jobs, whose drivers share the ledger.
+A host is a workspace folder, with its jobs and drivers. All hosts share the ledger.
 
-A job runs on the host on which its attempt was planned, and only that host's drivers drive its run (`work.affinity`). A
-host sends periodic heartbeats. If a host has been silent for long, those of its runs without a job that may still be
-alive continue on other hosts.
+A job runs on the host on which its attempt was planned, and only that host's drivers drive the run (`work.affinity`). A
+host sends periodic heartbeats. If a host has been silent for long, its runs continue on other hosts, except for runs
+with a job that may still be alive.
 
-Times are those of the database on PostgreSQL, whose hosts' clocks need not agree.
+On PostgreSQL, times are those of the database server, because the clocks of the hosts need not agree.
 
 The lock covers an artifact store that several hosts of a ledger share.
 
-The counts are for the monitoring of a server: they cover all projects, without their names. Three statements compute
-them, at a cost that does not grow with the history: large sets are counted up to `MOST`.
+The counts are for the monitoring of a server: they cover all projects, without the names of the projects. Three
+statements compute the counts, at a cost that does not grow with the history: large sets are counted up to `MOST`.
 
 The ledger contains runs, stages, attempts, assets, releases, and the events that record their changes.
 
 Reading: each method of `Ledger` reads a separate snapshot; `snapshot()` gives several reads of one moment.
-Writing: `transaction(actor)`. The block must be short and only write: on SQLite it holds the only write lock.
+Writing: `transaction(actor)`. The block must be short and only write, because on SQLite it holds the only write lock.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _SAY = (
 _AND_SERVER = ", url = excluded.url, server = excluded.server"
 _ENDED = [state for state in AttemptState if is_final("attempt", state)]
 _KEY = 0x706F7375  # key of PostgreSQL's advisory lock
-MOST = 100_000  # maximum count of anything
+MOST = 100_000  # maximum of every count
 _AT_ONCE = 1000  # maximum number of objects listed
 DELIVERING, FAILING, PAUSED = "delivering", "failing", "paused"
 P = ParamSpec("P")
 R = TypeVar("R")
-_DIGITS = 32  # of a transaction's id, hexadecimal
+_DIGITS = 32  # hexadecimal digits of a transaction's id
 _WRITTEN: ContextVar[list[Any] | None] = ContextVar("posttrain_written", default=None)
 
 
@@ -72,10 +72,10 @@ class Host:
 
     id: str
     name: str  # HOSTNAME:FOLDER
-    url: str  # URL of its server, for other servers; empty: none
-    server: str  # the process of its server, HOSTNAME:PID:START
+    url: str  # URL of the host's server, for other servers; empty: no server
+    server: str  # the process of the host's server, HOSTNAME:PID:START
     version: str
-    silent: float  # seconds since its last heartbeat
+    silent: float  # seconds since the host's last heartbeat
 
     @property
     def gone(self) -> bool:
@@ -135,7 +135,7 @@ class Hosts:
 
 
 def server_lives(database: Database, clock: Clock, process: str) -> bool:
-    """Return whether a server's process on another machine may be alive: it is the latest server of a live host.
+    """Return whether a server's process on another machine may be alive, as the latest server of a live host.
 
     Args:
         process: HOSTNAME:PID:START.
@@ -155,9 +155,10 @@ def host_of(database: Database, project: str, run_id: str) -> str | None:
 
 
 class LedgerLock:
-    """The lock of all hosts of a ledger in PostgreSQL: each host's file, and a server lock, released with its session.
+    """The store lock of all hosts of a ledger in PostgreSQL: a file lock on each host, and a lock in the database.
 
-    A thread that holds the lock may take it shared again.
+    The lock in the database is released when its session ends. A thread that holds the store lock may take it shared
+    again.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -189,7 +190,7 @@ class SinkCounts:
     """The counts of the sinks of one kind."""
 
     states: Mapping[str, int]
-    behind: int  # events that the slowest sink has not received
+    behind: int  # number of events that the slowest sink has not received
     failures: int  # maximum of consecutive failures of a sink that is not paused
 
 
@@ -197,16 +198,16 @@ class SinkCounts:
 class LedgerCounts:
     """Counts that describe a ledger."""
 
-    runs: Mapping[str, int]  # by state
-    due: int  # objects that wait for a driver
-    oldest_due: float  # longest wait, seconds, of objects with a due time
-    at_once: frozenset[int]  # objects due immediately; the ledger does not record since when
+    runs: Mapping[str, int]  # number of runs, by state
+    due: int  # number of objects that wait for a driver
+    oldest_due: float  # longest wait, in seconds, among objects with a due time
+    at_once: frozenset[int]  # row ids of objects due immediately; the ledger does not record since when they are due
     leased: int
-    expired: int  # expired leases that no driver has taken over
-    dead: int  # objects set aside until a person resumes them
-    sealed: int  # events
+    expired: int  # number of expired leases that no driver has taken over
+    dead: int  # number of objects set aside until a person resumes them
+    sealed: int  # number of events
     unsealed: int
-    oldest_unsealed: float  # seconds
+    oldest_unsealed: float  # age of the oldest unsealed event, in seconds
     sinks: Mapping[str, SinkCounts] = field(default_factory=dict)  # by kind
 
 
@@ -326,8 +327,8 @@ class Ledger:
         project: the project to which all reads and writes are limited.
         auth: how the actor was authenticated, for events.
         entropy: returns the given number of random bytes, for ids and salts.
-        request: id of the request, from which numbered ids of its transactions are formed, for events and logs. Empty:
-            each transaction has a random id.
+        request: id of the request, from which numbered ids of the request's transactions are formed, for events and
+            logs. Empty: each transaction has a random id.
     """
 
     def __init__(
@@ -358,7 +359,7 @@ class Ledger:
         Raises:
             InfrastructureError: the connection was lost and nothing was written.
             ConflictError: another process wrote the same rows; or the actor's name was erased since the last
-                transaction and now names a different principal. Try again.
+                transaction and now names a different principal. The caller may repeat the transaction.
         """
         request = numbered(self._request, next(self._numbers)) if self._request else new_request(self.entropy)
         author = Author(actor, request, self.auth, self.entropy, self._principals)

@@ -55,8 +55,8 @@ _THERE = (
 )
 _WAKE = text(f"{_INTO}VALUES (:project, :what, :object, :due, 0, 1, 0, '', ''){_THERE}")
 CREATED = "ledger.created"  # the first event of a log
-ERASED = "words.erased"  # its `erased` are the digests of deleted payloads
-RETAINED = "run"  # retention class of words: as long as their run, asset or channel
+ERASED = "words.erased"  # the event of an erasure; its field `erased` has the digests of the deleted payloads
+RETAINED = "run"  # retention class of words that are kept as long as their run, asset or channel
 SALT = 16  # bytes
 FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "audited", "words")
 _EXACT = 2**53  # JSON readers may read larger whole numbers inexactly
@@ -69,7 +69,7 @@ _STILL = "(SELECT id FROM principals WHERE id = {0}author AND name = coalesce({0
 _ENVELOPE = "project, kind, subject, principal, auth, request, at, audited, words, leaf"
 _BESIDE = "retention, salt, body, woken"  # the words of an event, and the run that it wakes
 # An event, its words, its row for the sealer and the run that it wakes are one statement instead of four. SQLite cannot
-# write to several tables in one statement, so a trigger of each connection does.
+# write to several tables in one statement, so a trigger in each connection writes them.
 _GIVEN = "{0}project, {0}kind, {0}subject, " + _STILL + ", {0}auth, {0}request, {0}at, {0}audited, {0}words, {0}leaf"
 _NAMES = _ENVELOPE.replace("principal", "author, called") + f", {_BESIDE}"
 
@@ -97,14 +97,14 @@ def settle_at(connection: Connection, project: str, run_id: str, host: str | Non
 
 
 def settle(connection: Connection, project: str, names: Collection[str]) -> None:
-    """Delete the rows of the queue of these runs and their stages, which end in the transaction of `connection`."""
+    """Delete the queue rows of these runs and their stages, which end in the transaction of `connection`."""
     for name in sorted(names):
         connection.execute(delete(work).where(work.c.project == project, _with_stages(name)))
         connection.execute(Scope(project).delete(watches).where(watches.c.run_id == name))
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:
-    """Schedule a run and those of its stages that were set aside or wait for another try."""
+    """Schedule a run, and the stages of the run that were set aside or wait for another try."""
     values = {"dead_at": None, "due_at": 0.0, "failures": 0, "failed_since": None}
     connection.execute(update(work).where(work.c.project == project, _with_stages(run_id)).values(values))
 
@@ -117,7 +117,7 @@ TRIGGER = (
     f"CREATE TEMP VIEW telling AS SELECT {', '.join(f'NULL AS {name}' for name in _NAMES.split(', '))}",
     "CREATE TEMP TRIGGER telling_events INSTEAD OF INSERT ON telling BEGIN "
     f"INSERT INTO events ({_ENVELOPE}) VALUES ({_GIVEN.format('NEW.')}); "
-    "INSERT INTO unsealed (event) VALUES (last_insert_rowid()); "  # its key is the event's, so the rowid stays the same
+    "INSERT INTO unsealed (event) VALUES (last_insert_rowid()); "  # the key is the event's, so the rowid stays the same
     "INSERT INTO payloads (event, retention, salt, body) "
     "SELECT last_insert_rowid(), NEW.retention, NEW.salt, NEW.body WHERE NEW.words IS NOT NULL; "
     f"{waking('NEW.project', 'NEW.woken')}; END",
@@ -167,7 +167,7 @@ def envelope_leaf(envelope: Mapping[str, Any]) -> bytes:
     """Return the leaf of an envelope: a mapping of `FIELDS`.
 
     Raises:
-        InputError: it contains a value that canonical JSON cannot hold.
+        InputError: the envelope contains a value that canonical JSON cannot hold.
     """
     return leaf_hash(canonical_json({name: envelope[name] for name in FIELDS}))
 
@@ -188,7 +188,7 @@ class AuditColumns:
     """The rules by which events record one table."""
 
     table: Table
-    title: str  # of a row, from its columns
+    title: str  # format of a row's name, with the row's columns
     words: frozenset[str] = frozenset()  # free text and personal data
 
     @functools.cached_property
@@ -202,7 +202,7 @@ class AuditColumns:
         return tuple(column.name for column in self.table.columns)
 
     def name(self, row: Mapping[str, Any]) -> str:
-        """Return the name of a row, for people."""
+        """Return the human-readable name of a row."""
         return self.title.format(**row)
 
     @functools.cached_property
@@ -264,7 +264,7 @@ class Change:
     sign: str
     table: str
     key: Mapping[str, Any]
-    values: Mapping[str, Any]  # new row: all; changed row: the changed ones; removed row: none
+    values: Mapping[str, Any]  # all columns of a new row; the changed columns of a changed row; none of a removed row
 
     def told(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the part for the envelope, and the part for the words."""
@@ -316,7 +316,7 @@ class Journal:
         """Append an event with changed rows and other facts (states, numbers, digests). Text in `said` is erasable.
 
         Raises:
-            InputError: it contains a value that canonical JSON cannot hold.
+            InputError: the event contains a value that canonical JSON cannot hold.
         """
         audited = dict(auditable(facts or {}))
         told = [change.told() for change in changes]
@@ -353,7 +353,7 @@ class Journal:
             self._connection.execute(_telling(self._connection.dialect.name), told)
 
     def _whole(self, row: Mapping[str, Any], payload: Payload | None) -> dict[str, Any]:
-        """Return the values of `_telling`; its statement checks a cached id of the author."""
+        """Return the parameters of the statement of `_telling`, which checks a cached id of the author."""
         name = self.author.name
         signed = {**row, "author": row["principal"], "called": None if name in self.found else name, "woken": None}
         del signed["principal"]

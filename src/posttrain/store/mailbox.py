@@ -4,16 +4,17 @@
 
     start.json              the job's first write, or a tombstone: created once, so exactly one process begins
     events/000001.jsonl     facts of the job: write-once segments, numbered without gaps; samples/ likewise
-    events/packs/000001     64 segments in one object, written before their removal: readers read each exactly once
+    events/packs/000001     64 segments in one object, written before they are removed: each is read exactly once
     summary.json            the job's progress: replaced with every segment, so readers need not read segments
     controls/000001.json    orders to the job: numbered, typed, write-once
     controls/acks/000001.json   the job's acknowledgement of an order
     result.json             the job's result: written last, and once
 
-    The port `MailboxObjects` hides the place of the objects; `store.mailboxes` has its back-ends. This module counts up
-    numbered objects instead of listing them where possible, and replaces no object except `summary.json`. If the answer
-    to a write is lost (a PUT that succeeded without a response), the object is read afterwards: a retry never
-    duplicates a fact, an order or a start. Jobs import this module, so it uses only the standard library.
+    The port `MailboxObjects` hides the place of the objects; `store.mailboxes` has its back-ends. Where possible, this
+    module reads numbered objects one after the other instead of listing them. It replaces no object except
+    `summary.json`. If the answer to a write is lost (a PUT that succeeded without a response), the object is read
+    afterwards, so a retry never duplicates a fact, an order or a start. Jobs import this module, so it uses only the
+    standard library.
 """
 
 from __future__ import annotations  # `shaped` reads the annotations of its forms as text
@@ -67,7 +68,7 @@ class MailboxObjects(Protocol):
         """
 
     def overwrite(self, key: str, data: bytes) -> None:
-        """Replace an object that only one process writes; it need not survive a power cut.
+        """Replace an object that only one process writes; the new content need not survive a power cut.
 
         Raises:
             WorkspaceError, InfrastructureError: see `create`.
@@ -105,9 +106,9 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The `start` object: the process that begins an attempt, or, with a reason in `cancelled`, a tombstone."""
+    """The `start` object: the process that began an attempt; or a tombstone, which has a reason in `cancelled`."""
 
-    epoch: int  # the attempt's
+    epoch: int  # epoch of the attempt
     host: str
     pid: int
     process: str  # identity of the process; a pid alone may be reused
@@ -124,9 +125,9 @@ class Summary:
     total: int
     phase: str
     tokens: int
-    segment: int  # the newest segment of its facts
+    segment: int  # number of the newest segment of facts
     at: float
-    phases: int = 0  # ended spans, which show progress within a long step
+    phases: int = 0  # number of ended spans, which show progress within a long step
 
 
 class Mailbox:
@@ -140,13 +141,16 @@ class Mailbox:
         self._objects, self._pause = objects, pause
 
     def start(self, epoch: int, process: str) -> Start | None:
-        """Begin the attempt, as a job's first action. Return None, or the earlier start: then the job must end."""
+        """Begin the attempt, as a job's first action. Return None; or the earlier start, if there is one.
+
+        A job that receives an earlier start must end.
+        """
         mine = _start(epoch, process)
         held = self._held(mine)
         return None if held.token == mine.token else held
 
     def bury(self, epoch: int, why: str) -> Start | None:
-        """Write a tombstone, so a late job computes nothing; return the earlier start, if there is one.
+        """Write a tombstone, so that a late job computes nothing; return the earlier start, if there is one.
 
         Returns:
             None: no job of this attempt has begun, and none will. Otherwise the start of the job that began earlier.
@@ -200,7 +204,7 @@ class Mailbox:
         """Write segment `number` of a stream, once; a repeated call with the same bytes has no effect.
 
         Raises:
-            ConflictError: the segment has different facts, so another process writes.
+            ConflictError: the segment has different facts, so another process writes the stream.
         """
         if self._create(_segment(stream, number), data) != data:
             raise ConflictError(
@@ -270,7 +274,10 @@ class Mailbox:
             yield from reversed(self._unpacked(stream, group, whole) if whole is not None else [])
 
     def pack(self, stream: str, number: int) -> None:
-        """Pack a complete group of segments, which ends with `number`, into one object; only for their writer."""
+        """Pack the group of segments that ends with `number`, if it is complete, into one object.
+
+        Only the writer of the segments may call this.
+        """
         if number % PACK:
             return
         group, members = _group(number), range(number - PACK + 1, number + 1)
@@ -284,7 +291,7 @@ class Mailbox:
             self._objects.remove(_segment(stream, member))
 
     def summarise(self, summary: Summary) -> None:
-        """Write the job's progress. A write without an answer is not retried: the next call replaces it."""
+        """Write the job's progress. A write without an answer is not retried, because the next call replaces it."""
         with suppress(InfrastructureError):
             self._objects.overwrite(_SUMMARY, _json(asdict(summary)))
 

@@ -7,17 +7,19 @@ other server takes it over.
 
 A repeated request with the same key gets the same answer, and is not carried out again.
 
-Parts of unfinished uploads are objects in the store, and rows that name them. Any server can continue an upload:
+Each part of an unfinished upload is an object in the store, and a row that names the object. Any server can continue an
+upload:
 
 ::
 
     uploads/PROJECT/HEX.START.RANDOM    the bytes received from offset START
 
 An upload is identified by digest and size: a request with a different size for the same digest is a different upload
-and shares no parts. A part counts only after its row exists. If two requests send the same part, one gets the row, and
-the object of the other is deleted. Objects without a row, left by a killed process, are deleted by `posttrain gc`.
+and shares no parts. A part counts only after its row exists. If two requests send the same part, the row of only one
+request is stored, and the object of the other request is deleted. Objects that a killed process left without a row are
+deleted by `posttrain gc`.
 
-Bytes that a project sent are noted before any row names them, so every server of the ledger finds them.
+Bytes that a project sent are recorded before any row names them, so every server of the ledger finds them.
 """
 
 import itertools
@@ -44,10 +46,10 @@ from posttrain.store.trees import file_digest
 
 SILENT_SECONDS = 60.0  # seconds without a report after which an operation counts as lost
 BEAT_SECONDS = 15.0  # seconds between two reports of a server on an operation
-FORGOTTEN_SECONDS = 3600.0  # seconds without a request for its status
+FORGOTTEN_SECONDS = 3600.0  # seconds without a request for the status after which an operation is deleted
 _LOOKED_SECONDS = 2.0  # minimum seconds between two records of a client's request
 BEGUN, DONE = "begun", "done"
-_NOBODY = "nobody"  # in place of a process
+_NOBODY = "nobody"  # the owner of a released request
 PART = 8 << 20  # bytes of every part of a request except the last
 LEAST = 256 << 10  # minimum bytes of a request that does not end its upload; each part costs a row and an object
 _UPLOADS = "uploads"
@@ -62,11 +64,11 @@ class Begun:
     principal: str  # pseudonymous id
     verb: str
     body: str  # digest of the request
-    server: str  # process that carries it out, HOSTNAME:PID:START
-    document: str  # the status last reported, as JSON
+    server: str  # process that carries out the operation, HOSTNAME:PID:START
+    document: str  # the last reported status, as JSON
     ago: float  # seconds since that report
     over: bool
-    lost: bool  # whether no server carries it out and its result is unknown
+    lost: bool  # whether no server carries out the operation and its result is unknown
 
 
 class Operations:
@@ -81,7 +83,7 @@ class Operations:
         self._database, self._clock, self._server, self._alive = database, clock, server, alive
 
     def begin(self, number: str, project: str, principal: str, verb: str, body: str, document: str) -> Begun | None:
-        """Record that this server carries out an operation; return the existing record if a server already does.
+        """Record that this server carries out an operation; return the existing record if a server already does so.
 
         Operations that no client has queried for long are deleted.
         """
@@ -94,7 +96,7 @@ class Operations:
                 known = self._read(connection, operations.c.id == number)
                 if known is not None and not (known.over or known.lost):
                     return known
-                if known is not None:  # only the row that was read, not one inserted since
+                if known is not None:  # delete only the row that was read, not a row inserted since
                     connection.execute(delete(operations).where(*keyed(operations, id=number, server=known.server)))
                 try:
                     with connection.begin_nested():
@@ -104,13 +106,16 @@ class Operations:
                     continue
 
     def tell(self, number: str, document: str, *, over: bool) -> None:
-        """Report the status of an operation, and that this server is alive."""
+        """Record the status of an operation, and that this server is alive."""
         with self._database.write(across="a server has operations of every project") as connection:
             told = {"document": document, "over": int(over), "told_at": now_in(connection, self._clock)}
             connection.execute(update(operations).where(*self._mine(number)).values(told))
 
     def heard(self, number: str) -> tuple[float, bool]:
-        """Return seconds since a client's last request, and whether it was cancelled; (inf, False) if not ours."""
+        """Return the seconds since a client last requested the status, and whether the operation was cancelled.
+
+        The result is (inf, False) if this server does not carry out the operation.
+        """
         with self._database.read(across="a server has operations of every project") as connection:
             now = now_in(connection, self._clock)
             row = connection.execute(
@@ -124,7 +129,7 @@ class Operations:
             connection.execute(delete(operations).where(*self._mine(number)))
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:
-        """Return a principal's operation that another server carries out, or None; record the request."""
+        """Return a principal's operation, which another server may carry out, or None; record the client's request."""
         mine = _of(number, project, principal)
         with self._database.of(project).read() as connection:
             found = self._read(connection, mine)
@@ -136,7 +141,7 @@ class Operations:
         return found
 
     def cancel(self, number: str, project: str, principal: str) -> None:
-        """Request that the server that carries out an operation ends it."""
+        """Request that the server that carries out an operation end the operation."""
         with self._database.of(project).write() as connection:
             connection.execute(update(operations).where(_of(number, project, principal)).values(ending=1))
 
@@ -173,9 +178,9 @@ class Known:
 
     body: str  # digest of the request
     state: str  # begun | done
-    owner: str  # process that began it
+    owner: str  # process that began the request
     status: int | None
-    answer: str | None  # None: not stored
+    answer: str | None  # None: the answer was not stored
     at: float
 
 
@@ -190,7 +195,7 @@ class IdempotencyKeys:
         self._ledger, self._key = ledger, {"project": ledger.project, "principal": principal}
 
     def begin(self, key: str, verb: str, body: str, owner: str) -> Known | None:
-        """Record that a request is being answered; return its record if it was received earlier."""
+        """Record that a request is being answered; return the existing record if the request was received earlier."""
         row = {**self._key, "key": key, "verb": verb, "body": body, "state": BEGUN, "owner": owner}
         with self._ledger.database.write() as connection:
             try:
@@ -213,9 +218,9 @@ class IdempotencyKeys:
             connection.execute(update(requests).where(*self._of(key)).values(state=DONE, status=status, answer=answer))
 
     def leave(self, key: str, owner: str) -> None:
-        """Release a partly written request, so another process can continue the request.
+        """Release a partly written request, so that another process can continue the request.
 
-        It has no effect if another process has taken the request over, e.g. because this server was suspended.
+        The call has no effect if another process has taken over the request, e.g. because this server was suspended.
         """
         with self._ledger.database.write() as connection:
             connection.execute(
@@ -223,7 +228,7 @@ class IdempotencyKeys:
             )
 
     def forget(self, key: str, owner: str) -> None:
-        """Delete a request that `owner` did not carry out, for a retry; no effect if it has a new owner."""
+        """Delete a request that `owner` did not carry out, so that it can be retried; no effect for any other owner."""
         with self._ledger.database.write() as connection:
             connection.execute(delete(requests).where(*self._of(key), requests.c.owner == owner))
 
@@ -271,7 +276,7 @@ class PartStore:
             obstore.delete(self._store, f"{_UPLOADS}/{name}")
 
     def stored(self) -> dict[str, float]:
-        """Return all parts, and objects that clients sent directly: name → time written (seconds since the epoch)."""
+        """Return the write times (seconds since the epoch) of parts and of directly sent objects, by name."""
         with answering(self.url, _UPLOADS):
             every = [one for some in obstore.list(self._store, prefix=_UPLOADS) for one in some]
         return {str(one["path"]).removeprefix(f"{_UPLOADS}/"): one["last_modified"].timestamp() for one in every}
@@ -284,7 +289,7 @@ class Parts:
         self._ledger, self._store = ledger, store
 
     def sizes(self, digest: str) -> dict[int, int]:
-        """Return the bytes received of each upload of a digest, by the upload's size."""
+        """Return the number of bytes received for each upload of a digest, by the upload's size."""
         with self._ledger.database.read() as connection:
             query = select(parts.c.total, func.sum(parts.c.size)).where(*self._of(digest)).group_by(parts.c.total)
             return {int(total): int(have) for total, have in connection.execute(query)}
@@ -315,9 +320,9 @@ class Parts:
             raise
 
     def whole(self, digest: str, total: int, path: Path) -> str:
-        """Write all `total` received bytes to a file; return its digest.
+        """Write all `total` received bytes to a file; return the file's digest.
 
-        Empty: the parts do not add up to `total`, or another server has finished the upload.
+        The digest is empty if the parts do not add up to `total`, or another server has finished the upload.
 
         Raises:
             ConflictError: a part was deleted, so all parts are deleted; the client must send the upload again.
@@ -349,7 +354,7 @@ class Parts:
 
 
 def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> list[str]:
-    """Delete the rows of every project's uploads without a part since a moment; return their objects."""
+    """Delete the rows of all uploads, in every project, that got no part since a moment; return their objects."""
     upload = parts.c.project, parts.c.digest, parts.c.total
     late = select(*upload).group_by(*upload)
     with ledger.database.write(across="garbage of every project") as connection:
@@ -373,7 +378,7 @@ def _quicker(digest: str) -> ConflictError:
 
 
 class PendingUploads:
-    """The sent bytes of one project."""
+    """The record of the bytes that one project sent."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -382,7 +387,7 @@ class PendingUploads:
         """Record that the project has sent these bytes.
 
         Args:
-            shown: whether every viewer of the project may read them.
+            shown: whether every viewer of the project may read the bytes.
         """
         row = {"project": self._ledger.project, "digest": digest}
         now = self._ledger.clock.now()

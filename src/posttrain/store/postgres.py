@@ -22,7 +22,7 @@ SCHEME = "postgresql"
 EXTRA = "pip install 'posttrain[postgres]'"
 _DRIVER = "postgresql+psycopg"
 _SPELLINGS = (SCHEME, "postgres", _DRIVER)
-_SECRETS = ("password", "sslpassword")  # libpq takes these as parameters of a URL, too
+_SECRETS = ("password", "sslpassword")  # libpq accepts these as parameters of a URL
 _CONNECT_SECONDS = 10
 _NOTICED = {  # options with which a lost server is detected within a minute
     **{"keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4},  # seconds, seconds, times
@@ -64,11 +64,11 @@ def checked_address(address: str) -> str:
     """Return the address in its normal form, as it is stored and compared.
 
     Raises:
-        InputError: the address is not of PostgreSQL, or contains a password.
+        InputError: the address is not a PostgreSQL address, or contains a password.
     """
     try:
         url = make_url(address) if is_address(address) else None
-    except (exc.ArgumentError, ValueError):  # a port that is not a number
+    except (exc.ArgumentError, ValueError):  # such as a port that is not a number
         url = None
     if url is None or not url.database:
         masked = f"{address.partition('://')[0]}://…" if "://" in address else address
@@ -85,7 +85,7 @@ def with_driver(url: URL) -> URL:
 def shown(url: URL) -> str:
     """Return the URL as people write it, without any secret."""
     bare = URL.create(SCHEME, url.username, None, url.host, url.port, url.database, url.query)
-    return bare.difference_update_query(_SECRETS).render_as_string().replace("%2F", "/")  # a socket's folder
+    return bare.difference_update_query(_SECRETS).render_as_string().replace("%2F", "/")  # slashes of a socket's folder
 
 
 def refuse_secrets(url: URL) -> None:
@@ -101,8 +101,9 @@ def refuse_secrets(url: URL) -> None:
 def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
     """Return the connection options of an engine.
 
-    A process that waits for a lock gives up after `busy_seconds`, as on SQLite. If a process that holds a lock is idle
-    for half as long (stopped, swapped out, cut off), the server ends its session, before the waiting processes give up.
+    A process that waits for a lock gives up after `busy_seconds`, as on SQLite. If the process that holds the lock is
+    idle for half as long (stopped, swapped out or disconnected), the server ends that process's session, before the
+    waiting processes give up.
     """
     waits = {
         "lock_timeout": busy_seconds,
@@ -125,7 +126,7 @@ def may_write(connection: Connection, table: str) -> bool:
 
 
 def product(connection: Connection) -> tuple[str, str]:
-    """Return name and version of the server, and the settings with which a power cut can lose commits, or ""."""
+    """Return the server's name and version, and the settings that allow a power cut to lose commits ("": none)."""
     wanted = "SELECT name, setting FROM pg_settings WHERE name IN ('server_version', 'fsync', 'synchronous_commit')"
     rows = {str(row[0]): str(row[1]) for row in connection.execute(text(wanted))}
     unsafe = [name for name in ("fsync", "synchronous_commit") if rows[name] == "off"]
@@ -133,7 +134,7 @@ def product(connection: Connection) -> tuple[str, str]:
 
 
 def translate(error: BaseException | None, place: str, busy_seconds: float) -> PosttrainError:
-    """Translate an error of the driver into one with a one-line message."""
+    """Translate an error of the driver into an error with a one-line message."""
     said, state = " ".join(str(error).split()), getattr(error, "sqlstate", None) or ""
     if state in _LATE:
         return DeadlineError(

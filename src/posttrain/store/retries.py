@@ -1,4 +1,4 @@
-"""Retries while a server is unreachable, and a job's access to its server: a token and an address in its folder.
+"""Retries while a server is unreachable, and a job's access to its server: a token and an address in the job's folder.
 
 Clients and jobs retry in the same way. They wait minutes for an unreachable server, and a job's log records the wait.
 At each try a job reads the token and the address again from its attempt's folder, which is private to its owner:
@@ -10,7 +10,7 @@ At each try a job reads the token and the address again from its attempt's folde
 
 The job can write both files, so no part of the server reads them; the driver keeps their contents in memory.
 
-Jobs import this module, so it imports only the standard library and the modules for the folder.
+Jobs import this module, so it imports only the standard library and the modules that access the folder.
 """
 
 import http.client
@@ -30,15 +30,15 @@ from posttrain.domain.errors import InfrastructureError, IntegrityError, Unavail
 from posttrain.store.atomic import read_untrusted, write_json
 
 FILE, ADDRESS = "access.json", "address.json"
-PRIVATE_CACHE = "cache"  # in an attempt's folder: blobs fetched, verified and read only by its job in an image
-SOCKETS = "sockets"  # below the workspace: its server's sockets for jobs without a network
+PRIVATE_CACHE = "cache"  # folder in an attempt's folder; its blobs are for the attempt's job in an image only
+SOCKETS = "sockets"  # folder in the workspace: the server's sockets for jobs without a network
 SOCKET = "server.sock"
 INSIDE = "/run/posttrain"  # the path of that folder in such jobs
-_MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
+_MOST = 1 << 20  # maximum bytes of an access file; a certificate with its chain has a few thousand bytes
 PATIENCE = 900.0  # seconds that a server may be unreachable
 REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
-STALLED = 90.0  # seconds without a byte; longer than a server waits for its store
+STALLED = 90.0  # seconds without a byte until a connection fails; longer than a server waits for its store
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries; the last value repeats
 _TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
@@ -47,10 +47,10 @@ W = TypeVar("W")
 
 
 class AwayError(Exception):
-    """A server gave no answer, or asked to retry.
+    """A server did not answer, or requested a retry.
 
     Args:
-        pause: seconds that the server asks to wait (Retry-After); 0: not specified.
+        pause: seconds to wait, as the server requested (Retry-After); 0: not specified.
     """
 
     def __init__(self, words: str, pause: float = 0.0) -> None:
@@ -65,7 +65,7 @@ def patiently(
     hope: str,
     pause: Callable[[float], None] | None = None,
 ) -> T:
-    """Call `ask` until it returns; retry while it raises `away`, and raise this error after `patience` seconds.
+    """Call `ask` until it returns; retry while it raises `away`, and raise the last error after `patience` seconds.
 
     Args:
         hope: the end of the message that is printed once, after some tries.
@@ -87,9 +87,9 @@ def patiently(
 class JobAccess:
     """A job's access to its server."""
 
-    url: str  # of the host's server
+    url: str  # URL of the host's server
     token: str = field(repr=False)
-    certificate: str = ""  # of the server, in PEM; empty: no TLS
+    certificate: str = ""  # the server's certificate, in PEM; empty: no TLS
     socket: str = ""  # path of the server's socket, for a job without a network
 
     def write(self, folder: Path) -> None:
@@ -205,11 +205,11 @@ def connected(
     """Return a connection to the server of a URL.
 
     Args:
-        certificate: in PEM, to trust instead of the default authorities.
-        pinned: accept the certificate for any host name: jobs use the server's address.
+        certificate: a certificate in PEM, to trust instead of the default authorities.
+        pinned: whether to accept the certificate for any host name, because jobs use the server's address.
         local: a socket on this machine to connect to instead.
-        patience: timeout of the connect, in seconds.
-        silence: seconds without a byte after the connect.
+        patience: timeout for connecting, in seconds.
+        silence: seconds without a byte, once connected, until an operation fails.
     """
     parts = urlsplit(url)
     host, port = str(parts.hostname), parts.port
@@ -230,7 +230,7 @@ def connected(
 
 
 class KeptConnection(threading.local):
-    """A connection that is open between requests; each thread has a separate connection."""
+    """A connection that stays open between requests; each thread has a separate connection."""
 
     made: http.client.HTTPConnection | None = None
     _way: object = None

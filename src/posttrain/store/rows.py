@@ -2,7 +2,7 @@
 
 The reads cover access (roles in the project, and tokens for it); sinks, their cursors, and the sealed events that they
 receive; channels (live release, history, quarantine) and how often items were evaluated; approvals, and the runs that
-wait for one.
+wait for an approval.
 """
 
 import operator
@@ -57,7 +57,7 @@ from posttrain.store.scope import across
 Record = TypeVar("Record")
 _ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
 _ROLES = _ROLES.where(roles.c.project == bindparam("of_project")).order_by(principals.c.name)
-SINK_ADDED = "sink.added"  # the event
+SINK_ADDED = "sink.added"  # the event of an added sink
 _NAMES = 500  # names per statement
 LIVE = "live"  # the role of a channel's live release
 
@@ -89,7 +89,7 @@ def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
 
 
 def to_records(kind: type[Record], found: Result[*tuple[Any, ...]]) -> list[Record]:
-    """Return all rows of a result as by `to_record`; the positions of columns are looked up once."""
+    """Return all rows of a result, each as `to_record` returns it; the positions of columns are looked up once."""
     if kind in (Asset, ChannelRecord):
         return [to_record(kind, row) for row in found]
     columns = list(found.keys())
@@ -98,7 +98,7 @@ def to_records(kind: type[Record], found: Result[*tuple[Any, ...]]) -> list[Reco
 
 
 def to_event(row: Row[*tuple[Any, ...]]) -> Event:
-    """Return an envelope with its words, sequence and actor's name, as an `Event`: `payload["changes"]` has changes."""
+    """Return an envelope with its words, sequence and actor's name, as an `Event`; `payload["changes"]`: changes."""
     values = dict(row._mapping)
     audited = dict(values["audited"])
     body = values["body"] or {}
@@ -150,7 +150,7 @@ class Reading:
         return to_records(kind, self._connection.execute(query, values))
 
     def _one(self, kind: type[Record], query: Select[Any]) -> Record | None:
-        """The first row; None: there is no row."""
+        """Return the first row; None if there is no row."""
         return next(iter(self._all(kind, query)), None)
 
     def _each(
@@ -161,7 +161,7 @@ class Reading:
         names: Sequence[str],
         values: Mapping[str, Any] | None = None,
     ) -> list[Record]:
-        """Yield the rows whose column has one of these values, read in batches."""
+        """Return the rows whose column has one of these values, read in batches."""
         return [one for part in batches(names) for one in self._all(kind, query.where(column.in_(part)), values)]
 
 
@@ -169,7 +169,7 @@ class PrincipalReading(Reading):
     """The part of a snapshot that reads access rights."""
 
     def roles(self) -> dict[str, Role]:
-        """Return principal → role in this project; empty if no role was ever assigned."""
+        """Return each principal's role in this project; empty if no role was ever assigned."""
         return {name: Role(role) for name, role in self._connection.execute(_ROLES, {"of_project": self._project})}
 
     def people(self) -> set[str]:
@@ -187,11 +187,11 @@ class PrincipalReading(Reading):
         return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
 
     def images(self) -> list[str] | None:
-        """Return the images that runs of this project may name; None if never set."""
+        """Return the images that runs of this project may name; None if the images were never set."""
         return self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
 
     def roles_of(self, name: str) -> dict[str, Role]:
-        """Return project → the role of a principal in it."""
+        """Return the role of a principal in each project."""
         query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
         query = query.where(principals.c.name == name).order_by(roles.c.project)
         found = self._connection.execute(across(query, "a principal has roles in several projects"))
@@ -203,7 +203,7 @@ class PrincipalReading(Reading):
         return [one for one in every if self._project in one.scopes]
 
     def token_behind(self, session: str, moment: float) -> Token | None:
-        """Return the token of a browser session by the session's digest; None if it does not exist or has expired."""
+        """Return a browser session's token, by the session's digest; None if the session is unknown or has expired."""
         query = _TOKENS.join(sessions, sessions.c.token == tokens.c.id)
         return self._one(Token, query.where(sessions.c.digest == session, sessions.c.expires_at > moment))
 
@@ -236,7 +236,7 @@ class SinkReading(Reading):
         return {one.sink: one for one in self._all(Cursor, select(cursors).where(cursors.c.project == self._project))}
 
     def sink_counts(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
-        """Return every sink with its cursor and the number of sealed events; one statement."""
+        """Return every sink with its cursor and the number of sealed events, in one statement."""
         columns = [cursors.c[name] for name in Cursor.__dataclass_fields__]
         here = (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name)
         query = self._my_sinks().add_columns(*columns, select(tree_head.c.size).scalar_subquery().label("size"))
@@ -253,7 +253,7 @@ class SinkReading(Reading):
         return int(self._connection.execute(select(tree_head.c.size)).scalar_one())
 
     def events_after(self, after: int) -> tuple[int, float | None]:
-        """Return the number of sealed events of this project after a position, and the time of the first."""
+        """Return the number of sealed events of this project after a position, and the time of the first such event."""
         count, first = self._connection.execute(
             select(func.count(), func.min(leaves.c.sequence))
             .select_from(leaves)
@@ -269,7 +269,7 @@ class SinkReading(Reading):
         """Return the sealed events with `sequence > after`, in order.
 
         Args:
-            words: include their free text, unless it was erased.
+            words: whether to include the free text of the events, unless it was erased.
         """
         query: Select[Any] = select(events, leaves.c.sequence).join(leaves, leaves.c.event == events.c.id)
         if words:
@@ -279,7 +279,7 @@ class SinkReading(Reading):
         return [_envelope(row, words) for row in rows]
 
     def run_facts(self, run_id: str) -> tuple[str, str]:
-        """Return the name and the owner of a run; two empty strings: no such run."""
+        """Return the name and the owner of a run; two empty strings if there is no such run."""
         query = select(runs.c.name, runs.c.owner).where(runs.c.project == self._project, runs.c.id == run_id)
         row = self._connection.execute(query).one_or_none()
         return ("", "") if row is None else (str(row.name), str(row.owner))
@@ -331,7 +331,7 @@ class ChannelReading(Reading):
         return self._all(Deployment, query.order_by(deployments.c.role))
 
     def history(self, name: str) -> list[ReleaseEntry]:
-        """Return every release of a channel, oldest first; `channel` returns the live one."""
+        """Return every release of a channel, oldest first; `channel` returns the live release."""
         return self._all(ReleaseEntry, self._releases().where(releases.c.channel == name).order_by(releases.c.sequence))
 
     def last_release(self, name: str) -> int:
@@ -340,7 +340,7 @@ class ChannelReading(Reading):
         return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
 
     def released(self, *run_ids: str) -> dict[str, str]:
-        """Return run → its last release, `channel@sequence`, for those of these runs that have one."""
+        """Return the last release, `channel@sequence`, of each of these runs that has a release."""
         query = (
             select(releases.c.run_id, releases.c.channel, releases.c.sequence)
             .order_by(releases.c.at)
@@ -353,7 +353,7 @@ class ChannelReading(Reading):
         return found
 
     def quarantine(self, name: str) -> list[Quarantine]:
-        """Return the models that may not be promoted to a channel again, newest first."""
+        """Return the models that must not be promoted to a channel again, newest first."""
         query = acted(quarantine).where(
             *keyed(quarantine, project=self._project, channel=name), quarantine.c.lifted_at.is_(None)
         )
@@ -382,9 +382,9 @@ class ChannelReading(Reading):
 
         Args:
             slots: prefix of the slots of the data.
-            output: the stages' output with the measurements.
+            output: name of the stages' output that has the measurements.
         """
-        # With DISTINCT SQLite reads it once; a self-join would read every edge of the project for each result
+        # With DISTINCT, SQLite reads the subquery once; a self-join would read every edge of the project per result
         left = select(edges.c.producer, edges.c.digest).where(edges.c.project == self._project).distinct()
         made = left.where(edges.c.consumer == "", edges.c.output == output).subquery("made")
         of_slots = edges.c.slot.startswith(slots, autoescape=True)
@@ -411,7 +411,7 @@ class ApprovalReading(Reading):
     def approval_requests(
         self, channel: str | None = None, run_id: str | None = None, prefix: str | None = None
     ) -> list[ApprovalRequest]:
-        """Return approval requests, oldest first: of a channel, for a run, or with this digest prefix."""
+        """Return approval requests, oldest first: for a channel, for a run, or with this digest prefix."""
         known = {"project": self._project, "channel": channel, "run_id": run_id}
         wanted = {name: value for name, value in known.items() if value is not None}
         query = _ASKED.where(*keyed(approval_requests, **wanted))
@@ -436,13 +436,13 @@ class ApprovalReading(Reading):
         return found
 
     def known_submitter(self, run_id: str) -> str | None:
-        """Return the submitter of a run; None if a release without such events recorded the run."""
+        """Return the submitter of a run; None if a version of Posttrain without such events recorded the run."""
         told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
         told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
         return self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
 
     def runs_that_wait_for_approval(self, channel: str | None = None) -> Sequence[str]:
-        """Return the ids of runs whose release, to this channel or any, waits for an approval."""
+        """Return the ids of runs whose release, to this channel or (None) to any channel, waits for an approval."""
         waits = keyed(stages, state=StageState.READY, reason=Reason.WAITING_FOR_APPROVAL)
         query = select(stages.c.run_id).join(approval_requests, approval_requests.c.run_id == stages.c.run_id)
         query = query.where(approval_requests.c.project == self._project, *waits)

@@ -2,11 +2,12 @@
 
 Only plain SQL types are used, so SQLite and PostgreSQL store the same values: times are 64-bit floats (seconds since
 the epoch), mappings are JSON text. `generation` is the compare-and-set counter of a row; leases are in separate columns
-and do not change it.
+and do not change the counter.
 
-A release must work on the same ledger as the previous release. Therefore a revision only adds tables, and columns that
-may be NULL or whose default is the empty value of their type. `schema_version.usable_since` is the oldest revision
-whose code may still use the ledger; a revision that does more than add is usable only since itself.
+A version of Posttrain must work on the same ledger as the previous version. Therefore a revision of the schema only
+adds tables, and columns that may be NULL or whose default is the empty value of their type.
+`schema_version.usable_since` is the oldest revision whose code may still use the ledger. If a revision does more than
+add, it is itself the oldest such revision.
 """
 
 import json
@@ -34,8 +35,8 @@ from sqlalchemy import (
 
 from posttrain.domain.errors import IntegrityError
 
-SCHEMA_VERSION = "0005"  # revisions are counted, so they compare as text
-USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this one
+SCHEMA_VERSION = "0005"  # revisions are numbered with leading zeros, so they compare as text
+USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this revision
 
 
 class UnreadableColumnError(IntegrityError, ValueError):
@@ -45,8 +46,8 @@ class UnreadableColumnError(IntegrityError, ValueError):
 class JsonText(TypeDecorator[Any]):
     """A JSON value as text.
 
-    It does not use the databases' JSON types: they differ, and PostgreSQL's rejects the NaN that a diverged stage
-    reports.
+    The databases' JSON types are not used, because they differ, and PostgreSQL's JSON type rejects the NaN that a
+    diverged stage reports.
     """
 
     impl = Text
@@ -60,7 +61,7 @@ class JsonText(TypeDecorator[Any]):
 
 
 def read_json_text(value: str | None) -> Any:
-    """Return the value of a column of `JsonText`.
+    """Return the value of a `JsonText` column.
 
     Raises:
         UnreadableColumnError: the value is not JSON.
@@ -103,7 +104,7 @@ runs = Table(
     Column("finished_at", Float(53)),
     Column("desired", String(32), nullable=False),
     Column("project", String(63), nullable=False, server_default="default"),
-    Column("repeat", Integer, nullable=False, server_default="1"),  # 1, 2, …: runs of one manifest
+    Column("repeat", Integer, nullable=False, server_default="1"),  # 1, 2, … among the runs of one manifest
     Index("runs_by_manifest", "project", "manifest_digest", "repeat", unique=True),
     Index("runs_by_name", "name"),
     Index("runs_by_state", "state"),
@@ -155,14 +156,14 @@ attempts = Table(
     Column("launched_at", Float(53)),
     Column("finished_at", Float(53)),
     Column("seconds", Float(53), nullable=False),
-    Column("host", String(32)),  # the only one whose drivers can reach its job; NULL: the ledger has one
-    Column("channel", Text),  # URL of its channel; empty: its folder; NULL: an older release, whose order has it
-    Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: no checkpoint, or as above
+    Column("host", String(32)),  # the only host whose drivers can reach the job; NULL: the ledger has one host
+    Column("channel", Text),  # URL of the mailbox; empty: the attempt's folder; NULL: in the order (older version)
+    Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: no checkpoint, or older version
     Column("resumed_step", Integer),
     Column("resumed_tokens", BigInteger),
-    Column("reserved_tokens", BigInteger),  # of the run's budget while it lives; NULL: no such limit
+    Column("reserved_tokens", BigInteger),  # part of the run's budget, while the attempt lives; NULL: no such limit
     Column("reserved_seconds", Float(53)),
-    Column("stop_cause", String(16)),  # why its job was stopped; NULL: it was not
+    Column("stop_cause", String(16)),  # why the job was stopped; NULL: it was not stopped
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
     Index("attempts_by_state", "state"),
 )
@@ -172,7 +173,7 @@ signals = Table(
     Column("project", String(63), primary_key=True),
     Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
     Column("name", String(63), primary_key=True),
-    Column("principal", String(32), nullable=False),  # who sent it
+    Column("principal", String(32), nullable=False),  # who sent the signal
     Column("at", Float(53), nullable=False),
     Column("reason", Text, nullable=False),
 )
@@ -182,9 +183,9 @@ notes = Table(
     Column("project", String(63), primary_key=True),
     Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
     Column("number", Integer, primary_key=True),
-    Column("principal", String(32), nullable=False),  # who wrote it
+    Column("principal", String(32), nullable=False),  # who wrote the note
     Column("at", Float(53), nullable=False),
-    Column("text", Text, nullable=False),  # empty: it is a tag
+    Column("text", Text, nullable=False),  # empty: the row is a tag
     Column("tag", String(24), nullable=False),
     Index("notes_by_tag", "project", "tag", "run_id"),
 )
@@ -202,7 +203,7 @@ releases = Table(
     metadata,
     Column("project", String(63), primary_key=True),
     Column("channel", String(128), primary_key=True),
-    Column("sequence", Integer, primary_key=True),  # 1, 2, … within the channel: two writers cannot use the same
+    Column("sequence", Integer, primary_key=True),  # 1, 2, … in the channel; two writers cannot use the same number
     Column("model_digest", String(71), nullable=False),
     Column("run_id", String(64)),
     Column("action", String(32), nullable=False),
@@ -215,10 +216,10 @@ channels = Table(
     metadata,
     Column("project", String(63), primary_key=True),
     Column("name", String(128), primary_key=True),
-    Column("policy", String(71)),  # digest of the document with the gates of a release; NULL: no policy
+    Column("policy", String(71)),  # digest of the document with the gates for releases; NULL: no policy
     Column("protected", Integer, nullable=False),  # 1: policy and quarantine change by approval only
     Column("frozen", String(16), nullable=False),  # the rejected moves: empty | releases | all
-    Column("revision", Integer, nullable=False),  # counts changes of its policy or protection
+    Column("revision", Integer, nullable=False),  # counts changes of the policy or protection
     Column("generation", Integer, nullable=False),  # counts releases and changes of the columns above
 )
 deployments = Table(
@@ -240,19 +241,19 @@ quarantine = Table(
     Column("model_digest", String(71), primary_key=True),
     Column("release", Integer, nullable=False),  # the rollback that took the model off the channel
     Column("since", Float(53), nullable=False),
-    Column("principal", String(32), nullable=False),  # who rolled back, or lifted it
-    Column("lifted_at", Float(53)),  # NULL: it may not be promoted there
-    Column("reason", Text, nullable=False),  # for lifting it
+    Column("principal", String(32), nullable=False),  # who rolled back, or who lifted the quarantine
+    Column("lifted_at", Float(53)),  # NULL: the model must not be promoted to the channel
+    Column("reason", Text, nullable=False),  # reason for lifting the quarantine
 )
 approval_requests = Table(
     "approval_requests",
     metadata,
     Column("project", String(63), primary_key=True),
-    Column("digest", String(71), primary_key=True),  # of `asked`
+    Column("digest", String(71), primary_key=True),  # digest of `asked`
     Column("channel", String(128), nullable=False),
     Column("run_id", String(64)),
     Column("asked", JsonText, nullable=False),  # the requested action, with everything that it would change
-    Column("principal", String(32), nullable=False),  # who requested it
+    Column("principal", String(32), nullable=False),  # who requested the action
     Column("at", Float(53), nullable=False),
     Index("approval_requests_by_channel", "project", "channel"),
     Index("approval_requests_by_run", "run_id"),
@@ -268,18 +269,18 @@ approvals = Table(
     Column("reason", Text, nullable=False),
     ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
 )
-looks = Table(  # written by older releases, which counted judgements; `ChannelReading.looks` counts evaluations
+looks = Table(  # written by older versions, which counted judgements; `ChannelReading.looks` counts evaluations
     "looks",
     metadata,
     Column("project", String(63), primary_key=True),
     Column("channel", String(128), primary_key=True),
-    Column("number", Integer, primary_key=True),  # 1, 2, … of the channel
-    Column("items", String(71), nullable=False),  # digest of the suites and evaluators of its gates
+    Column("number", Integer, primary_key=True),  # 1, 2, … in the channel
+    Column("items", String(71), nullable=False),  # digest of the gates' suites and evaluators
     Column("lineage", String(71), nullable=False),  # base model of the candidate
     Column("candidate", String(71), nullable=False),
     Column("run_id", String(64), nullable=False),
     Column("outcome", String(16), nullable=False),
-    Column("owner", Text, nullable=False),  # of the run
+    Column("owner", Text, nullable=False),  # owner of the run
     Column("at", Float(53), nullable=False),
     Index("looks_by_items", "project", "items"),
 )
@@ -306,8 +307,8 @@ asset_status = Table(  # people's assessments of versions, which themselves neve
     Column("kind", String(32), primary_key=True),
     Column("name", String(256), primary_key=True),
     Column("version", Integer, primary_key=True),
-    Column("status", String(16), nullable=False),  # approved | recalled | nothing
-    Column("principal", String(32), nullable=False),  # who set it
+    Column("status", String(16), nullable=False),  # approved | recalled | empty
+    Column("principal", String(32), nullable=False),  # who set the status
     Column("at", Float(53), nullable=False),
     Column("reason", Text, nullable=False),
 )
@@ -317,11 +318,11 @@ artifacts = Table(
     Column("project", String(63), primary_key=True),
     Column("digest", String(71), primary_key=True),
     Column("form", String(16), nullable=False),
-    Column("bytes", BigInteger),  # NULL: written by an older release
-    Column("class", String(16), nullable=False),  # its class when it was first stored
+    Column("bytes", BigInteger),  # NULL: an older version wrote the row
+    Column("class", String(16), nullable=False),  # class of the artifact when it was first stored
     Column("created_at", Float(53), nullable=False),
 )
-edges = Table(  # domain/records.py defines the names of its ends
+edges = Table(  # domain/records.py defines the names of producers and consumers
     "edges",
     metadata,
     Column("project", String(63), primary_key=True),
@@ -341,7 +342,7 @@ holds = Table(
     Column("holder", String(256), primary_key=True),
     Column("reason", Text, nullable=False),
     Column("at", Float(53), nullable=False),
-    Column("released_at", Float(53)),  # NULL: it may not be deleted
+    Column("released_at", Float(53)),  # NULL: the bytes must not be deleted
 )
 
 # the log, tables that a crash may leave in any state, and principals
@@ -355,10 +356,10 @@ events = Table(
     Column("subject", Text, nullable=False),
     Column("principal", String(32), nullable=False),
     Column("auth", String(16), nullable=False),  # how the principal was authenticated: os | token | …
-    Column("request", String(32), nullable=False),  # of the transaction that wrote it
+    Column("request", String(32), nullable=False),  # id of the transaction that wrote the event
     Column("at", Float(53), nullable=False),
     Column("audited", JsonText, nullable=False),  # values of audited columns, and other states, numbers, digests
-    Column("words", String(71)),  # salted digest of its row in `payloads`; NULL: no words
+    Column("words", String(71)),  # salted digest of the event's row in `payloads`; NULL: no words
     Column("leaf", LargeBinary(32), nullable=False),
     Index("events_by_place", "subject", "at"),
     Index("events_by_request", "request"),
@@ -428,7 +429,7 @@ schema_versions = Table(  # one row
     "schema_version",
     metadata,
     Column("version_num", String(32), nullable=False),
-    Column("usable_since", String(32)),  # the oldest revision whose code may use it
+    Column("usable_since", String(32)),  # the oldest revision whose code may use the ledger
     PrimaryKeyConstraint("version_num", name="schema_version_pkc"),
 )
 work = Table(
@@ -438,10 +439,10 @@ work = Table(
     Column("project", String(63), nullable=False),
     Column("kind", String(16), nullable=False),  # run | stage | sweep
     Column("object", Text, nullable=False),
-    Column("affinity", Text),  # the only host that may observe it
+    Column("affinity", Text),  # the only host whose drivers may observe the object
     Column("due_at", Float(53), nullable=False),
     Column("priority", Integer, nullable=False),
-    Column("wanted_version", BigInteger, nullable=False),  # counts how often it was scheduled
+    Column("wanted_version", BigInteger, nullable=False),  # counts how often the object was scheduled
     Column("lease_owner", Text),
     Column("lease_token", String(32)),
     Column("lease_until", Float(53)),
@@ -456,7 +457,7 @@ work = Table(
 watches = Table(  # how long jobs have been silent
     "watches",
     metadata,
-    Column("attempt", Text, primary_key=True),  # its name
+    Column("attempt", Text, primary_key=True),  # the attempt's name
     Column("run_id", String(64), nullable=False),
     Column("progress", Text, nullable=False),
     Column("quiet", Float(53), nullable=False),
@@ -466,11 +467,11 @@ watches = Table(  # how long jobs have been silent
 hosts = Table(  # the hosts that share a ledger
     "hosts",
     metadata,
-    Column("id", String(32), primary_key=True),  # the identity of its workspace folder
+    Column("id", String(32), primary_key=True),  # the identity of the host's workspace folder
     Column("name", Text, nullable=False),  # HOSTNAME:FOLDER
-    Column("url", Text, nullable=False),  # of its server, for the other servers; empty: no server
-    Column("server", Text, nullable=False),  # process of that server, HOSTNAME:PID:START; empty: no server
-    Column("version", Text, nullable=False),  # of the Posttrain that wrote the row
+    Column("url", Text, nullable=False),  # URL of the host's server, for the other servers; empty: no server
+    Column("server", Text, nullable=False),  # process of the host's server, HOSTNAME:PID:START; empty: no server
+    Column("version", Text, nullable=False),  # version of Posttrain that wrote the row
     Column("seen_at", Float(53), nullable=False),
 )
 requests = Table(  # answers to requests, for clients that repeat a request because no answer arrived
@@ -482,25 +483,25 @@ requests = Table(  # answers to requests, for clients that repeat a request beca
     Column("verb", String(64), nullable=False),
     Column("body", String(71), nullable=False),  # digest of the request
     Column("state", String(16), nullable=False),  # begun | done
-    Column("owner", Text, nullable=False),  # process that began it
+    Column("owner", Text, nullable=False),  # process that began the request
     Column("status", Integer),
     Column("answer", Text),
     Column("at", Float(53), nullable=False),
     Index("requests_by_time", "at"),
 )
-operations = Table(  # requests with a later answer, which any server can return
+operations = Table(  # requests that are answered later; any server can return the answer
     "operations",
     metadata,
-    Column("id", String(26), primary_key=True),  # of its request
+    Column("id", String(26), primary_key=True),  # id of the request
     Column("project", String(63), nullable=False),
     Column("principal", String(32), nullable=False),
     Column("verb", String(64), nullable=False),
     Column("body", String(71), nullable=False),  # digest of the request
-    Column("server", Text, nullable=False),  # process that carries it out, HOSTNAME:PID:START
-    Column("document", Text, nullable=False),  # its status, as JSON
-    Column("over", Integer, nullable=False),  # 1: it ended, and the document has the result
-    Column("ending", Integer, nullable=False),  # 1: it was cancelled
-    Column("told_at", Float(53), nullable=False),  # last report of that process
+    Column("server", Text, nullable=False),  # process that carries out the operation, HOSTNAME:PID:START
+    Column("document", Text, nullable=False),  # status of the operation, as JSON
+    Column("over", Integer, nullable=False),  # 1: the operation has ended, and the document has the result
+    Column("ending", Integer, nullable=False),  # 1: the operation was cancelled
+    Column("told_at", Float(53), nullable=False),  # time of that process's last report
     Column("looked_at", Float(53), nullable=False),
     Index("operations_by_time", "looked_at"),
 )
@@ -513,33 +514,33 @@ uploads = Table(  # bytes in the store that a project sent, even if no row names
     Column("at", Float(53), nullable=False),
     Index("uploads_by_time", "at"),
 )
-parts = Table(  # of unfinished uploads: objects in the store
+parts = Table(  # the parts of unfinished uploads, which are objects in the store
     "parts",
     metadata,
     Column("project", String(63), primary_key=True),
-    Column("digest", String(71), primary_key=True),  # of the whole
-    Column("total", BigInteger, primary_key=True),  # bytes of the whole, as declared by its sender
+    Column("digest", String(71), primary_key=True),  # digest of the whole upload
+    Column("total", BigInteger, primary_key=True),  # bytes of the whole upload, as declared by the sender
     Column("start", BigInteger, primary_key=True),
     Column("size", BigInteger, nullable=False),
-    Column("object", Text, nullable=False),  # its name
+    Column("object", Text, nullable=False),  # name of the object
     Column("at", Float(53), nullable=False),
     Index("parts_by_time", "at"),
 )
-grants = Table(  # of running jobs: the attempt to which a job's secret gives access
+grants = Table(  # the attempts to which the secrets of running jobs give access
     "grants",
     metadata,
-    Column("digest", String(71), primary_key=True),  # of the secret
+    Column("digest", String(71), primary_key=True),  # digest of the secret
     Column("run_id", String(64), nullable=False),
     Column("stage", String(128), nullable=False),
     Column("number", Integer, nullable=False),
     Column("expires_at", Float(53), nullable=False),
-    Column("put_bytes", BigInteger, nullable=False),  # into its channel
+    Column("put_bytes", BigInteger, nullable=False),  # bytes that the attempt has written to its mailbox
     Index("grants_by_attempt", "run_id", "stage", "number"),
 )
-sessions = Table(  # of browsers: the token behind a session's secret
+sessions = Table(  # browser sessions, with the token behind each session's secret
     "sessions",
     metadata,
-    Column("digest", String(71), primary_key=True),  # of the secret
+    Column("digest", String(71), primary_key=True),  # digest of the secret
     Column("token", String(32), nullable=False),
     Column("expires_at", Float(53), nullable=False),
     Index("sessions_by_time", "expires_at"),
@@ -549,12 +550,12 @@ cursors = Table(  # the position of each sink in the log
     metadata,
     Column("project", String(63), primary_key=True),
     Column("sink", String(63), primary_key=True),
-    Column("sequence", BigInteger, nullable=False),  # of the last sealed event that was delivered
+    Column("sequence", BigInteger, nullable=False),  # sequence of the last sealed event that was delivered
     Column("failures", Integer, nullable=False),
     Column("error", Text, nullable=False),
     Column("failed_since", Float(53)),
     Column("not_before", Float(53)),
-    Column("at", Float(53)),  # of the last delivery
+    Column("at", Float(53)),  # time of the last delivery
     Column("lease_owner", Text),
     Column("lease_until", Float(53)),
 )
@@ -563,7 +564,7 @@ projects = Table(
     metadata,
     Column("id", String(63), primary_key=True),
     Column("created_at", Float(53), nullable=False),
-    Column("images", JsonText),  # that its runs may name; NULL: never set
+    Column("images", JsonText),  # images that the project's runs may name; NULL: never set
 )
 principals = Table(
     "principals",
@@ -590,7 +591,7 @@ tokens = Table(
     Column("created_at", Float(53), nullable=False),
     Column("expires_at", Float(53), nullable=False),
     Column("revoked_at", Float(53)),
-    Column("replaces", String(32)),  # the token that this one was rotated from
+    Column("replaces", String(32)),  # the token from which this token was rotated
     Index("tokens_by_principal", "principal"),
 )
 sinks = Table(  # destinations of events
@@ -599,9 +600,9 @@ sinks = Table(  # destinations of events
     Column("project", String(63), primary_key=True),
     Column("name", String(63), primary_key=True),
     Column("kind", String(16), nullable=False),  # webhook | jsonl | email
-    Column("settings", JsonText, nullable=False),  # of a secret only its place: an environment variable, a file
-    Column("rules", JsonText, nullable=False),  # that select events
+    Column("settings", JsonText, nullable=False),  # for a secret, only an environment variable or a file
+    Column("rules", JsonText, nullable=False),  # rules that select events
     Column("created_at", Float(53), nullable=False),
     Column("principal", String(32), nullable=False),
-    Column("paused", String(16), nullable=False),  # why deliveries stopped: empty: they did not | person | failing
+    Column("paused", String(16), nullable=False),  # why deliveries are paused: person | failing; empty: not paused
 )

@@ -1,9 +1,10 @@
 """The project scope of SQL statements: a statement that could reach rows of another project is rejected.
 
-A row has its project in a column, or by its run or event. `Scope` adds the condition to statements. Before a statement
-is sent, `guard` rejects a statement without the condition and, on a connection of one project, a statement that names
-another project. The exception is a connection that was opened, with a reason, for rows of every project. The verdict is
-cached with the compiled statement, so a repeated statement costs one look-up.
+A row's project is in a column of the row, or is the project of the row's run or event. `Scope` adds a condition on the
+project to statements. Before a statement is sent, `guard` rejects a statement without this condition and, on a
+connection of one project, a statement that names another project. The exception is a connection that was opened, with a
+reason, for rows of every project. The verdict is cached with the compiled statement, so a repeated statement costs one
+look-up.
 """
 
 import functools
@@ -56,10 +57,10 @@ CHILDREN: Mapping[str, tuple[str, Table]] = {  # table without a project column 
 }
 OWN = frozenset(name for name, table in metadata.tables.items() if PROJECT in table.c)
 Executes = TypeVar("Executes", bound=Executable)
-_VIEW = "telling"  # through which `store.journal` writes events on SQLite
+_VIEW = "telling"  # the view through which `store.journal` writes events on SQLite
 _VERDICT = "posttrain_unscoped"  # attribute of a compiled statement
 _WORDS = re.compile(r"[a-z_]+")
-_WRITTEN = re.compile(r"project(_m\d+)?")  # parameters of rows
+_WRITTEN = re.compile(r"project(_m\d+)?")  # names of parameters with the project of a written row
 _OF_THE_SAME = re.compile(r"on conflict \(project,|where (\w+)\.run_id = excluded\.run_id")  # same project on conflict
 _OF_PROJECT = re.compile(r"(?<![:\w])project\s*=\s*:project\b|\(project\b[^)]*\)\s*VALUES\s*\(:project\b")
 
@@ -97,14 +98,14 @@ class Scope:
 
 
 class UnscopedStatementError(RuntimeError):
-    """A statement over rows of a project names no project, or not its connection's: a bug in Posttrain."""
+    """A statement over rows of a project names no project, or not that of its connection; a bug in Posttrain."""
 
 
 def guard(engine: Engine) -> None:
-    """Reject statements of this engine that lack a required project, or name one that is not their connection's.
+    """Reject statements of this engine that lack a required project, or name a project other than their connection's.
 
     Raises:
-        UnscopedStatementError: from the execution of such a statement, which does not reach the database.
+        UnscopedStatementError: raised by the execution of such a statement, which does not reach the database.
     """
     event.listen(engine, "before_cursor_execute", _refuse)
 
@@ -124,13 +125,13 @@ def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> N
         raise UnscopedStatementError(f"a statement reads or changes rows of {found} in every project: {sent}")
     mine = context.execution_options.get(OF)
     for given in context.compiled_parameters if mine and names else ():
-        for name, value in given.items():  # of `IN`, each value has the parameter's name and a number
+        for name, value in given.items():  # in an `IN`, each value has the parameter's name and a number
             if value != mine and (name in names or name.rpartition("_")[0] in names):
                 raise UnscopedStatementError(f"a statement of project {mine} names {value!r}: {sent}")
 
 
 def _projects(compiled: Any) -> frozenset[str]:
-    """Return the parameters of a statement that are projects: in conditions, and in rows that it writes."""
+    """Return the names of the parameters that are projects, in a statement's conditions and in the rows it writes."""
     found = {
         compiled.bind_names.get(right)
         for part in visitors.iterate(compiled.statement)
@@ -144,13 +145,16 @@ def _projects(compiled: Any) -> frozenset[str]:
 
 
 def _written(statement: Any) -> Iterator[Any]:
-    """Return the expressions, other than plain values, that a statement writes as the project of a row."""
+    """Yield the expressions, other than plain values, that a statement writes as the project of a row."""
     values = getattr(statement, "_values", None) or {}
     yield from (value for column, value in values.items() if getattr(column, "name", column) == PROJECT)
 
 
 def _refused_write(statement: Insert | Update) -> str:
-    """The table of a write that may reach any project: from a query, over existing rows, or with computed values."""
+    """Return the table of a write that may reach any project; empty for every other write.
+
+    Such a write inserts the rows of a query, overwrites existing rows, or computes the project.
+    """
     table = str(getattr(statement.table, "name", statement.table))
     from_query = isinstance(statement, Insert) and statement.select is not None
     conflict = getattr(statement, "_post_values_clause", None)
@@ -172,7 +176,7 @@ def _named(sent: str) -> str:
 
 
 def unscoped(statement: ClauseElement) -> str:
-    """Return the name of a table whose rows of any project a statement reaches; empty if there is none."""
+    """Return the name of a table whose rows a statement reaches in any project; empty if there is no such table."""
     written = _in_words(statement)
     if written:
         return written
@@ -192,7 +196,7 @@ def unscoped(statement: ClauseElement) -> str:
 
 
 def _in_words(statement: ClauseElement) -> str:
-    """The first project table that text inside a statement names, unless that text compares the project itself."""
+    """Return the first project table that text inside a statement names, unless the text compares the project."""
     for part in visitors.iterate(statement):
         found = ""
         part = part.element if isinstance(part, TextualSelect) else part
@@ -208,7 +212,7 @@ def _in_words(statement: ClauseElement) -> str:
 
 
 def _unscoped_select(statement: Select[Any], outer: frozenset[FromClause] | set[FromClause]) -> str:
-    """Return `unscoped` for a SELECT inside others, whose tables `outer` are each limited to one project."""
+    """Return `unscoped` for a SELECT inside other SELECTs, whose tables, `outer`, are limited to one project."""
     froms: set[FromClause] = set()
     conditions = [(one, froms) for one in _conjuncts(statement._where_criteria)]
     parts = statement.get_final_froms()
@@ -245,7 +249,7 @@ def _opened(froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]
 
 
 def _aggregates(statement: Select[Any]) -> bool:
-    """Whether a query may return a row although no row meets its conditions."""
+    """Return whether a query may return a row although no row meets its conditions."""
     computed = any(
         isinstance(part, FunctionElement) for one in statement._raw_columns for part in visitors.iterate(one)
     )
@@ -257,7 +261,7 @@ def _held(
     conditions: list[tuple[Any, set[FromClause]]],
     given: Iterable[FromClause] = (),
 ) -> set[FromClause]:
-    """Return the tables limited to one project: those compared with a value, or with a table so limited."""
+    """Return the tables limited to one project: those compared with a value, or with a table that is so limited."""
     held = {one for one in froms if _key(one) is None} | set(given)
     grown = True
     while grown:
@@ -278,7 +282,7 @@ def _held(
 
 
 def _reads(part: Any) -> bool:
-    """Whether a FROM or a query reads a project table."""
+    """Return whether a FROM or a query reads a project table."""
     while isinstance(part, AliasedReturnsRows):
         part = part.element
     if isinstance(part, Table):
@@ -288,7 +292,7 @@ def _reads(part: Any) -> bool:
 
 
 def _key(part: Any) -> str | None:
-    """Return the column with the rows' project; empty: no project. None: a subquery, which is checked separately."""
+    """Return the column that gives the rows' project; empty: no project; None: a subquery, checked separately."""
     while isinstance(part, AliasedReturnsRows):
         part = part.element
     if not isinstance(part, Table):

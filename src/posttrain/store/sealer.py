@@ -1,18 +1,19 @@
 """The sealer, which assigns committed events their place in the Merkle tree, and heads that detect a lost tail.
 
-Writers append events with their leaves and without a number, so they are not serialised; afterwards one sealer at a
-time numbers the committed events, without gaps. It inserts leaves and complete tiles, and updates the head. The row
+Writers append events with leaves and without numbers, so writers are not serialised; afterwards one sealer at a time
+numbers the committed events, without gaps. The sealer inserts leaves and complete tiles, and updates the head. The row
 `tree_head` is the lock, which the sealer holds during its transaction, and the proof of the tail: without the head, a
-log without its last events would be valid and shorter.
+log that has lost its last events would be valid, only shorter.
 
 Heads of the event log are also stored outside the ledger: in the artifact store and in the orders of attempts. If a
-ledger loses its tail (its write-ahead log was removed) or is replaced by an older copy, it is consistent and its log
-verifies: only records outside the ledger show the loss. The store has one small object, `heads/LOG/SIZE-ROOT`, written
-when a command or a run ends; if there are several, each counts, so no writer can shorten the log. An order (`job.json`)
-contains the head at its launch. A job can write its folder, so an order can only add to the evidence of a loss. The run
-folders themselves show runs and attempts that the ledger lacks.
+ledger loses its tail (e.g. its write-ahead log was removed) or is replaced by an older copy, the ledger is consistent
+and its log verifies: only records outside the ledger show the loss. The store has one small object,
+`heads/LOG/SIZE-ROOT`, written when a command or a run ends; if there are several such objects, each one counts, so no
+writer can shorten the log. An order (`job.json`) contains the head at the launch of its job. A job can write its
+folder, so orders can only add to the evidence of a loss. The run folders themselves show runs and attempts that the
+ledger lacks.
 
-A user accepts an intended loss with a reason, by an event that names the heads and attempts to ignore.
+A user accepts an intended loss, with a reason; the event of the acceptance names the heads and attempts to ignore.
 """
 
 import functools
@@ -82,7 +83,7 @@ class TreeReport:
     sealed: int
     root: str
     pending: int
-    erased: int = 0  # events whose words were erased, by the record of later events
+    erased: int = 0  # number of events whose words were erased, as later events record
 
 
 def seal(ledger: Ledger) -> int:
@@ -143,7 +144,7 @@ class _Erasures:
 
 
 def root_at(connection: Connection, size: int) -> bytes | None:
-    """Return the root over the first `size` leaves, from tiles and the leaves after them; None if there are fewer."""
+    """Return the root over the first `size` leaves, from tiles and later leaves; None if there are fewer leaves."""
     peaks, at = list[bytes](), 0
     for level in reversed(range(-(-size.bit_length() // LEVELS))):
         wanted = size >> LEVELS * level & (1 << LEVELS) - 1
@@ -223,7 +224,7 @@ def of_subjects(connection: Connection, project: str, names: Collection[str]) ->
 
 
 def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
-    """Hash the blocks of leaves and of tiles that complete tiles cover, from these leaves upwards.
+    """Verify, from these leaves upwards, the blocks of leaves and of tiles that complete tiles cover.
 
     Leaves that no complete tile covers are part of the head.
     """
@@ -283,7 +284,7 @@ def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[st
 
 
 def _check_beginning(first: Mapping[str, Any]) -> None:
-    """Reject a log that continues one of schema 0001: it depends on events that this module does not verify."""
+    """Reject a log that continues a log of schema 0001, because it depends on events that are not verified here."""
     if first["kind"] != CREATED:
         raise _broken(1, f"a log must begin with {CREATED}, got {first['kind']}")
 
@@ -301,7 +302,7 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
 
 
 def _check_pending(connection: Connection, size: int, erased: _Erasures, *where: ColumnElement[bool]) -> int:
-    """Check that each unsealed event matches its leaf, and that each event is sealed or waits; return how many wait."""
+    """Check that unsealed events match their leaves, and that each event is sealed or waits; return how many wait."""
     query = select(events.c.id, unsealed.c.event.label("waits"), *_AS_WRITTEN)
     query = query.outerjoin(leaves, leaves.c.event == events.c.id).outerjoin(unsealed, unsealed.c.event == events.c.id)
     query = query.outerjoin(payloads, payloads.c.event == events.c.id).where(leaves.c.event.is_(None), *where)
@@ -332,17 +333,17 @@ def _broken(sequence: int, what: str) -> IntegrityError:
 class Lost:
     """Records outside the ledger that the ledger lacks: heads as `SIZE-ROOT`, attempts as `RUN/STAGE/NUMBER`."""
 
-    size: int  # of the ledger's log
+    size: int  # size of the ledger's log
     heads: tuple[str, ...] = ()
     attempts: tuple[str, ...] = ()
-    kept: int = 0  # heads in the store, of any log
-    named: bool = True  # whether lines name runs; not for members of one of several projects
+    kept: int = 0  # number of heads in the store, of any log
+    named: bool = True  # whether `lines` names runs; False for members of one of several projects
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.attempts)
 
     def lines(self) -> Iterator[str]:
-        """One line for the log, one for the runs."""
+        """Yield one line about lost events and one line about lost attempts, if there are any."""
         if self.heads:
             most = max(int(head.partition("-")[0]) for head in self.heads)
             yield (
@@ -367,10 +368,10 @@ def head_name(size: int, root: bytes) -> str:
 
 
 def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:
-    """Store the head, and delete smaller heads that the log contains; all others stay.
+    """Store the head, and delete smaller heads that the log contains; all other heads stay.
 
     Args:
-        log: identifies this ledger among others that keep heads in the same store.
+        log: identifies this ledger among the ledgers that keep heads in the same store.
 
     Raises:
         UnavailableError, WorkspaceError: the store cannot be written.
@@ -392,7 +393,7 @@ def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: 
     Args:
         log: see `keep_head`.
         root: the workspace folder.
-        run_id: the only run whose folder is read; `*`: all.
+        run_id: the only run whose folder is read; `*`: all runs.
     """
     folders = dict(_folders(root, run_id))  # read before the log, which only grows
     kept = _kept(blobs, log)
@@ -429,12 +430,12 @@ def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor:
 
 
 def _kept(blobs: ObjectBlobs, log: str) -> set[str]:
-    """The heads in the store; objects of other names are ignored."""
+    """Return the heads in the store; objects with other names are ignored."""
     return set(filter(_HEAD.fullmatch, blobs.notes(f"{_FOLDER}/{log}")))
 
 
 def _contains(connection: Connection, head: str) -> bool:
-    """Whether the ledger's log begins with the log of this head."""
+    """Return whether the ledger's log begins with the log of this head."""
     size, _, root = head.partition("-")
     found = root_at(connection, int(size))
     return found is not None and found.hex() == root
@@ -446,7 +447,7 @@ def _accepted(connection: Connection, what: str) -> set[str]:
 
 
 def _folders(root: Path, run_id: str) -> Iterator[tuple[str, str]]:
-    """Every attempt that has a folder, and the head in its order; empty: the order has no valid head."""
+    """Yield every attempt that has a folder, with the head in its order; empty: the order has no valid head."""
     for path in (root / "runs").glob(f"{run_id}/*/[0-9]*/job.json"):
         run, stage, number = path.parts[-4:-1]
         if not _ATTEMPT.fullmatch(f"{run}/{stage}/{number}"):

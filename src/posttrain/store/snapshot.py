@@ -3,7 +3,7 @@
 All reads of one `Snapshot` are of one moment. The statement that reads a run is built once, because building it costs
 more than running it.
 
-The error for an unknown run lists any other object of that name, similar names, and the newest runs.
+The error for an unknown run suggests an object of another kind with the given name, similar names, or the newest runs.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _BY_KEY = select(stages).join(runs, runs.c.id == stages.c.run_id).where(_OF_KEY)
 _BY_KEY = _BY_KEY.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position)
 _ENTRY = stage_cache.alias("entry")
 _ANSWERED = _BY_KEY.add_columns(stage_cache.c.stage.label("answers")).outerjoin(stage_cache, _ANSWERS)
-_ANSWERED = _ANSWERED.where(  # if the cache has the key, only its stage, not those that reused its outputs
+_ANSWERED = _ANSWERED.where(  # if the cache has the key, only the cached stage, not stages that reused its outputs
     or_(
         stage_cache.c.stage.is_not(None),
         ~exists().where(_ENTRY.c.project == _PROJECT, _ENTRY.c.cache_key == bindparam("of_key")),
@@ -146,7 +146,7 @@ def no_run(now: Snapshot, word: str) -> str:
 
 
 def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live: ReleaseEntry | None) -> str:
-    """The hint for a user who named a channel, or a release of one, instead of a run."""
+    """Return the hint for a user who named a channel, or a channel's release, instead of a run."""
     see = f"posttrain get {channel}"
     if live is None:
         return f"{channel} is a channel without a release; see {see}"
@@ -211,7 +211,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     def rows_in(
         self, run_id: str, query: Select[Any], values: Mapping[str, Any] | None = None
     ) -> tuple[RunRows, Sequence[Row[*tuple[Any, ...]]]]:
-        """Return a run's rows and the raw result of `rows_on`, which may have added columns.
+        """Return a run's rows and the raw result of `query`, which is `rows_on`, possibly with added columns.
 
         Raises:
             NotFoundError: there is no such run.
@@ -256,7 +256,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(RunRecord, query, self._here())
 
     def find_run(self, words: str) -> RunRecord:
-        """Return the run with this id, else the newest with this name, else the only one with this id prefix.
+        """Return the run with this id, else the newest run with this name, else the only run with this id prefix.
 
         Raises:
             NotFoundError: no run matches.
@@ -293,7 +293,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(AttemptRecord, query, {"run_id": run_id, "of_project": self._project})
 
     def attempts_of(self, *run_ids: str, live: bool = False) -> list[AttemptRecord]:
-        """Return the attempts of runs, by run, stage and number; `live`: those that have not ended."""
+        """Return the attempts of runs, by run, stage and number; `live`: only attempts that have not ended."""
         query = _ATTEMPTS_OF_MANY.where(attempts.c.state.not_in(_OVER)) if live else _ATTEMPTS_OF_MANY
         return self._each(AttemptRecord, query, attempts.c.run_id, run_ids, {"of_project": self._project})
 
@@ -320,10 +320,10 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return set(self._connection.execute(across(live, "scratch folders of every project")).scalars())
 
     def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
-        """One version of an asset; the latest without `version`.
+        """Return one version of an asset; without `version`, the latest.
 
         Raises:
-            NotFoundError: the name or version does not exist; the message lists existing ones.
+            NotFoundError: the name or version does not exist; the message lists existing names or versions.
         """
         versions = self.assets(kind, name)
         if not versions:
@@ -338,7 +338,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         raise NotFoundError(f"there is no {kind}:{name}@{version}; versions are 1 to {versions[-1].version}")
 
     def latest_asset(self, kind: str, name: str) -> Asset | None:
-        """Return the newest version of that name; None: it has no versions."""
+        """Return the newest version with this name; None if there is no version."""
         return self._one(
             Asset,
             self._assets()
@@ -348,7 +348,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         )
 
     def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
-        """Assets by kind, name and version."""
+        """Return assets, in the order of kind, name and version."""
         wanted = {column: value for column, value in (("kind", kind), ("name", name)) if value is not None}
         return self._all(
             Asset,
@@ -362,7 +362,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         )
 
     def alike(self, *wanted: Asset) -> list[Asset]:
-        """Return versions of the same kind that share a digest with these, and the latest version of each name."""
+        """Return versions that share kind and digest with one of these, and the latest version of each name."""
         other = assets.alias()
         mine = (other.c.project == assets.c.project, other.c.kind == assets.c.kind, other.c.name == assets.c.name)
         latest = select(func.max(other.c.version)).where(*mine).scalar_subquery()
@@ -454,16 +454,16 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._all(StageRecord, _BY_KEY, {"of_key": cache_key, "of_project": self._project})
 
     def runs_that_wait_for(self, cache_key: str) -> set[str]:
-        """Ids of unfinished runs with a ready, unstarted stage of this cache key."""
+        """Return the ids of unfinished runs in which a ready, unstarted stage has this cache key."""
         ready = keyed(stages, cache_key=cache_key, state="ready")
         query = select(stages.c.run_id).join(runs, runs.c.id == stages.c.run_id).where(*ready)
         query = query.where(runs.c.project == self._project, runs.c.state.not_in(_ENDED))
         return set(self._connection.execute(query).scalars())
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
-        """Return the stage whose outputs the cache has for this key; None if there is none or the log contradicts it.
+        """Return the cached stage for this key; None if there is no such stage, or the log contradicts the cache.
 
-        The caller must check that its blobs still exist.
+        The caller must check that the stage's blobs still exist.
         """
         return self.computed(cache_key)[0]
 
@@ -491,14 +491,14 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """Return sealed events with `sequence > after`, in order, without gaps.
 
         Args:
-            subject_prefix: a subject and everything below it: `run1` selects `run1`, `run1/train`, `run1/train/2`, not
-                `run10`.
+            subject_prefix: a subject and everything below it: `run1` selects `run1`, `run1/train` and `run1/train/2`,
+                but not `run10`.
         """
         query = self._events().where(leaves.c.sequence > after).order_by(leaves.c.sequence).limit(limit)
         return self._told(query.where(*_below(subject_prefix)))
 
     def last_said(self, *subjects: str) -> dict[str, float]:
-        """Return subject → time of its newest event, for exactly these subjects, in one statement."""
+        """Return the time of the newest event of each of these subjects (exact matches only), in one statement."""
         if not subjects:
             return {}
         query = self.scope.select(events, events.c.subject, func.max(events.c.at)).group_by(events.c.subject)
@@ -512,12 +512,12 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self._told(query.where(*_below(subject_prefix)))
 
     def has_request(self, request: str) -> bool:
-        """Return whether a transaction of this request id was committed."""
+        """Return whether a transaction with this request id was committed."""
         query = self.scope.select(events, events.c.id).where(events.c.request == request).limit(1)
         return self._connection.execute(query).first() is not None
 
     def _here(self) -> dict[str, Any]:
-        """The parameters of `_runs_on`, which converts leases from PostgreSQL's clock to that of this process."""
+        """Return the parameters of `_runs_on`, which converts leases from PostgreSQL's to this process's clock."""
         mine: dict[str, Any] = {"of_project": self._project}
         return {**mine, "here": time.time()} if self._connection.dialect.name == "postgresql" else mine
 
@@ -534,7 +534,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
 @functools.cache
 def _runs_on(dialect: str) -> Select[Any]:
-    """Runs with their leases."""
+    """Return the query for runs with their leases."""
     until: ColumnElement[Any] = work.c.lease_until
     if dialect == "postgresql":
         until = (
@@ -551,9 +551,9 @@ def _run_on(dialect: str) -> Select[Any]:
 
 @functools.cache
 def rows_on(dialect: str) -> Select[Any]:
-    """Return the rows of a run, one per attempt: `KIND.COLUMN` of run, stage, attempt and watch, and the log's head.
+    """Return the query for a run's rows, one per attempt: `KIND.COLUMN` of run, stage, attempt, watch and log head.
 
-    JSON columns are returned as text: a stage's JSON is in the row of each of its attempts, but is parsed once.
+    The query returns JSON columns as text: a stage's JSON is in the row of each of its attempts, but is parsed once.
     """
     run = _run_on(dialect)
     columns = [column.label(f"RunRecord.{column.key}") for column in run.selected_columns]
@@ -571,7 +571,7 @@ def rows_on(dialect: str) -> Select[Any]:
 
 
 def _of_kind(kind: type[Record], rows: Sequence[Row[*tuple[Any, ...]]]) -> list[Record]:
-    """The records of one kind in the result of `rows_on`, each once."""
+    """Return the records of one kind in the result of `rows_on`, each once."""
     columns = [(name, f"{kind.__name__}.{name}") for name in names_of(kind)]
     texts = _TEXTS.get(kind.__name__, ())
     key = [label for name, label in columns if name in ("id", "run_id", "name", "attempt")]

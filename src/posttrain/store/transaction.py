@@ -1,7 +1,8 @@
 """Writing the ledger: state rows and the events that record them commit together or not at all.
 
-Every update is a compare-and-set on (id, generation): a writer that decided on an old row gets `StaleWriteError`,
-reads again and decides again. A driver whose lease expired is therefore stopped as soon as its successor has written.
+Every update is a compare-and-set on (id, generation): a writer that decided on the basis of an old row gets
+`StaleWriteError`, reads again and decides again. Therefore the writes of a driver whose lease has expired fail as soon
+as its successor has written.
 Events are buffered until the end of the block and written together. A change of a run, or of its rows, schedules the
 run in the work queue.
 """
@@ -52,8 +53,8 @@ _WATCH = sql(
     "ON CONFLICT (attempt) DO UPDATE SET progress = excluded.progress, quiet = excluded.quiet, at = excluded.at "
     "WHERE watches.run_id = excluded.run_id"
 )
-_JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
-_RACES = 20  # times that a version may lose to concurrently ending runs of the same name
+_JOINED = frozenset({"lease_owner", "lease_expires"})  # fields of a run that come from its row in the work queue
+_RACES = 20  # maximum conflicts with concurrently ending runs that register versions of the same names
 _FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
@@ -63,7 +64,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     """One write transaction of `actor`, open during the `with` block of `Ledger.transaction`."""
 
     def refuse_repeated(self, request: str) -> None:
-        """Reject a request that was already carried out under this id, by a process whose client has left.
+        """Reject a request that was already carried out under this id, by a process whose client has disconnected.
 
         Raises:
             ConflictError: the request was already carried out.
@@ -78,10 +79,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Insert a new run and all its stages.
 
         Args:
-            artifacts: those that its submission put into the store.
+            artifacts: the artifacts that the submission put into the store.
 
         Raises:
-            ConflictError: the id exists, or this repetition of its manifest.
+            ConflictError: a run with this id, or this repetition of the manifest, exists.
         """
         noted = functools.partial(self._edges.run, run.id, run.manifest_digest, artifacts, self._clock.now())
         columns = {name: value for name, value in to_columns(run).items() if name not in _JOINED}
@@ -118,7 +119,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         The event is `run.<state>`, or `run.updated` without a new state.
 
         Args:
-            state: the new state; the transition must be in the table.
+            state: the new state; the transition must be in the table of transitions.
             event_payload: facts for the event, in addition to the changed columns.
             columns: fields of `RunRecord` to set. Columns that already have the value are not changes; without any
                 change nothing is written and `run` is returned.
@@ -128,8 +129,8 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
 
         Raises:
             StaleWriteError: the row has changed since it was read.
-            ConflictError: the transition is not in the table.
-            InputError: a column that cannot be set.
+            ConflictError: the transition is not in the table of transitions.
+            InputError: a column cannot be set.
         """
         return self._update("run", run, run.id, state, event_payload, columns)
 
@@ -144,13 +145,14 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         models: Sequence[Asset] = (),
         **columns: Any,
     ) -> StageRecord:
-        """Change a stage, as `update_run` does. Changed inputs and outputs are written as edges too.
+        """Change a stage, as `update_run` changes a run. Changed inputs and outputs are also written as edges.
 
         Args:
-            models: the models among its outputs, as versions without a number. Each is registered as the next version
+            models: the models among the outputs, as versions without a number. Each is registered as the next version
                 of its name, unless a model with these bytes exists under any name.
             sizes: bytes of the outputs, if known.
-            taken: input → name of the producing stage's output, if known; otherwise it is looked up by its bytes.
+            taken: for each input, the name of the producing stage's output, if known; otherwise the output is looked
+                up by its bytes.
         """
 
         def joined(changes: Mapping[str, Any]) -> list[Change]:
@@ -180,7 +182,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         event_payload: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> AttemptRecord:
-        """Change an attempt, as `update_run` does."""
+        """Change an attempt, as `update_run` changes a run."""
         return self._update(
             "attempt", attempt, f"{attempt.run_id}/{attempt.stage}/{attempt.number}", state, event_payload, columns
         )
@@ -190,10 +192,11 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
 
         Args:
             asset: `version` 0 requests the next version.
-            sizes: bytes of its content and of the objects it names, if known.
+            sizes: bytes of the version's content and of the objects that it names, if known.
 
         Returns:
-            The latest version (or the version that `asset` names) if digest, form and meta are equal; else the new one.
+            The latest version (or the version that `asset` names) if digest, form and meta are equal; otherwise the
+            new version.
 
         Raises:
             ConflictError: the version exists with other content, or would leave a gap.
@@ -217,7 +220,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Lock recalls until the end of this transaction: no recall commits while the transaction reads and acts.
 
         Args:
-            exclusive: whether this transaction recalls, and so waits for all transactions that read.
+            exclusive: whether this transaction makes a recall, and therefore waits for all transactions that read.
         """
         if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             self._connection.execute(
@@ -229,14 +232,14 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         hold_off_others(self._connection)
 
     def leave_to(self, run_id: str, host: str | None) -> None:
-        """Restrict a run to this host's drivers."""
+        """Restrict a run to the drivers of a host; None: drivers of any host."""
         settle_at(self._connection, self._project, run_id, host)
 
     def lock_run(self, run_id: str, slots_of: str | None = None) -> str:
-        """Lock a run's row until the end of this transaction, so that one driver at a time begins or ends its parts.
+        """Lock a run's row until the end of this transaction: one driver at a time begins or ends parts of the run.
 
         Args:
-            slots_of: a host whose slots this transaction counts, also one driver at a time.
+            slots_of: a host whose slots this transaction counts; one driver at a time counts the slots.
 
         Returns:
             The run's state; empty if there is no such run.
@@ -264,7 +267,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return new
 
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
-        """Set the stage for `cache_key`, replacing any earlier one."""
+        """Set the stage for `cache_key`, replacing any earlier stage."""
         key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
         subject = f"{run_id}/{stage}"
         if added := self._edges.add(stage_cache, [{**key, **values}]):
@@ -299,7 +302,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Add a text or a tag to a run.
 
         Raises:
-            ConflictError: another process adds one at the same time.
+            ConflictError: another process adds a note or tag at the same time.
         """
         number = max((one.number for one in self.snapshot.notes(run_id)), default=0) + 1
         note = RunNote(run_id, number, self._journal.author.name, self._clock.now(), plain(text), tag)
@@ -320,7 +323,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     def append_event(
         self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None
     ) -> None:
-        """Append an event about something without a row.
+        """Append an event about an object without a row.
 
         Args:
             facts: states, numbers, digests, kept permanently. Numbers outside canonical JSON's range become strings.
@@ -389,7 +392,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return now
 
     def _followed(self, run_id: str, machine: str, state: str) -> None:
-        """Schedule a run of which a row has changed, or release it if this transaction ended it."""
+        """Schedule a run after one of its rows has changed, or release the run if this transaction ended it."""
         if machine == "run" and is_final("run", state):
             self._ended.add(run_id)
             self._woken.discard(run_id)
@@ -412,7 +415,7 @@ def _content(asset: Asset) -> tuple[str, str, Any]:
 
 
 def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns whose value really changes, as the ledger would return them."""
+    """Return the columns whose values change, with the values as the ledger would return them."""
     unknown = sorted(name for name in columns if name not in before or name in _FIXED or name in _KEYS[machine])
     if unknown:
         allowed = ", ".join(sorted(set(before) - _FIXED - set(_KEYS[machine])))

@@ -6,8 +6,8 @@ The listing of a tree is a blob that names the blobs of its files:
 
     {"format": "posttrain.tree/1", "files": {"config.json": {"digest": "sha256:…", "size": 512}, …}}
 
-The listing is canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes
-and times do not count.
+The listing is canonical JSON, so equal folders have equal digests. Paths are relative and use `/`; empty folders, modes
+and times do not affect the digest.
 
 `scratch` creates a folder that exists during a block. If the process is killed, the next call removes the folder.
 
@@ -39,7 +39,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, make_folder, open_plain, sync_folder, taken, unwritable, writing
 
 _MOVED = ".moved-"
-_FRESH_SECONDS = 60.0  # a younger folder may not be locked yet
+_FRESH_SECONDS = 60.0  # a younger folder is possibly not locked yet
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20
 _BESIDE = re.compile(  # files that a trainer leaves next to a model, by path in its folder; most are pickles
@@ -53,7 +53,7 @@ LEVELS = 8  # levels of the binary tree that a tile spans: 256 leaves
 
 @contextmanager
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """Create a folder below `parent` that exists during the block; first remove those of killed processes.
+    """Create a folder below `parent` that exists during the block; first remove the folders of killed processes.
 
     Raises:
         WorkspaceError: the folder cannot be created.
@@ -101,7 +101,7 @@ def _sweep(parent: Path, prefix: str) -> None:
     for folder in parent.glob(f"{prefix}*"):
         try:
             if time.time() - folder.stat().st_mtime < _FRESH_SECONDS:
-                continue  # may be new and not locked yet
+                continue  # possibly new and not locked yet
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             continue  # already removed, or owned by another user
@@ -134,7 +134,7 @@ def put_tree(
         follow_links: whether to store the target of a symbolic link to a file (a hub's cache has such links); if not,
             links are rejected.
         skip: returns whether to leave out a file, by its path in the tree.
-        progress: called after each file with the number of files and bytes stored.
+        progress: called after each file with a text that states the number of files and bytes stored.
 
     Raises:
         InputError: the folder does not exist; there is a link or special file, or a name that is not portable.
@@ -152,7 +152,7 @@ def put_tree(
 
 
 def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False) -> str:
-    """Return the digest that `put_tree` would return, without storing anything. Raises its InputErrors."""
+    """Return the digest that `put_tree` would return, without storing anything; InputErrors: see `put_tree`."""
     return digest_bytes(_listing(folder, file_digest, follow_links, skip))
 
 
@@ -192,15 +192,15 @@ def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:
 
 
 def files_digest(files: Mapping[str, Path]) -> str:
-    """Return the digest that `put_files` would return, without storing anything. Raises its InputErrors."""
+    """Return the digest that `put_files` would return, without storing anything; InputErrors: see `put_files`."""
     return digest_bytes(_of_files(files, file_digest))
 
 
 def file_digest(path: Path) -> str:
-    """`sha256:…` of a file, in constant memory.
+    """Return the digest `sha256:…` of a file, computed in constant memory.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     try:
         with open_plain(path, follow=True) as file:
@@ -242,7 +242,7 @@ def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
     """Return the files of a tree by path, sorted.
 
     Raises:
-        NotFoundError: no such blob.
+        NotFoundError: the blob does not exist.
         IntegrityError: the blob is corrupt or not a tree, or a path would leave the folder.
     """
     value = read_json(blobs, digest)
@@ -286,7 +286,7 @@ def verify_tree(blobs: BlobStore, digest: str) -> int:
     """Read the listing and every file back, in constant memory; return the number of bytes.
 
     Raises:
-        NotFoundError, IntegrityError: a blob is missing or corrupt; the error names the first.
+        NotFoundError, IntegrityError: a blob is missing or corrupt; the error names the first such blob.
     """
     total = len(blobs.get(digest))
     for name, file in tree_listing(blobs, digest).items():
@@ -298,10 +298,10 @@ def verify_tree(blobs: BlobStore, digest: str) -> int:
 
 
 def stored_sizes(blobs: BlobStore, forms: Mapping[str, str]) -> dict[str, int]:
-    """Digest → bytes of files and trees; a missing blob or an invalid tree is left out.
+    """Return the sizes of files and trees in bytes, by digest; a missing blob or an invalid tree is left out.
 
     Args:
-        forms: digest → file | tree.
+        forms: the form of each digest, `file` or `tree`.
     """
     sizes = {}
     for digest, form in forms.items():
@@ -318,7 +318,7 @@ def read_json(blobs: BlobStore, digest: str) -> Any:
     """Return the JSON document stored as this blob.
 
     Raises:
-        NotFoundError: no such blob.
+        NotFoundError: the blob does not exist.
         IntegrityError: the blob is corrupt, or not JSON.
     """
     try:
@@ -380,7 +380,7 @@ def _portable(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Root over the `position`-th 256^(level + 1) leaves."""
+    """The root over the `position`-th block of 256^(level + 1) leaves."""
 
     level: int
     position: int
@@ -435,10 +435,10 @@ class Tree:
 
 
 def leaf_hash(entry: bytes) -> bytes:
-    """RFC 6962's hash of an entry."""
+    """Return RFC 6962's hash of an entry."""
     return hashlib.sha256(b"\x00" + entry).digest()
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
-    """RFC 6962's hash of two subtrees."""
+    """Return RFC 6962's hash of two subtrees."""
     return hashlib.sha256(b"\x01" + left + right).digest()

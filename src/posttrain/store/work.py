@@ -1,16 +1,17 @@
-"""The work queue, which records when a driver observes an object, and the cursors of sinks.
+"""The work queue, which records when a driver is to observe each object, and the cursors of sinks.
 
-A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers schedule the object in the
-transaction that creates its work. A driver claims the object with a lease, observes it, and gives it back with the time
-of the next observation. If the object was scheduled in between, it is observed again: giving back compares
-`wanted_version` with that of the claim. Rows contain nothing that the ledger's audited rows lack, so the driver of an
-object can recreate a lost row.
+A row is one object: a `run` (its id), a `stage` (RUN/NAME) or a `sweep` (its executor). Writers schedule the object in
+the transaction that creates the object's work. A driver claims the object with a lease, observes the object, and gives
+it back with the time of the next observation. If the object was scheduled in between, it is observed again: on
+give-back, `wanted_version` is compared with its value at the claim. Rows contain nothing that the ledger's audited rows
+lack, so the driver of an object can recreate a lost row.
 
-Times are those of the database on PostgreSQL, whose hosts' clocks need not agree, and of the ledger's clock elsewhere.
+On PostgreSQL, times are those of the database server, because the clocks of the hosts need not agree; elsewhere they
+are those of the ledger's clock.
 
 A cursor records the position of a sink, the process that delivers to it, and the last failure. No event records
-cursors. A lost cursor is recreated at the position where its sink was added: the receiver gets events twice, and
-misses none.
+cursors. A lost cursor is recreated at the position where its sink was added: the receiver gets some events twice, and
+misses no event.
 """
 
 import functools
@@ -52,10 +53,10 @@ from posttrain.store.scope import Scope
 from posttrain.store.snapshot import Snapshot, rows_on
 from posttrain.store.writer import FREE, FRESH
 
-NEVER = 1e11  # seconds: until a writer schedules it
+NEVER = 1e11  # seconds; the object is not due until a writer schedules it
 _TOKEN_BYTES = 16
 _TRACEBACK = 20_000  # characters kept
-LEASE_SECONDS = 120.0  # longer than a delivery; each delivery renews the lease
+LEASE_SECONDS = 120.0  # seconds, longer than a delivery; each delivery renews the lease
 
 
 _QUEUED = ("Work", "Trouble")  # a run's row of the queue, and the row of a failing stage
@@ -72,14 +73,14 @@ class Work:
     priority: int
     wanted_version: int
     lease_owner: str | None
-    lease_token: str | None  # of this claim; a different token means that the lease was lost
+    lease_token: str | None  # token of this claim; a different token means that the lease was lost
     lease_until: float | None
-    failures: int  # consecutive observations that raised
+    failures: int  # number of consecutive observations that raised
     failed_since: float | None
-    error: str  # of the last failure, one line
+    error: str  # one-line error of the last failure
     traceback: str
-    dead_at: float | None  # time at which it was set aside
-    affinity: str | None = None  # the only host whose drivers may observe it
+    dead_at: float | None  # time at which the object was set aside
+    affinity: str | None = None  # the only host whose drivers may observe the object
     # seconds, by the clock that set these times; a host's clock may differ from the database's
     due_in: float = field(default=0.0, compare=False)
     failed_for: float | None = field(default=None, compare=False)
@@ -93,7 +94,7 @@ class WorkQueue:
         owner: `host:pid:start` of this process.
         alive: returns whether another owner may be alive; a dead owner loses its leases immediately.
         lease: seconds for which a claim is valid without renewal.
-        host: the host whose jobs this driver can reach, if the ledger has several; None: it has one.
+        host: the host whose jobs this driver can reach, if the ledger has several hosts; None: it has one host.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class WorkQueue:
         self._ledger, self.owner, self._alive, self.lease, self._host = ledger, owner, alive, lease, host
 
     def due(self, objects: Collection[str] | None = None) -> set[str]:
-        """Return the objects that `claim` would find among these, or among all; one read-only statement."""
+        """Return the objects, of these or of all, that `claim` would find, in one read-only statement."""
         with self._ledger.database.read() as connection:
             now = self._now(connection)
             return set(
@@ -115,14 +116,14 @@ class WorkQueue:
             )
 
     def claim(self, objects: Collection[str] | None = None, limit: int = 1, *, early: bool = False) -> list[Work]:
-        """Claim due objects that are free or already this owner's; the most urgent first.
+        """Claim due objects that are free or already claimed by this owner; the most urgent first.
 
         Args:
             objects: only these objects; None: any.
             early: whether to claim objects that are not due as well.
 
         Raises:
-            InfrastructureError: the answer was lost; objects that were claimed have this owner, who may claim them
+            InfrastructureError: the answer was lost; objects that were claimed have this owner, which may claim them
                 again.
         """
         token = self._ledger.entropy(_TOKEN_BYTES).hex()
@@ -154,7 +155,7 @@ class WorkQueue:
             return {row.object: _work(row) for row in connection.execute(_about(not at), values)}
 
     def look_at(self, run_id: str) -> tuple[dict[str, Work], RunRows]:
-        """`of_run` without tracebacks, and the run's own rows, in one statement.
+        """Return the result of `of_run` without tracebacks, and the run's other rows, in one statement.
 
         Raises:
             UnreadableColumnError: a row of the run is damaged.
@@ -181,7 +182,8 @@ class WorkQueue:
             hold: whether this owner keeps the lease.
 
         Returns:
-            Whether it was recorded; False if the object was scheduled in between, or has a different owner.
+            Whether the observation was recorded; False if the object was scheduled in between, or has a different
+            owner.
         """
         with self._ledger.untold() as connection:
             at = self._moment(connection)
@@ -230,7 +232,7 @@ class WorkQueue:
             if changed is None:
                 raise StaleWriteError(f"{kind} {name}: another driver has the lease")
             row = _work(changed)
-            self._finish(connection, name.partition("/")[0])  # another driver may have ended it
+            self._finish(connection, name.partition("/")[0])  # another driver may have ended the run
             return row
 
     def over(self, kind: str, name: str) -> None:
@@ -288,7 +290,7 @@ class WorkQueue:
             return connection.execute(update(work).where(self._in_order(connection, *theirs)).values(_FREE)).rowcount
 
     def rows(self, kind: str | None = None, within: str | None = None, *, dead: bool = False) -> list[Work]:
-        """Rows of the queue, by object.
+        """Return rows of the queue, in the order of objects.
 
         Args:
             within: id of a run; only its stages are returned.
@@ -309,7 +311,7 @@ class WorkQueue:
             ]
 
     def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
-        """Return these rows; on PostgreSQL lock them in the same order as `wake`, to prevent deadlocks."""
+        """Return the condition for these rows; on PostgreSQL, lock them in `wake`'s order, to prevent deadlocks."""
         ids = select(work.c.id).where(*where)
         if connection.dialect.name == "postgresql":
             ids = ids.order_by(work.c.kind, collate(work.c.object, "C")).with_for_update()
@@ -354,10 +356,11 @@ class WorkQueue:
 
 
 def open_runs(database: Database, host: str | None = None, owner: str = "") -> dict[str, list[str]]:
-    """Return project → runs that a driver has to observe now or later, the most urgent first; one statement.
+    """Return, by project, the runs that a driver has to observe now or later, the most urgent first.
 
     Args:
-        host: leave out runs that only another host's drivers may observe, or that another owner holds.
+        host: the caller's host; runs that only another host's drivers may observe, or that another owner holds, are
+            left out.
         owner: the owner of the caller's leases.
     """
     found: dict[str, list[str]] = {}
@@ -375,14 +378,14 @@ _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_unt
 
 
 def let_go(database: Database) -> None:
-    """Release every lease in a copied ledger: the owners' leases are in the original."""
+    """Release every lease in a copied ledger, because the owners' leases are in the original ledger."""
     with database.write(across="a copy of a ledger") as connection:
         connection.execute(update(work).values(**_FREE))
         connection.execute(update(cursors).values(lease_owner=None, lease_until=None))
 
 
 def _here(host: str | None) -> ColumnElement[bool]:
-    """The condition for objects that a host's drivers may observe."""
+    """Return the condition for objects that a host's drivers may observe."""
     return or_(work.c.affinity.is_(None), work.c.affinity == host)
 
 
@@ -401,7 +404,7 @@ def _work(row: Any) -> Work:
 
 
 def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
-    """Return the row of the queue in the columns `KIND.…`; None: there is no such row."""
+    """Return the queue row in the columns `KIND.…`; None if there is no such row."""
     if row[f"{kind}.id"] is None:
         return None
     return Work(
@@ -433,9 +436,9 @@ def _about(server: bool) -> CompoundSelect[Any]:
 
 @functools.cache
 def _whole(dialect: str, server: bool) -> Select[Any]:
-    """Return the rows of a run with its rows of the queue: the run's (`Work.…`) and its stages' (`Trouble.…`).
+    """Return the query for a run's rows with the queue rows of the run (`Work.…`) and of its stages (`Trouble.…`).
 
-    Tracebacks are left out: each would be repeated in the row of every attempt.
+    Tracebacks are left out, because each would be repeated in the row of every attempt.
     """
     trouble, now = work.alias(), _now_of(server)
     of_stage = (trouble.c.project == bindparam("of_project")) & (trouble.c.kind == STAGE)
@@ -484,7 +487,7 @@ class Cursors:
     alive: Callable[[str], bool]
 
     def claim(self, sink: str) -> Cursor | None:
-        """Claim a sink, so that no other process delivers to it; None if another process does, or it is not due.
+        """Claim a sink for this process's deliveries; None if another process delivers, or the sink is not due.
 
         Raises:
             InfrastructureError: the answer was lost; if the cursor was claimed, it has this owner.
@@ -528,7 +531,7 @@ class Cursors:
         return self._set(held, values)
 
     def failed(self, held: Cursor, error: str, wait: float) -> Cursor:
-        """Record a failed delivery; the next one is due after `wait` seconds. Errors: see `move`."""
+        """Record a failed delivery; the next delivery is due after `wait` seconds. Errors: see `move`."""
         now = self.ledger.clock.now()
         since = now if held.failed_since is None else held.failed_since
         values = {"failures": held.failures + 1, "error": plain(error), "failed_since": since, "not_before": now + wait}

@@ -5,7 +5,8 @@ the digests of their secrets. Events about sinks record the sinks' rows; cursors
 (`store/work.py`).
 
 A channel records the live release, the models that may become live, and the inputs of every gate. Every change of a
-channel is a compare-and-set on its row: a release and a change of its policy always conflict, on every database.
+channel is a compare-and-set on the channel's row: a release to a channel and a change of the channel's policy always
+conflict, on every database.
 
 An approval records the requested action and the answers of people.
 """
@@ -74,18 +75,18 @@ class Writing:
 
     @property
     def principals(self) -> Mapping[str, str]:
-        """Name → id of each principal that this transaction named for the first time."""
+        """The ids of the principals that this transaction named for the first time, by name."""
         return self._journal.found
 
     def flush(self) -> None:
-        """Write the events of all changes so far, schedule the runs whose rows changed, and release ended ones."""
+        """Write the events of all changes so far, schedule the runs whose rows changed, and release ended runs."""
         self._journal.flush(self._woken)
         settle(self._connection, self._project, self._ended)
         self._woken.clear()
         self._ended.clear()
 
     def _owned(self, record: Any, field: str) -> dict[str, Any]:
-        """The record's columns, with its project, and the name in `field` as a principal id."""
+        """Return the record's columns, with the project, and with the name in `field` as a principal id."""
         columns = to_columns(record)
         return {"project": self._project, "principal": self._journal.principal(columns.pop(field)), **columns}
 
@@ -103,7 +104,7 @@ class Writing:
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
-        """Add a row and return the change for its event. If its key exists, the transaction stays usable.
+        """Add a row and return the change for its event. If the row's key exists, the transaction stays usable.
 
         Raises:
             ConflictError: the key, or a unique name or number, exists; or the row references a row that does not exist,
@@ -114,7 +115,7 @@ class Writing:
                 self._connection.execute(addition(self._connection.dialect.name, table), dict(columns)).first()
                 is not None
             )
-        except exc.IntegrityError as error:  # it references a row that does not exist
+        except exc.IntegrityError as error:  # the row references a row that does not exist
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read the current rows and decide again") from error
         if not added:
@@ -131,7 +132,7 @@ class Writing:
         return True
 
     def _moved(self, table: Table, key: Mapping[str, Any], was: int, values: Mapping[str, Any]) -> Change | None:
-        """Set columns of a row if its generation is `was`; return the change for its event, or None if it is not."""
+        """Set columns of a row if its generation is `was`; return the change for its event, or None if it differs."""
         values = {**values, "generation": was + 1}
         moved = update(table).where(*keyed(table, **key, generation=was)).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
@@ -186,13 +187,14 @@ class GrantWriting(Writing):
         self._change(projects, {"id": self._project}, {"images": sorted(images)}, "project.images", self._project)
 
     def set_role(self, name: str, role: Role | None) -> None:
-        """Assign a principal a role in this project, change it, or withdraw it.
+        """Assign a principal a role in this project, or change or withdraw (None) the principal's role.
 
-        The author of the first role becomes an admin, because until then everyone who could open the ledger was one.
+        The author of the first assignment becomes an admin, because until then everyone who could open the ledger was
+        an admin.
 
         Raises:
             ConflictError: the project would no longer have an admin.
-            InputError: a policy could not contain the name.
+            InputError: the name is not in the form that a policy can contain.
         """
         if role is not None and not is_principal(name):
             raise InputError(f"role {role}: must be for {FORM}, got {name!a}")
@@ -241,7 +243,7 @@ class GrantWriting(Writing):
 
 
 def end_access(connection: Connection, author: Author, clock: Clock, principal: str) -> None:
-    """Withdraw all roles of a principal, in every project, and revoke their tokens.
+    """Withdraw all roles of a principal, in every project, and revoke the principal's tokens.
 
     Raises:
         ConflictError: a project would no longer have an admin.
@@ -269,7 +271,7 @@ def end_access(connection: Connection, author: Author, clock: Clock, principal: 
 
 
 def _lock(connection: Connection, project: str) -> None:
-    """Lock a project's roles until the end of the transaction, and its channels, so that new approvals wait."""
+    """Lock a project's roles and channels until the end of the transaction, so that new approvals wait."""
     if connection.dialect.name == "postgresql":  # SQLite has one writer at a time
         connection.execute(select(projects.c.id).where(projects.c.id == project).with_for_update())
         connection.execute(
@@ -302,7 +304,7 @@ class SinkWriting(Writing):
             "paused": "",
         }
         self._insert(sinks, columns, f"sink {sink.name}", SINK_ADDED, sink.name)
-        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # of an earlier sink with this name
+        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # an earlier sink's cursor
         self._connection.execute(
             insert(cursors).values(project=self._project, sink=sink.name, sequence=after, **FRESH, at=None, **FREE)
         )
@@ -366,7 +368,7 @@ class ReleaseWriting(Writing):
         why: str = "",
         requested_by: str = "",
     ) -> ReleaseEntry:
-        """Move a channel to another model: compare-and-set against the live release, appended to its history.
+        """Move a channel to another model, by a compare-and-set on the live release, and append to the history.
 
         A rollback quarantines the model that it removes from the channel. A promotion to a protected channel requires
         an approval.
@@ -375,8 +377,8 @@ class ReleaseWriting(Writing):
             action: `promote` or `rollback`; the event is `channel.<action>`.
             expected: sequence of the release that the caller read as live; 0 for an empty channel.
             lift: the reason for bringing back a quarantined model.
-            policy: digest of the policy that a promotion was judged under; None: no policy.
-            generation: of the channel's row when the rollback was decided; None: not checked.
+            policy: digest of the policy under which a promotion was judged; None: no policy.
+            generation: generation of the channel's row when the rollback was decided; None: not checked.
             approved: digest of the approved request, if one was needed.
             why: the reason, as text that may be erased.
             requested_by: the requester of the release, if it is not the author of this transaction.
@@ -387,7 +389,7 @@ class ReleaseWriting(Writing):
                 approval.
             PolicyError: the channel's policy has changed.
             ConflictError: a different release is live, or the row has a different generation.
-            StaleWriteError: the channel is protected, and the promotion carries no approval.
+            StaleWriteError: the channel is protected, and the promotion has no approval.
         """
         record, live = self._as_it_was_seen(channel, action, expected, policy, generation)
         if action == "promote" and record.protected and not approved:
@@ -446,7 +448,7 @@ class ReleaseWriting(Writing):
         """Change the settings of a channel, unless it was moved or changed since `record` was read.
 
         Args:
-            kind: of the event.
+            kind: kind of the event.
             said: the reason, as text that may be erased.
             size: bytes of a policy that is set.
             approved: digest of the approved request, if one was needed.
@@ -483,7 +485,7 @@ class ReleaseWriting(Writing):
             raise ConflictError(
                 f"channel {record.name}: another user moved or changed the channel; check it and decide again"
             )
-        # their approvals are obsolete; read after the write, because a run that starts to wait needs the row's lock
+        # the approvals of these runs are obsolete; read after the write, as a run that starts to wait needs the lock
         self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
 
@@ -527,10 +529,10 @@ class ReleaseWriting(Writing):
 
 
 def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REASON") -> QuarantinedError:
-    """Return the error for bringing a quarantined model back without a reason.
+    """Return the error for bringing back a quarantined model without a reason.
 
     Args:
-        lifts: the command that brings it back.
+        lifts: the command that brings back the model.
     """
     return QuarantinedError(
         f"channel {barred.channel}: {barred.model_digest[:_SHOWN]}… was rolled back by release {barred.release} and "
@@ -539,7 +541,7 @@ def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REAS
 
 
 def refuse_protected(record: ChannelRecord, what: str) -> None:
-    """Reject an action that a protected channel allows only by approval, where no one else could approve it.
+    """Reject an action that a protected channel allows only by approval, if no other person could approve the action.
 
     Raises:
         ChannelClosedError: the channel is protected.
@@ -572,7 +574,7 @@ class ApprovalWriting(Writing):
     """The part of a transaction that writes approvals."""
 
     def lock_channel(self, name: str) -> None:
-        """Lock a channel's row until the end of this transaction: no approval is added while a release counts them."""
+        """Lock a channel's row until the end of this transaction; no approval is added while approvals are counted."""
         if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             row = (channels.c.project == self._project) & (channels.c.name == name)
             self._connection.execute(select(channels.c.name).where(row).with_for_update())
@@ -598,7 +600,7 @@ class ApprovalWriting(Writing):
         """Approve or reject an approval request, or replace an earlier answer; schedule the run that waits.
 
         Raises:
-            ConflictError: a concurrent request by the same person also answers it.
+            ConflictError: a concurrent request by the same person also answers the approval request.
         """
         said = Approval(request.digest, self._journal.author.name, verdict, self._clock.now(), plain(reason))
         columns, subject = self._owned(said, "actor"), request.run_id or request.channel

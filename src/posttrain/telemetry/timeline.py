@@ -1,15 +1,15 @@
 """The timeline of a stage, and a run's spans as a Chrome trace.
 
-A timeline shows the use of a stage's time: for each role, how busy its ranks were and how many bytes moved; for each
-step, the duration of each hand-off. It is computed from spans alone. A hand-off ("phase") span is of the controller; a
-call span is one dispatch to a worker group, with the busy interval of every rank. Runs without call spans have a
-controller and no roles.
+A timeline shows how a stage used its time: for each role, how busy its ranks were and how many bytes were transferred;
+for each step, the duration of each hand-off. A timeline is computed from spans alone. A hand-off span ("phase") is
+recorded by the controller. A call span is one dispatch to a worker group, with the busy interval of every rank. Runs
+without call spans have a controller and no roles.
 
-ui.perfetto.dev and chrome://tracing open a Chrome trace. It has one process per stage's controller and per role, one
-thread per rank; the controller's hand-offs nest in steps; an arrow goes from each call to the work of its ranks; a
-counter adds up the bytes that moved. Times are microseconds since the first span. The viewers drop slices of a thread
-that overlap without nesting, as different clocks can produce: see `_nested`. A span's original duration is in its
-`seconds`.
+A Chrome trace can be opened in ui.perfetto.dev and chrome://tracing. The trace has one process for each stage's
+controller and one for each role, and one thread for each rank. The controller's hand-offs are nested in steps, an arrow
+goes from each call to the work of its ranks, and a counter adds up the bytes that were transferred. Times are
+microseconds since the first span. The viewers drop slices of a thread that overlap without being nested, which
+different clocks can cause; see `_nested`. A span's original duration is in its `seconds`.
 
 Format: "Trace Event Format", Google, 2016 (JSON object form, events X, M, s, f, C, i).
 """
@@ -23,16 +23,16 @@ from typing import Any
 
 from posttrain.domain.jobs import Span
 
-CONTROLLER = "controller"  # the process that drives the dataflow; its track is like a role's
+CONTROLLER = "controller"  # the process that drives the dataflow; it has a track like a role
 BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that do not form a step, e.g. after the last step
 Interval = tuple[float, float]  # [start, end) in seconds since the epoch
 Event = dict[str, Any]
-_HAND_OFFS, _CALLS = 0, 1  # the controller's threads; overlapping calls use 2, 3, … too
+_HAND_OFFS, _CALLS = 0, 1  # the controller's threads; overlapping calls also use 2, 3, …
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpans:
-    """The spans of one attempt at a stage, in the order of its reports."""
+    """The spans of one attempt at a stage, in the order in which the attempt reported them."""
 
     stage: str
     attempt: int
@@ -43,13 +43,13 @@ class AttemptSpans:
         return [span for span in self.spans if not is_call(span)]
 
     def calls(self) -> list[Span]:
-        """Dispatches to worker groups."""
+        """Return the dispatches to worker groups."""
         return [span for span in self.spans if is_call(span)]
 
     def window(self) -> Interval:
-        """Return the time from the controller's first hand-off to its last span; (0, 0) without any.
+        """Return the interval from the controller's first hand-off to the end of the last span; (0, 0) without spans.
 
-        Calls before it, while other pools start, delay no other work.
+        Calls before the first hand-off occur while other pools start, and delay no other work.
         """
         if not self.spans:
             return 0.0, 0.0
@@ -59,10 +59,10 @@ class AttemptSpans:
 
 @dataclass(frozen=True, slots=True)
 class RankUse:
-    """One rank of a role; busy + idle is the stage's window."""
+    """One rank of a role; busy and idle seconds add up to the stage's window."""
 
     rank: int
-    busy: float  # seconds, overlapping calls counted once
+    busy: float  # seconds; overlapping calls count once
     idle: float
 
 
@@ -75,24 +75,24 @@ class RoleUse:
     pool: str
     ranks: tuple[RankUse, ...]
     calls: int
-    bytes_out: int  # to the workers
-    bytes_in: int  # from the workers
-    imbalance_mean: float  # max/mean cost over ranks, mean over calls; 1 without a split
+    bytes_out: int  # sent to the workers
+    bytes_in: int  # returned by the workers
+    imbalance_mean: float  # maximum/mean of the cost over ranks, averaged over calls; 1 if calls were not split
     imbalance_max: float
 
     @property
     def busy(self) -> float:
-        """Seconds, mean over ranks."""
+        """Busy seconds, averaged over ranks."""
         return statistics.fmean(rank.busy for rank in self.ranks) if self.ranks else 0.0
 
     @property
     def idle(self) -> float:
-        """Seconds, mean over ranks."""
+        """Idle seconds, averaged over ranks."""
         return statistics.fmean(rank.idle for rank in self.ranks) if self.ranks else 0.0
 
     @property
     def idle_share(self) -> float:
-        """Idle over busy + idle; 0 for an empty window."""
+        """The share of idle time in the window; 0 for an empty window."""
         whole = self.busy + self.idle
         return self.idle / whole if whole else 0.0
 
@@ -116,24 +116,24 @@ class RoleUse:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step of the controller; a step that was lost and redone appears once per attempt."""
+    """One step of the controller; a step that was lost and redone appears once for each attempt."""
 
     stage: str
     attempt: int
     step: int
     started: float  # seconds since the epoch
-    seconds: float  # from its first hand-off to the end of its last
-    # hand-off → seconds in which it was the running one that began last
+    seconds: float  # from the beginning of the first hand-off to the end of the last
+    # hand-off → seconds in which it was, of the running hand-offs, the one that began last
     phases: Mapping[str, float] = field(default_factory=dict)
 
     def shares(self) -> dict[str, float]:
-        """Return hand-off → share of the step; uncovered time is missing to 1."""
+        """Return hand-off → share of the step. The sum is less than 1 if no hand-off covers a part of the step."""
         return {name: spent / self.seconds if self.seconds else 0.0 for name, spent in self.phases.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimeline:
-    """Summary of a stage."""
+    """Summary of how a stage used its time."""
 
     stage: str
     seconds: float  # sum over the windows of all attempts
@@ -144,7 +144,7 @@ class StageTimeline:
 
     @property
     def redone(self) -> int:
-        """Steps that an attempt lost and a later attempt repeated."""
+        """The number of steps that an attempt lost and a later attempt repeated."""
         return len(self.steps) - len({step.step for step in self.steps})
 
     def slowest(self, most: int = 5) -> list[StepTime]:
@@ -152,7 +152,7 @@ class StageTimeline:
         return sorted(self.steps, key=lambda step: -step.seconds)[:most]
 
     def typical(self) -> StepTime | None:
-        """Return the step of median length (the shorter of two); None without steps."""
+        """Return the step of median length (the shorter one if there are two); None if there are no steps."""
         ordered = sorted(self.steps, key=lambda step: step.seconds)
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
@@ -203,7 +203,7 @@ def union_seconds(intervals: Iterable[Interval], window: Interval) -> float:
 
 
 def summarise(attempts: Sequence[AttemptSpans]) -> list[StageTimeline]:
-    """Return one summary per stage with spans, in the order of the attempts."""
+    """Return one summary for each stage that has spans, in the order of the attempts."""
     stages: dict[str, list[AttemptSpans]] = {}
     for attempt in attempts:
         if attempt.spans:
@@ -212,9 +212,9 @@ def summarise(attempts: Sequence[AttemptSpans]) -> list[StageTimeline]:
 
 
 def step_times(attempt: AttemptSpans) -> list[StepTime]:
-    """Return the steps of one attempt in the order they began.
+    """Return the steps of one attempt in the order in which they began.
 
-    A group of only probes or saves (the state after the last step, or one resumed from) is no step.
+    A group that consists only of probes or saves (after the last step, or after a resume) is not a step.
     """
     steps: dict[int, list[Span]] = {}
     for span in attempt.phases():
@@ -229,7 +229,7 @@ def step_times(attempt: AttemptSpans) -> list[StepTime]:
 
 
 def _own_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Return hand-off → seconds in which it was the running one that began last; in the order of a step."""
+    """Return hand-off → seconds in which it was the last-begun of the running hand-offs; in the order of a step."""
     ordered = sorted(spans, key=lambda one: (one.started, -one.seconds))
     own = {span.name: 0.0 for span in ordered}
     moments = sorted({moment for span in ordered for moment in (span.started, end_of(span))})
@@ -251,7 +251,10 @@ def _summary(stage: str, attempts: Sequence[AttemptSpans]) -> StageTimeline:
 
 
 def _controller(stage: str, attempts: Sequence[AttemptSpans]) -> RoleUse:
-    """Return the controller's use: busy in a hand-off without a running call; idle in waits and between hand-offs."""
+    """Return the controller's use of time.
+
+    The controller is busy in a hand-off during which no call runs, and idle while it waits and between hand-offs.
+    """
     busy = whole = 0.0
     calls = [call for attempt in attempts for call in attempt.calls()]
     for attempt in attempts:
@@ -307,7 +310,7 @@ def _use(
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A complete event before its track is assigned, in microseconds."""
+    """A complete event to which no track has been assigned yet; times are in microseconds."""
 
     name: str
     start: int
@@ -318,9 +321,10 @@ class _Slice:
 
 
 def chrome_trace(attempts: Sequence[AttemptSpans]) -> dict[str, Any]:
-    """Return the trace as a JSON object. Attempts of a stage follow each other on its tracks; stages are side by side.
+    """Return the trace as a JSON object.
 
-    Metadata events are first, then all other events by time.
+    The attempts of a stage follow each other on the stage's tracks. Different stages have different tracks. Metadata
+    events come first, and then all other events in the order of time.
     """
     said = [attempt for attempt in attempts if attempt.spans]
     starts = [span.started for attempt in said for span in attempt.spans]
@@ -333,7 +337,7 @@ def chrome_trace(attempts: Sequence[AttemptSpans]) -> dict[str, Any]:
 
 
 class _Writer:
-    """Collects events; numbers processes and arrows."""
+    """Collects events, and numbers processes and arrows."""
 
     def __init__(self, origin: float) -> None:
         self.names: list[Event] = []
@@ -381,7 +385,7 @@ class _Writer:
         yield from (self._slice(span, "hand-off") for span in attempt.phases())
 
     def _work(self, call: Span) -> Iterator[tuple[int, _Slice]]:
-        """Yield (rank, its work for the call)."""
+        """Yield (rank, the rank's work for a call)."""
         name = str(call.attributes.get("method", call.name))
         for rank, start, end in rank_intervals(call):
             self._arrows += 1
@@ -405,7 +409,7 @@ class _Writer:
                 self.events.append({"ph": "s", **arrow} if one.category == "call" else {"ph": "f", "bp": "e", **arrow})
 
     def _bytes(self, process: int, attempt: AttemptSpans, moved: int) -> int:
-        """Add the counter of bytes, which continues over attempts; return its value."""
+        """Add the counter of bytes, which continues from one attempt to the next; return its value."""
         for call in sorted(attempt.calls(), key=end_of):
             moved += int(call.attributes.get("bytes_out", 0)) + int(call.attributes.get("bytes_in", 0))
             where = {"pid": process, "tid": _HAND_OFFS, "ts": self._at(end_of(call))}
@@ -438,7 +442,7 @@ def _lane(lanes: list[list[_Slice]], slice_: _Slice) -> list[_Slice]:
 
 
 def _apart(slices: Iterable[_Slice]) -> tuple[list[_Slice], list[list[_Slice]]]:
-    """Return steps with their hand-offs and, in separate lanes, hand-offs that outlast the one in which they began."""
+    """Return steps with their hand-offs and, in separate lanes, the hand-offs that outlast an earlier hand-off."""
     track: list[_Slice] = []
     lanes: list[list[_Slice]] = []
     last: _Slice | None = None
@@ -459,10 +463,10 @@ def _clocks_differ(first: _Slice, second: _Slice) -> bool:
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
-    """Yield slices of one thread by start, each wholly inside or wholly outside of every other.
+    """Yield the slices of one thread in the order of their starts, each wholly inside or outside every other slice.
 
-    If two overlap by less than half of the shorter, the second is moved to begin where the first ends (start times and
-    durations have different clocks); otherwise the second is cut to end with the first.
+    If two slices overlap by less than half of the shorter slice, the second begins where the first ends (start times
+    and durations come from different clocks); otherwise the second is cut to end with the first.
     """
     order = itertools.count()
     waiting = [(one.start, -one.end, next(order), one) for one in slices]

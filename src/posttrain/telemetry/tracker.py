@@ -1,23 +1,24 @@
 """The port of trackers, the ownership of their targets, the points of a stage, and the progress of a run.
 
 A tracker writes a run's metrics for users' tools, and has no state outside its target. `begin` reads the existing
-points from the target, and the writer skips them: after a kill between or during writes, the next process repeats no
-point and misses none. Within a (stage, metric) points arrive by ascending step.
+points from the target, and the writer skips them. So after a kill between or during writes, the next process neither
+repeats nor omits a point. For each (stage, metric), points arrive by ascending step.
 
 ::
 
     begin(run) ──▶ log(rows) … flush() … log(rows) ──▶ end(ending) ──▶ close()
        ▲ repairs torn records, returns the points         ▲ may be called again after a retry of the run
 
-One process at a time writes a run to a tracker's target, and only for one workspace. Run ids come from manifests, so
-two workspaces may have a run with the same id. A target of files has a file `.NAME.writer` next to it, which the writer
-locks and whose line is the workspace's identity. The kernel releases the lock when the writer dies.
+One process at a time writes a run to a tracker's target, and only for one workspace. Run ids are derived from
+manifests, so two workspaces may have a run with the same id. If a target consists of files, there is a file
+`.NAME.writer` next to it, which the writer locks and whose line is the workspace's identity. The kernel releases the
+lock when the writer dies.
 
-A stage's points come from the facts of its attempts, in the order in which they are written to trackers. For a step
-that was lost and redone, the first value counts, because it may already have been written. A redone step with a
-different value is reported.
+A stage's points come from the facts of its attempts, in the order in which points are written to trackers. For a step
+that was lost and redone, the first value counts, because it may already have been written. If the redone step has a
+different value, the difference is reported.
 
-Progress is read from the attempt folders: the live display, `get` and the report show it.
+A stage's progress, which the live display, `get` and the report show, is read from the attempt folders.
 """
 
 import math
@@ -41,10 +42,10 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.telemetry.timeline import is_call
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
-_REMEMBERED = 10_000  # remembered steps per metric, more than between two checkpoints
-_OF_THE_MACHINE = ("memory/",)  # differs between processes
+_REMEMBERED = 10_000  # steps per metric whose values are kept; more than between two checkpoints
+_OF_THE_MACHINE = ("memory/",)  # prefixes of metrics that differ between processes
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160), 8232, 8233, *range(0xD800, 0xE000)), "_")
-_HAND_OFFS = 20_000  # maximum kept, about two thousand steps
+_HAND_OFFS = 20_000  # maximum number of hand-offs that are kept, about two thousand steps
 _RATE_WINDOW = 20  # number of progress facts for the averages of tokens/s and ETA
 
 
@@ -76,9 +77,9 @@ class TrackedRun:
     owner: str
     manifest: str  # digest
     created_at: float
-    params: Mapping[str, Any] = field(default_factory=dict)  # "grpo.optimizer.learning_rate" → value; also the seed
+    params: Mapping[str, Any] = field(default_factory=dict)  # "grpo.optimizer.learning_rate" → value; includes the seed
     stages: Sequence[str] = ()  # in their order
-    workspace: str = ""  # identity: 32 hexadecimal digits; empty: unknown, not compared
+    workspace: str = ""  # the identity, 32 hexadecimal digits; "" if unknown, and then not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Version:
 
     digest: str
     run_id: str | None
-    tags: Mapping[str, str] = field(default_factory=dict)  # lineage as text
+    tags: Mapping[str, str] = field(default_factory=dict)  # tag → value; includes the lineage as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +109,20 @@ class ChannelState:
     channel: str
     versions: Sequence[Version]
     live: str  # digest
-    source: str  # URL of the artifact store with its models
+    source: str  # URL of the artifact store that contains the models
 
 
 class Tracker(ABC):
     """A target to which a run's points are written.
 
-    In every implementation `begin` rejects a run that another workspace wrote there and, if the target is files, a run
-    that another process writes. It repairs a target that a killed writer left incomplete, and returns exactly the
-    points of the target. An error of the target is an exception of any class, after which a new tracker may begin
-    again.
+    In every implementation, `begin` rejects a run that another workspace wrote to the target and, if the target
+    consists of files, a run that another process is writing. `begin` also repairs a target that a killed writer left
+    incomplete, and returns exactly the target's points. A target's error may have any exception class; after such an
+    error, a new tracker may begin again.
     """
 
     kind: ClassVar[str]
-    _held: IO[bytes] | None = None  # the locked `.NAME.writer` if the target is files
+    _held: IO[bytes] | None = None  # the locked `.NAME.writer` if the target consists of files
 
     @property
     @abstractmethod
@@ -129,7 +130,7 @@ class Tracker(ABC):
         """The file, folder or address, for messages."""
 
     def name(self, metric: str) -> str:
-        """Return the target's name of a metric; most take any name."""
+        """Return a metric's name in the target; most targets accept any name."""
         return metric
 
     @abstractmethod
@@ -144,7 +145,7 @@ class Tracker(ABC):
         """Write everything that `log` may have buffered."""
 
     def end(self, ending: Ending) -> None:
-        """Write the end of the run, if the target has a place for it; all points are written afterwards."""
+        """Write the end of the run, if the target can store it; after this call, all points have been written."""
         self.flush()
 
     def close(self) -> None:
@@ -170,7 +171,11 @@ class FileTracker(Tracker):
         return str(self._path)
 
     def _own(self, run: TrackedRun, path: Path, mark: str, there: Callable[[], bool] | None = None) -> None:
-        """Write the run to this file from now on. `there`: as in `hold`; None: whether the file exists."""
+        """Write the run to the file `path` from now on, after locking the file `mark`.
+
+        Args:
+            there: returns whether the target has data (see `hold`); None: a check that the file `path` exists.
+        """
         self._run, self._path = run.id, path
         make_folder(path.parent)
         self._held = hold(path.parent / mark, run, self.where, there or path.exists)
@@ -185,7 +190,7 @@ class AppendedTracker(FileTracker):
         """Open the file and remove incomplete records; return whether any record is left.
 
         Args:
-            ends: the position after each whole record; read as soon as the file exists.
+            ends: the position after each whole record; consumed only after the file exists.
         """
         with writing(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -223,7 +228,7 @@ class Registry(Protocol):
 
 
 def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
-    """Yield the rows without the values that `cursor` has; `cursor` is updated."""
+    """Yield the rows without the values that `cursor` already has, and update `cursor`."""
     for row in rows:
         fresh = {name: value for name, value in row.values.items() if row.step > cursor.get((row.stage, name), -1)}
         cursor.saw(row.stage, row.step, *fresh)
@@ -236,10 +241,10 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
 
     Args:
         target: the target's name for messages.
-        there: whether the target has any data; an identity without data is from a removed target.
+        there: returns whether the target has any data; if not, an identity in the file is from a removed target.
 
     Raises:
-        WorkspaceError: another process has the lock; another workspace wrote the run; the file cannot be written.
+        WorkspaceError: another process has the lock, another workspace wrote the run, or the file cannot be written.
     """
     with writing(path), ExitStack() as opened:
         file = opened.enter_context(open(path, "a+b", buffering=0, opener=private))
@@ -255,7 +260,7 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
             file.truncate(0)
             file.write(f"{run.workspace}\n".encode())
             os.fsync(file.fileno())
-        opened.pop_all()  # held from here on
+        opened.pop_all()  # the lock is held from here on
     return file
 
 
@@ -263,7 +268,7 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
     """Reject a target to which another workspace wrote this run. A target without a complete identity is accepted.
 
     Raises:
-        WorkspaceError: the identity is that of another workspace.
+        WorkspaceError: the target has the identity of another workspace.
     """
     if run.workspace and _IDENTITY.fullmatch(known) and known != run.workspace:
         raise WorkspaceError(
@@ -275,7 +280,7 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
 def _unseen(
     root: Path, attempts: Sequence[AttemptRecord], seen: dict[str, int], unreadable: Callable[[Exception], None]
 ) -> Iterator[tuple[str, Fact]]:
-    """Yield folder and fact of segments after those in `seen` (folder → the last one), and update `seen` after each."""
+    """Yield (folder, fact) for new segments. After each segment, update `seen`: folder → number of the last segment."""
     for attempt in attempts:
         folder = AttemptFolder(root / attempt.folder, attempt.channel)
         for facts, number in folder.segments(seen.get(attempt.folder, 0), unreadable):
@@ -297,18 +302,18 @@ class StageFeed:
         self._seen: dict[str, int] = {}
         self._last: dict[str, int] = {}  # metric → the last step that was yielded
         self._values: dict[str, OrderedDict[int, float]] = {}
-        self.differing = 0  # values of redone steps that differ from the first values
+        self.differing = 0  # number of values of redone steps that differ from the first values
         self.difference = ""  # a description of the first difference
-        self.troubles: list[str] = []  # segments that could not be read
+        self.troubles: list[str] = []  # errors of segments that could not be read
 
     def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
-        """Yield the new rows, a segment at a time."""
+        """Yield the new rows, one segment at a time."""
         for _, fact in _unseen(self._root, attempts, self._seen, lambda error: self.troubles.append(str(error))):
             if isinstance(fact, Metric):
                 yield from self.take(fact.step, fact.at, fact.values)
 
     def take(self, step: int, at: float, values: Mapping[str, float]) -> Iterator[Row]:
-        """Yield the row of the new values, if there are any."""
+        """Yield a row with the new values of a step, if there are any."""
         fresh: dict[str, float] = {}
         for name, value in values.items():
             metric = name.translate(_CONTROLS)
@@ -341,8 +346,8 @@ class StageProgress:
     eta: float | None = None  # seconds
     latest: dict[str, float] = field(default_factory=dict)  # metric → newest value
     notes: tuple[Note, ...] = ()
-    at: float | None = None  # when the job reported its progress
-    stale: bool = False  # reported by an earlier attempt; the newest has not reported yet
+    at: float | None = None  # time at which the job reported its progress
+    stale: bool = False  # whether the progress is from an earlier attempt, since the newest has not reported yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,14 +365,14 @@ class StageWatcher:
         self._root = root
         self._seen: dict[str, int] = {}
         self._last: Progress | None = None
-        self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)  # of the newest attempt
-        self._by = ""  # folder of the attempt that reported them
+        self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)  # the newest attempt's progress facts
+        self._by = ""  # folder of the attempt that reported these facts
         self._latest: dict[str, float] = {}
         self._of_step: frozenset[str] = frozenset()  # metrics of the newest step that updated the weights
         self._notes: deque[Note] = deque(maxlen=5)
-        self.hand_offs: deque[Span] = deque(maxlen=_HAND_OFFS)  # of the newest attempt, the latest ones
+        self.hand_offs: deque[Span] = deque(maxlen=_HAND_OFFS)  # the newest attempt's latest ones
         self._spans_by = ""
-        self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
+        self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step's value replaces the first
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
         """Read new facts and return the progress. An unreadable segment becomes a note and does not fail the run."""
@@ -392,7 +397,7 @@ class StageWatcher:
         )
 
     def _pace(self) -> tuple[float | None, float | None]:
-        """Return tokens per second, and seconds to the end; None if the newest attempt has reported too little."""
+        """Return tokens per second, and seconds to the end; each is None if too little progress was reported."""
         first, last = self._recent[0], self._recent[-1]
         seconds = last.at - first.at
         if seconds <= 0:
@@ -402,20 +407,20 @@ class StageWatcher:
         return (last.tokens - first.tokens) / seconds, left / pace if pace > 0 and left > 0 else None
 
     def curve(self, metric: str) -> list[Point]:
-        """Return a metric by step; a redone step counts once."""
+        """Return a metric's points by step; a redone step has one point."""
         return [Point(step, value) for step, value in sorted(self.curves.get(metric, {}).items())]
 
     def _take(self, fact: object, folder: str) -> None:
         if isinstance(fact, Progress):
             if folder != self._by:
                 self._by = folder
-                self._recent.clear()  # another attempt's time does not count for this pace
+                self._recent.clear()  # an earlier attempt does not count for this attempt's pace
             self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):
             if fact.values.get("updates"):
                 self._of_step = frozenset(fact.values)
-            elif "updates" in fact.values:  # without an update, a loss is from an earlier step
+            elif "updates" in fact.values:  # without an update, a known loss is from an earlier step
                 for name in self._of_step - fact.values.keys():
                     self._latest.pop(name, None)
             for name, value in fact.values.items():

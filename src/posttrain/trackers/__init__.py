@@ -1,1 +1,1 @@
-"""The trackers of runs and the registries of channels: their choice, writers and states."""
+"""The trackers of runs and the registries of channels: how they are chosen, written and checked."""

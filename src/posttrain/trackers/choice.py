@@ -2,13 +2,13 @@
 
 ::
 
-    .posttrain/workspace.json          "trackers": of every run that names none itself
+    .posttrain/workspace.json          "trackers": those of every run whose file names none
     .posttrain/runs/ID/trackers.json   trackers of this run, with absolute paths; written at submission
                       tracking.json    the state of each tracker, recorded by the writer
-                      trackers.lock    held by the writer: one process for each run
+                      trackers.lock    held by the writer, one process for each run
                       track.log        the output of that process
 
-A tracker's server is probed before its client library is used, which may retry for minutes.
+A tracker's server is probed before its client library is used, because the library may retry for minutes.
 """
 
 import importlib.util
@@ -38,14 +38,14 @@ from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
 from posttrain.telemetry.trackers.wandb import WandbTracker
 from posttrain.workspace.settings import SETTINGS, VARIABLE, OpenWorkspace
 
-_SECONDS = 5.0  # for a connection
+_SECONDS = 5.0  # seconds within which a server must accept a connection
 _PORTS = {"http": 80, "https": 443}
 RECORD, STATES, LOCK, LOG = "trackers.json", "tracking.json", "trackers.lock", "track.log"
-PLACE = "tracking"  # in the workspace: the default folder of trackers
+PLACE = "tracking"  # the default folder for trackers in the workspace
 KEY = "WANDB_API_KEY"
 WRITING, WRITTEN, TROUBLE, UNWRITTEN = "writing", "written", "trouble", "not written"
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-_LONGEST = 400  # characters of an error
+_LONGEST = 400  # maximum characters of an error
 _MAKES: Mapping[str, Callable[[Any], Tracker]] = {
     "csv": lambda words: CsvTracker(Path(words.dir)),
     "parquet": lambda words: ParquetTracker(Path(words.dir)),
@@ -57,12 +57,12 @@ _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "
 
 
 def refuse_unreachable(words: Any) -> None:
-    """Raise an error for a tracking server that accepts no connection; a server behind a proxy is not checked.
+    """Reject a tracking server that accepts no connection; a server behind a proxy is not checked.
 
     Raises:
         TrackerError: the server accepts no connection; the message contains the cause.
     """
-    from urllib.request import getproxies, proxy_bypass  # late: only the writer needs it
+    from urllib.request import getproxies, proxy_bypass  # imported here, because only the writer needs it
 
     uri = str(getattr(words, "tracking_uri", None) or "")
     parts = urlsplit(uri)
@@ -76,7 +76,7 @@ def refuse_unreachable(words: Any) -> None:
 
 
 def unreachable(error: BaseException) -> str:
-    """Return the network error in the chain of causes; empty: the cause is another error."""
+    """Return the network error in an error's chain of causes; "" if the cause is another error."""
     for cause in _causes(error):
         if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
             return (cause.strerror or str(cause) or "no answer").lower()
@@ -98,13 +98,13 @@ class TrackerState:
     """The state of one tracker of a run."""
 
     kind: str
-    state: str  # writing | written | `trouble` | waiting (for a driver of the run) | not written (and not due)
+    state: str  # writing | written | trouble | waiting (for the run's driver) | not written (and not due)
     where: str
-    message: str = ""  # for an error, one line with the next action; otherwise remarks for people, or empty
+    message: str = ""  # for an error, one line with the next action; otherwise remarks for people, or ""
 
     @property
     def in_trouble(self) -> bool:
-        """Whether a person should check it."""
+        """Whether a person should check the tracker."""
         return self.state == TROUBLE
 
     @property
@@ -124,7 +124,7 @@ def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
     """Return the trackers with a place for each.
 
     Args:
-        base: the folder that relative paths start from.
+        base: the folder at which relative paths start.
         root: the workspace folder.
     """
 
@@ -145,7 +145,7 @@ def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
 
 
 def _tracking_uri(given: str | None, base: Path, root: Path) -> str:
-    """Return an absolute URI, which is valid from every folder."""
+    """Return a tracking URI that is valid in every folder."""
     if given is None:
         return f"sqlite:///{root / PLACE / 'mlflow.db'}"
     if given.startswith("sqlite:///"):
@@ -165,7 +165,7 @@ def parse_trackers(raw: Any, source: str) -> Trackers:
 
 
 def read_choice(words: Sequence[str]) -> dict[str, Any]:
-    """Return the recorded form of `["csv=logs", "mlflow"]`, whose paths do not depend on a later command's folder.
+    """Return the recorded form of a choice such as `["csv=logs", "mlflow"]`, with absolute paths.
 
     Raises:
         InputError: a tracker is unknown or named twice, or a target is invalid.
@@ -186,7 +186,7 @@ def read_choice(words: Sequence[str]) -> dict[str, Any]:
 
 
 def of_workspace(workspace: OpenWorkspace) -> Trackers:
-    """Return the trackers of every run that names none itself, each with its place.
+    """Return the trackers of every run whose file names none, each with its place.
 
     Raises:
         InputError: the trackers in workspace.json are not valid.
@@ -196,7 +196,7 @@ def of_workspace(workspace: OpenWorkspace) -> Trackers:
 
 
 def of_run(workspace: OpenWorkspace, run_id: str) -> Trackers:
-    """Return the trackers recorded when the run was submitted; without a record those of the workspace.
+    """Return the trackers recorded when the run was submitted, or without a record those of the workspace.
 
     Raises:
         InputError, IntegrityError: the record cannot be read.
@@ -212,7 +212,7 @@ def record_trackers(
     """Record a run's trackers.
 
     Args:
-        trackers: resolved trackers; None: the run names none, so the workspace's or an earlier record's are used.
+        trackers: resolved trackers; None if the run file names none: an earlier record or the workspace's apply.
         attached: whether the run was submitted before.
     """
     folder = workspace.root / "runs" / run_id
@@ -257,11 +257,11 @@ def check_trackers(trackers: Trackers, source: str) -> None:
 
 def _installed(package: str) -> bool:
     found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None  # a folder of that name (as wandb creates) is no package
+    return found is not None and found.origin is not None  # a mere folder, such as wandb creates, is no package
 
 
 def folder_of(words: Any) -> Path | None:
-    """Return the folder that a tracker writes into; None: it writes elsewhere."""
+    """Return the folder into which a tracker writes; None if it does not write into a folder."""
     if isinstance(words, MlflowChoice):
         uri = str(words.tracking_uri)
         if uri.startswith("sqlite:///"):
@@ -284,12 +284,12 @@ def _refuse_unwritable(folder: Path, what: str) -> None:
 
 
 def target(words: Any) -> str:
-    """Return the target in a tracker's choice: a folder, an address, a project."""
+    """Return the target in a tracker's choice: a folder, an address or a project."""
     return str(getattr(words, type(words).target))
 
 
 def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
-    """Yield kind and target of each tracker, for a person."""
+    """Yield the kind and the target of each tracker, for a person."""
     for kind, words in trackers.chosen().items():
         if isinstance(words, MlflowChoice):
             yield kind, f"{words.tracking_uri}, experiment {words.experiment}"
@@ -305,7 +305,7 @@ def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def opened(kind: str, words: Any) -> Iterator[Tracker]:
-    """Yield the back-end of a resolved choice, once its server answers; close it at the end of the block."""
+    """Yield the back-end of a resolved choice after checking its server; close it at the end of the block."""
     refuse_unreachable(words)
     made = _MAKES[kind](words)  # the tracker's package is imported when it begins
     try:
@@ -320,8 +320,8 @@ def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: s
     """Yield whether this process is the only one that writes the trackers of a run or a channel.
 
     Args:
-        lock: the name of the lock file; a different one for places that are not the run's own.
-        waits: whether to wait until the other process has ended, instead of yielding False.
+        lock: the name of the lock file; places that are not the run's own have another lock file.
+        waits: whether to wait until another writing process has ended, instead of yielding False.
         handed: a descriptor of the lock that this process holds already.
     """
     handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
@@ -351,7 +351,7 @@ def start_writer(
 
 
 def line(error: Exception, where: str) -> str:
-    """Return an error of a target as one line of bounded length; for an unreachable target only the cause."""
+    """Return a target's error as one line of limited length; for an unreachable target, only the cause."""
     away = "" if isinstance(error, PosttrainError) else unreachable(error)
     if away:
         return f"cannot reach {where}: {away}"
@@ -364,7 +364,7 @@ def line(error: Exception, where: str) -> str:
 
 
 def states(workspace: OpenWorkspace, run: RunRecord) -> list[TrackerState]:
-    """Return the state of each tracker of a run; an unreadable record is one state with an error."""
+    """Return the state of each tracker of a run; for an unreadable record, one state with an error."""
     folder = workspace.root / "runs" / run.id
     try:
         chosen, said = of_run(workspace, run.id), read_json(folder / STATES) or {}

@@ -2,9 +2,9 @@
 
 The rows of a run come from the facts of its attempts and its gates' verdicts.
 
-A released model is a version in the registry, with an alias for each channel that serves it. A command that moves a
-channel starts one process, `posttrain track CHANNEL`, and does not wait for that process; a run's own writer does the
-same at the run's end. One process at a time writes a channel (`channels/NAME/trackers.lock`) and reads the channel
+A released model is a version in the registry, with an alias for each channel that points at it. A command that moves a
+channel starts the process `posttrain track CHANNEL` and does not wait for it; a run's writer does the same work at the
+end of the run. One process at a time writes a channel (`channels/NAME/trackers.lock`). The process reads the channel
 after it has the lock, so the last writer writes the latest release. `channels/NAME/tracking.json` records the result.
 """
 
@@ -45,9 +45,9 @@ from posttrain.trackers.choice import (
 )
 from posttrain.workspace.settings import OpenWorkspace
 
-_NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # numbers of a verdict
+_NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # a verdict's numeric fields
 _OF_RESULT = ("best", "stopped_early", "fallback")  # groups of metrics that only a stage's result contains
-_MOST = 4900  # characters of a tag
+_MOST = 4900  # maximum characters of a tag
 _REGISTRY = "mlflow"
 REGISTRIES = (_REGISTRY,)
 
@@ -61,7 +61,7 @@ class RunSource:
         self._lost: dict[str, str] = {}
 
     def about(self) -> TrackedRun:
-        """Return the description of the run that precedes its first row."""
+        """Return the description of the run, which trackers receive before the first row."""
         run = self._workspace.ledger.run(self._id)
         manifest, _ = self._workspace.manifest_or_trouble(run)
         stages = [stage.name for stage in self._workspace.ledger.stages(run.id)]
@@ -70,7 +70,7 @@ class RunSource:
         return TrackedRun(run.id, run.name, run.owner, run.manifest_digest, run.created_at, params, stages, identity)
 
     def read(self) -> tuple[Iterator[Row], Ending | None]:
-        """Return new rows, and the run's ending once it has ended; these rows are then the last."""
+        """Return new rows and, if the run has ended, its ending; in that case these rows are the last."""
         with self._workspace.ledger.snapshot() as now:
             run, stages = now.run(self._id), now.stages(self._id)
             origins = {one.name: (one.cached_from or f"{run.id}/{one.name}").rpartition("/") for one in stages}
@@ -80,7 +80,7 @@ class RunSource:
         return rows, _ending(run, stages, report) if is_final("run", run.state) else None
 
     def remarks(self) -> str:
-        """Return remarks for people about the rows read so far, in one line; empty: no remarks."""
+        """Return remarks for people about the rows read so far, in one line; "" if there are none."""
         feeds = list(self._feeds.values())
         said = []
         differing = sum(feed.differing for feed in feeds)
@@ -99,7 +99,7 @@ class RunSource:
                 yield from feed.take(0, stage.finished_at or 0.0, dict(_verdicts(report)))
             return
         yield from feed.read(attempts)
-        if kind_of(stage.kind).measures and stage.state == StageState.SUCCEEDED:  # also if its attempts were deleted
+        if kind_of(stage.kind).measures and stage.state == StageState.SUCCEEDED:  # even if facts were deleted
             yield from feed.take(0, stage.finished_at or 0.0, stage.metrics)
         elif stage.state == StageState.SUCCEEDED:
             for step, values in _of_result(stage.metrics):
@@ -117,7 +117,7 @@ class RunSource:
 
 
 def _of_result(metrics: Mapping[str, float]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, values); the best model's values have the model's own step, so they are on the probe's curve."""
+    """Yield (step, values) from a stage's result; the best model's values have the step of that model."""
     for group in _OF_RESULT:
         values = {name: value for name, value in metrics.items() if name.startswith(f"{group}/")}
         if values:
@@ -152,7 +152,7 @@ def _params(manifest: Manifest) -> Iterator[tuple[str, Any]]:
 
 
 def flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted path, value) for the leaves of nested maps: (`optimizer.betas`, […])."""
+    """Yield (dotted path, value) for the leaves of nested maps, such as (`optimizer.betas`, […])."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flat(item, f"{path}.{key}" if path else str(key))
@@ -167,8 +167,8 @@ def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
         The states of the registries.
 
     Raises:
-        InputError: neither the workspace nor a run whose model the channel served chooses a registry.
-        TrackerError: a registry could not be written; the others were written.
+        InputError: no registry is chosen, by the workspace or by a run whose model the channel pointed at.
+        TrackerError: a registry could not be written; the other registries were written.
     """
     chosen = list(_registries(workspace, name))
     if not chosen:
@@ -223,7 +223,7 @@ def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
 
 def announce(workspace: OpenWorkspace, channel: str) -> None:
     """Update the registries after a channel moved, without waiting for them."""
-    with suppress(PosttrainError, OSError):  # `get CHANNEL` reports that the registry's entry is missing
+    with suppress(PosttrainError, OSError):  # `get CHANNEL` reports a missing entry in the registry
         if not any(True for _ in _registries(workspace, channel)):
             return
         folder = _folder(workspace, channel)
@@ -239,7 +239,7 @@ def channel_state(workspace: OpenWorkspace, channel: str) -> tuple[ChannelState,
         first.setdefault(entry.model_digest, entry)
     versions = tuple(Version(e.model_digest, e.run_id, _tags(workspace, e)) for e in first.values())
     live = workspace.ledger.channel(channel)
-    assert live is not None  # every caller has checked it
+    assert live is not None  # every caller has checked this
     return ChannelState(channel, versions, live.model_digest, workspace.blobs.url), live.sequence
 
 
@@ -254,13 +254,13 @@ def _tags(workspace: OpenWorkspace, entry: ReleaseEntry) -> dict[str, str]:
         made_from = [f"{node.kind} {node.name} {node.digest or ''}".strip() for node in nodes]
         told = json.dumps(list(dict.fromkeys(made_from)), ensure_ascii=False)
         tags["lineage"] = told if len(told) <= _MOST else f"{told[:_MOST]}…"
-    except PosttrainError as error:  # a part was deleted: the version is written nevertheless
+    except PosttrainError as error:  # if a part was deleted, the version is written without the lineage
         tags["lineage"] = f"cannot be read: {error}"[:_MOST]
     return {key: value for key, value in tags.items() if value}
 
 
 def _registries(workspace: OpenWorkspace, channel: str) -> Iterator[Any]:
-    """Yield the MLflow choices of the workspace and of runs whose models the channel served, each target once."""
+    """Yield the MLflow choices of the workspace and of runs whose models the channel pointed at, each target once."""
     runs = dict.fromkeys(entry.run_id for entry in workspace.ledger.history(channel) if entry.run_id)
     seen = set()
     for chosen in (of_workspace(workspace), *(of_run(workspace, run) for run in runs)):

@@ -6,12 +6,13 @@
       │ checks periodically that it        │ a thread for each tracker: one that hangs or fails delays no other
       ▼ lives; never waits for it          ▼ reads ledger and event segments ──▶ target; tracking.json: its state
 
-The writer ends when every tracker has the run's ending, when errors outlast the run, or when no process drives the run.
-It may be killed anywhere: the next writer reads from each target which points the target contains.
+The writer ends when every tracker has the run's ending, when errors continue after the end of the run, or when no
+process drives the run. The writer may be killed at any point: the next writer reads from each target which points the
+target contains.
 
-`posttrain track RUN --tracker …` writes a run to further places. A tracker of a kind that the run lacks is recorded as
-a tracker of the run, once its place has been opened. A further place of a kind that the run already has is written
-immediately and not recorded; the run's own place is unchanged.
+`posttrain track RUN --tracker …` writes a run to further places. If the run has no tracker of that kind, the tracker is
+recorded as one of the run's trackers after its place has been opened. If the run already has a tracker of that kind,
+the further place is written immediately and not recorded, and the run's own place is unchanged.
 """
 
 import fcntl
@@ -59,13 +60,13 @@ from posttrain.trackers.rows import REGISTRIES, RunSource, register_channel
 from posttrain.workspace.settings import OpenWorkspace
 
 _ROWS = 500  # rows per write
-_MORE = "more.lock"  # in a run's folder: one process at a time adds places
+_MORE = "more.lock"  # lock in a run's folder, so only one process at a time adds places
 _POLL = 1.0  # seconds between checks of a run that has not ended
-_ALONE = 60.0  # seconds without a driver of the run, after which its writer ends
-_PATIENCE = 600.0  # seconds that a tracker may take after the end of its run
+_ALONE = 60.0  # seconds without a driver of the run, after which the run's writer ends
+_PATIENCE = 600.0  # seconds that a tracker may take after the end of the run
 _BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds between tries
 _HANDED = "POSTTRAIN_TRACKERS_LOCK"  # the descriptor of the lock that a new writer inherits
-_STARTS = 3  # starts by one driver: a writer that needs more always dies
+_STARTS = 3  # maximum number of starts by one driver; more would not help
 Reopen = Callable[[], OpenWorkspace]
 
 
@@ -76,11 +77,11 @@ def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wai
     """Write a run to one tracker until the run ends.
 
     Args:
-        wrote: called after each write with the remarks for people, which are mostly empty.
+        wrote: called after each write with the remarks for people, which are usually empty.
         wait: waits for new rows; returns False to stop writing.
 
     Returns:
-        The time at which the run ended; None: it has not ended, and `wait` returned False.
+        The time at which the run ended; None if the run has not ended and `wait` returned False.
 
     Raises:
         Exception: any error of the target.
@@ -129,7 +130,7 @@ def _attempt(
     """Write one tracker once.
 
     Raises:
-        PosttrainError: the tracker could not be written; `tracking.json` contains the message too.
+        PosttrainError: the tracker could not be written; `tracking.json` also contains the message.
     """
     tracker: Tracker | None = None
     try:
@@ -148,7 +149,7 @@ def _attempt(
 
 
 def _register(workspace: OpenWorkspace, run_id: str) -> None:
-    """Update the registries for each channel whose live release this run made."""
+    """Update the registries of each channel whose live release this run made."""
     for name in workspace.ledger.channels():
         live = workspace.ledger.channel(name)
         if live is not None and live.run_id == run_id:
@@ -159,18 +160,20 @@ def _register(workspace: OpenWorkspace, run_id: str) -> None:
 
 
 def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = None) -> list[TrackerState]:
-    """Write the missing points of each of a run's trackers, now.
+    """Write the points that are missing in each of a run's trackers immediately.
+
+    If the run has not ended and another process writes its trackers, nothing is written here.
 
     Args:
-        only: the kinds to write; None: all kinds.
+        only: the kinds of trackers to write; None: all kinds.
 
     Returns:
-        The states of the trackers. If another process writes a run that has not ended, nothing is written.
+        The states of the trackers.
 
     Raises:
         NotFoundError: there is no such run.
         InputError: the run has no tracker.
-        TrackerError: a tracker could not be written; the others were written.
+        TrackerError: a tracker could not be written; the other trackers were written.
     """
     ended = is_final("run", workspace.ledger.run(run_id).state)
     chosen = _chosen(workspace, run_id)
@@ -192,10 +195,10 @@ def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = 
 
 
 def follow(reopen: Reopen, run_id: str) -> None:
-    """Write a run's metrics to its trackers until the run ends; return immediately if another process does.
+    """Write a run's metrics to its trackers until the run ends; return immediately if another process does this.
 
     Args:
-        reopen: opens the workspace: once here, once for each tracker's thread.
+        reopen: opens the workspace; called once here and once in each tracker's thread.
     """
     workspace = reopen()
     chosen = _chosen(workspace, run_id)
@@ -220,7 +223,7 @@ def follow(reopen: Reopen, run_id: str) -> None:
                     if thread.is_alive():
                         where = dict(describe(Trackers.of({kind: words})))[kind]
                         states.tell(kind, TROUBLE, where, f"no answer for {_PATIENCE:g} s after the run")
-                os._exit(TrackerError.exit_code)  # a thread that hangs would keep the interpreter alive
+                os._exit(TrackerError.exit_code)  # a thread that hangs would keep the process alive
     workspace.close()
 
 
@@ -270,7 +273,7 @@ def _handed_lock() -> int | None:
     given = os.environ.pop(_HANDED, "")
     if not given.isdecimal():
         return None
-    os.set_inheritable(int(given), False)  # processes that a tracker's library starts must not hold the lock
+    os.set_inheritable(int(given), False)  # processes started by a tracker's library must not hold the lock
     return int(given)
 
 
@@ -278,14 +281,14 @@ def _handed_lock() -> int | None:
 
 
 def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
-    """Write a run to these places now, in addition to its own.
+    """Write a run to the chosen places immediately, in addition to the run's own places.
 
     Returns:
-        The states of these places.
+        The states of the chosen places.
 
     Raises:
-        InputError: a place cannot be written; then nothing is recorded or written.
-        TrackerError: a place raised an error; the others are written.
+        InputError: a place cannot be written; in this case nothing is recorded or written.
+        TrackerError: a place raised an error; the other places were written.
     """
     added = resolved(parse_trackers(chosen, "--tracker"), Path.cwd(), workspace.root)
     _refuse(added)
@@ -316,10 +319,10 @@ def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any])
 
 
 def _refuse(added: Trackers) -> None:
-    """Reject places that cannot be written, by making their folders.
+    """Create the folders of places, and reject places that cannot be written.
 
     Raises:
-        InputError: a folder cannot be made.
+        InputError: a tracker cannot be used, or a folder cannot be created.
     """
     check_trackers(added, "--tracker")
     for kind, words in added.chosen().items():
@@ -370,13 +373,13 @@ def _typed(words: Any) -> str:
 
 
 class Scribe:
-    """Starts the writer of a run's trackers while this process drives the run. Nothing here waits or raises."""
+    """Starts the writer of a run's trackers while this process drives the run. No method waits or raises an error."""
 
     def __init__(self, workspace: OpenWorkspace, run_id: str) -> None:
         self._workspace, self._id = workspace, run_id
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
-        self._next = 0.0  # moment of the next try
+        self._next = 0.0  # time of the next try
         self.start()
 
     def start(self) -> None:
@@ -389,19 +392,19 @@ class Scribe:
         with suppress(OSError), ExitStack() as held:  # on an error, `get` reports that the trackers are not written
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another process has it, perhaps for a check
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another process holds the lock
             self._starts += 1
             self._process = start_writer(self._workspace, [self._id, "--follow"], folder, {_HANDED: str(lock)}, lock)
 
     def keep(self) -> None:
-        """Start the writer again if it was killed, or was not started yet."""
+        """Start the writer again if it was killed, or if it was not started yet."""
         if time.monotonic() < self._next or (self._process is not None and self._process.poll() in (None, 0)):
             return
         self._process = None
         self.start()
 
     def done(self) -> bool:
-        """Return whether nothing is left to write: there is no tracker, or every tracker has the run's end."""
+        """Return whether nothing is left to write, since there is no tracker or every tracker has the run's ending."""
         try:
             found = states(self._workspace, self._workspace.ledger.run(self._id))
         except PosttrainError:

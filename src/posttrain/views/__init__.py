@@ -1,1 +1,1 @@
-"""Views of runs for people: status, logs, curves, traces, comparisons, reports. Read-only."""
+"""Read-only views of runs for people: status, logs, curves, traces, comparisons, reports."""

@@ -1,11 +1,11 @@
-"""Descriptions of the sampling of evaluations, from parameters alone, so showing a run loads no tables."""
+"""Descriptions of how evaluations sample responses, from parameters alone, so showing a run loads no tables."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def sampling_words(suite: Mapping[str, Any]) -> str:
-    """Return how the responses of a suite were sampled, from its parameters; missing parameters have their defaults."""
+    """Return how a suite's responses were sampled, from the suite's parameters or, if missing, their defaults."""
     words = ["1 greedy response to each item"] if suite else []
     if suite.get("samples"):
         drawn = [f"temperature {suite.get('temperature', 1.0):g}"]
@@ -17,8 +17,8 @@ def sampling_words(suite: Mapping[str, Any]) -> str:
 
 
 def drawn_words(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return one line for each suite of a stage that is sampled or has stop strings."""
-    suites = params.get("suites")  # in a stage of another kind it may have any type
+    """Return one line for each of a stage's suites that is sampled or has stop strings."""
+    suites = params.get("suites")  # in a stage of another kind, this parameter may have any type
     asked = (
         {name: one for name, one in suites.items() if isinstance(one, Mapping)} if isinstance(suites, Mapping) else {}
     )

@@ -1,11 +1,11 @@
-"""The logs of jobs, the watch over a run, the actions that its rows request, and the moves of a channel.
+"""The logs of jobs, the watch over a run, the actions that a run's rows request, and the moves of a channel.
 
-State of stages and next actions are those at the time of reading. A person may have done the action that a row requests
-since the row was written: a driver records the cause of a wait when it observes the stage, and no process observes a
-run that has ended.
+The states of stages and the next actions are those at the time of reading. Since a row was written, a person may have
+done the action that the row requests: a driver records the cause of a wait when it observes the stage, and no process
+observes a run that has ended.
 
-The texts report a job that ended while no process drives its run, the host of a job that does not run here, and why a
-stage is in its state, with the next action of a person.
+The texts report jobs that ended while no process drove the run, the hosts of jobs that run elsewhere, and the reason
+why a stage is in its state, with the next action for a person.
 
 Moves of a channel are listed newest first, each with its state, requester, reason and approvers.
 """
@@ -40,8 +40,8 @@ from posttrain.workspace.settings import OpenWorkspace
 
 NOTHING = "none needed"  # the next action if no action is needed
 DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-_ALONE = 5.0  # seconds without a driver before that is reported: a change of drivers takes less
-_DIGITS = 18  # the maximum of a release number
+_ALONE = 5.0  # seconds without a driver before this is reported; a change of drivers takes less
+_DIGITS = 18  # the maximum length of a release number
 _KINDS = ("channel.promote", "channel.rollback")
 
 
@@ -59,7 +59,7 @@ def as_they_stand(
     Args:
         asked: the statuses of all approval requests of the run.
         signals: the signals that were sent to the run.
-        reader: the person who reads: only an approver gets the command that approves.
+        reader: the person for whom the messages are; only an approver gets the command that approves.
     """
     release, sent = manifest.release, {signal.name: signal for signal in signals}
     own = [one for one in asked if release and one.request.channel == release.channel]
@@ -80,7 +80,7 @@ def as_they_stand(
 def _waits(
     row: StageRecord, asked: Sequence[ApprovalStatus], sent: Mapping[str, Signal], wait: Wait | None, reader: str
 ) -> StageRecord:
-    """Return a waiting stage with the approvals or the signal that have arrived since."""
+    """Return a waiting stage, updated with approvals or a signal that arrived after its row was written."""
     if not waiting(row):
         return row
     if row.reason == Reason.WAITING_FOR_APPROVAL:
@@ -98,10 +98,10 @@ def _waits(
 
 
 def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[ApprovalStatus], reader: str) -> str:
-    """Return the next action of a run whose release was rejected; empty: the recorded action remains."""
+    """Return the next action for a run whose release was rejected; "" if the recorded action remains."""
     live = now.channel(channel)
     if live is not None and live.run_id == run.id:
-        return f"posttrain get {channel}"  # it was promoted since
+        return f"posttrain get {channel}"  # the run was promoted since
     promote = f"posttrain promote {run.id}"
     if run.reason == Reason.CHANNEL_FROZEN and not now.channel_record(channel).frozen:
         return promote
@@ -112,7 +112,7 @@ def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[App
 
 
 def asks_of(reader: str, found: ApprovalStatus) -> str:
-    """Return the next action if approvals are missing: for an approver the command, for others the approvers' names."""
+    """Return the next action if approvals are missing: the command, and who may run it if `reader` may not."""
     command = found.request.command
     if not found.may:
         return f"posttrain channel policy {found.request.channel}"
@@ -122,15 +122,15 @@ def asks_of(reader: str, found: ApprovalStatus) -> str:
 
 
 def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
-    """Return message and next action of a stage whose job has ended while no process drives the run.
+    """Return the message and next action for a stage whose job has ended while no process drives the run.
 
-    Only jobs on this machine are covered: their supervisor records their end.
+    Only jobs on this machine are covered, because their supervisors record their ends.
 
     Args:
-        attempts: of the stage, oldest first.
+        attempts: the stage's attempts, oldest first.
 
     Returns:
-        None: no such end is recorded.
+        None if no such end is recorded.
     """
     last = attempts[-1] if attempts else None
     if last is None or is_final("attempt", last.state) or workspace.jobs.elsewhere(last):
@@ -151,14 +151,14 @@ def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) ->
 def on_another_host(
     workspace: OpenWorkspace, attempts: Sequence[AttemptRecord], hosts: Callable[[], Sequence[Host]]
 ) -> tuple[str, str] | None:
-    """Return message and next action of a stage whose live attempt runs on another host.
+    """Return the message and next action for a stage whose live attempt runs on another host.
 
     Args:
-        attempts: of the stage, oldest first.
+        attempts: the stage's attempts, oldest first.
         hosts: returns the hosts of the ledger.
 
     Returns:
-        None: its live attempt is not on another host.
+        None if the live attempt is not on another host.
     """
     last = attempts[-1] if attempts else None
     if last is None or is_final("attempt", last.state) or not workspace.jobs.elsewhere(last) or not workspace.hosts:
@@ -176,7 +176,7 @@ def on_another_host(
 def stage_attempts(
     workspace: OpenWorkspace, run_id: str, stage: str | None = None
 ) -> Iterator[tuple[str, AttemptRecord, AttemptFolder]]:
-    """Yield the attempts of one stage or of all stages of a run, in order; for a reused stage, those that computed it.
+    """Yield the attempts of one or all stages of a run, in order; for a reused stage, those that computed its result.
 
     Raises:
         NotFoundError: the run or stage does not exist.
@@ -193,23 +193,23 @@ def stage_attempts(
 
 
 def named(host: Host) -> str:
-    """Return `HOSTNAME:FOLDER (URL)`."""
+    """Return a host's name and URL as `HOSTNAME:FOLDER (URL)`."""
     return f"{host.name} ({host.url})" if host.url else host.name
 
 
 def asks(row: StageRecord) -> bool:
-    """Return whether the stage requires an action of a person, which may have been done since."""
+    """Return whether a stage's row requests an action by a person, which may have been done since."""
     return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
 
 
 def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
-    """Return stage → the unfinished stages that it waits for, as text."""
+    """Return stage → names of the unfinished stages for which it waits, as text."""
     undone = {row.name for row in rows if row.state not in DONE}
     return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
 
 
 def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
-    """Return why the stage is in its state, and the next action of a person."""
+    """Return why a stage is in its state, and the next action for a person."""
     if row.state in DONE:  # the action that the row requested before is obsolete
         return row.message or row.state, "none needed"
     if row.state == StageState.RUNNING:
@@ -234,10 +234,10 @@ class LogFile:
     path: Path
     job: JobRef
     executor: Executor
-    elsewhere: str = ""  # why the log cannot be read on this host
+    elsewhere: str = ""  # the reason why the log cannot be read on this host
 
     def read(self, start: int = 0) -> tuple[str, int]:
-        """Return text from byte `start`, and the start of the next read. A log that does not exist yet is empty."""
+        """Return the text from byte `start`, and the next `start`. A log that does not exist yet is empty."""
         if self.elsewhere:
             return ("", start) if start else (f"{self.elsewhere}\n", 1)
         page = self.executor.logs(self.job, start)
@@ -245,7 +245,7 @@ class LogFile:
 
 
 def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -> list[LogFile]:
-    """Return the logs of a run's attempts in order; for a reused stage, those of the run that computed it.
+    """Return the logs of a run's attempts in order; for a reused stage, those from the run that computed its result.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -303,10 +303,10 @@ def follow(
 
 
 class RunWatch:
-    """Waits for a run that another process drives; reports if no process drives it, and ends at a deadline.
+    """Waits for a run that another process drives; reports if no process drives the run, and ends at a deadline.
 
     Args:
-        say: called with one line each time the run has no driver.
+        say: called with one line each time that the run has lost its driver.
         timeout: seconds; None: no deadline.
     """
 
@@ -321,7 +321,7 @@ class RunWatch:
         """Return the current run.
 
         Raises:
-            DeadlineError: the deadline passed and the run is not final.
+            DeadlineError: the deadline passed, and the run has not ended.
         """
         run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
         if is_final("run", run.state):
@@ -347,7 +347,7 @@ class RunWatch:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One move of a channel. Exactly one move, the last, is live, even if its model was live before."""
+    """One move of a channel. Exactly one move, the last, is live; an earlier move may have the same model."""
 
     entry: ReleaseEntry
     state: ReleaseState  # the state of the move, not of its model
@@ -360,10 +360,10 @@ class Move:
 
 
 def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
-    """Return the newest `limit` moves.
+    """Return the newest `limit` moves of a channel.
 
     Args:
-        before: the number of a release: only older moves.
+        before: the number of a release; only older moves are returned.
 
     Raises:
         InputError: `before` is not a number.
@@ -387,7 +387,7 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
 
 
 def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
-    """Return a release with its requester, since entries of older versions name the server's driver."""
+    """Return a release with its requester, because entries by older versions name the server's driver instead."""
     if one.actor != DRIVER or one.run_id is None:
         return one
     return replace(one, actor=now.known_submitter(one.run_id) or one.actor)

@@ -1,4 +1,4 @@
-"""A plan for people: stages, cache, cost, power, changes to make."""
+"""The plan of a run for people: stages, cached results, cost, power of gates, changes to make."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,15 +26,15 @@ class StagePlan:
     estimate: Estimate
     load: Load | None = None  # for a training stage, its placement
     residency: Residency | None = None  # memory by phase; None: no training, or a model of unknown shape
-    passes: Passes | None = None  # `epochs` as steps, if the file sets them
-    stall_after: float | None = None  # seconds without progress until its job counts as hung; None: no job
+    passes: Passes | None = None  # `epochs` converted to steps, if the file sets `epochs`
+    stall_after: float | None = None  # seconds without progress after which the job counts as hung; None: no job
     packages: tuple[str, ...] = ()  # installed packages of its kind and its trainer, with versions
-    sizes: tuple[Size, ...] = ()  # its job's sizes of micro-batches, caches and time-outs
+    sizes: tuple[Size, ...] = ()  # sizes of the job's micro-batches and caches, and time-outs
 
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """Everything `posttrain plan` prints."""
+    """Everything that `posttrain plan` prints."""
 
     manifest: Manifest
     stages: tuple[StagePlan, ...]
@@ -42,10 +42,10 @@ class PlanView:
     warnings: tuple[str, ...]
     changes: tuple[str, ...]  # changes to make before the run starts
     trackers: tuple[tuple[str, str], ...]  # kind, target
-    existing: RunRecord | None  # a run of the same manifest, to which a submission attaches
-    gates: tuple[tuple[str, str], ...] = ()  # name, origin; empty: all from the run file
+    existing: RunRecord | None  # the run of the same manifest, to which a submission attaches
+    gates: tuple[tuple[str, str], ...] = ()  # name, origin; empty if all gates are in the run file
     evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of its evaluator for the released model
-    approvals: int = 0  # number that the release needs
+    approvals: int = 0  # number of approvals that the release needs
     approvers: tuple[str, ...] = ()  # principals who may approve
 
     def to_json(self) -> dict[str, Any]:

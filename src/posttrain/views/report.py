@@ -44,12 +44,12 @@ class Written:
 
 
 def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = None) -> Written:
-    """Write or overwrite `report.html` and `curves.png` in a folder; None: the run's.
+    """Write or overwrite `report.html` and `curves.png` in `folder`, by default the run's folder.
 
     Raises:
         WorkspaceError: the folder cannot be written.
     """
-    watcher, status, manifest = _read(workspace, run_id)  # fails first for an unknown run
+    watcher, status, manifest = _read(workspace, run_id)  # called first, because it fails for an unknown run
     folder = folder or workspace.root / "runs" / run_id
     folder.mkdir(parents=True, exist_ok=True)
     curves = main_curves(workspace, watcher, status, manifest, run_id)
@@ -61,7 +61,7 @@ def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = No
 
 
 def read_report(workspace: OpenWorkspace, run_id: str) -> RunReport:
-    """Return the current contents of a run's page.
+    """Return the current contents of a run's report.
 
     Raises:
         NotFoundError: the run does not exist.
@@ -79,7 +79,7 @@ def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Pat
     """Draw several runs in one picture; return the path of the picture.
 
     Args:
-        runs: (label, run id); the stage boundaries of the first run are drawn.
+        runs: (label, run id) of each run; only the stage boundaries of the first run are drawn.
 
     Raises:
         InputError: no run reported curves.
@@ -166,7 +166,7 @@ def _stage_rows(status: RunStatus) -> Iterator[StageRow]:
 def _stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest
 ) -> Iterator[StageCurves]:
-    """Yield the curves of every stage with metrics by step; an evaluation's means are scores, not curves."""
+    """Yield the curves of every stage that has metrics by step; the means of an evaluation are scores, not curves."""
     for stage in status.stages:
         name, kind = stage.record.name, stage.record.kind
         if not kind_of(kind).measures and watcher.watcher(name).curves:
@@ -177,7 +177,7 @@ def _stage_curves(
 
 
 def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """Return the decision of a stage's probe, as text and as marked steps."""
+    """Return the decision by a stage's probe, as text and as marked steps."""
     marks = {"best/step": "best", "stopped_early/step": "stopped"}
     found = tuple((int(row.metrics[name]), word) for name, word in marks.items() if name in row.metrics)
     return selection_words(row.metrics), found
@@ -225,7 +225,7 @@ def _system_rows(watcher: RunWatcher, status: RunStatus) -> Iterator[SystemRow]:
 
 
 def _phase(name: str, steps: Sequence[StepTime], whole: float) -> tuple[str, float, float]:
-    """Return a hand-off's name, median seconds over the steps with that hand-off, and share of the total time."""
+    """Return a hand-off's name, its median seconds over the steps that have it, and its share of the total time."""
     spent = [step.phases[name] for step in steps if name in step.phases]
     return name, statistics.median(spent), sum(spent) / whole if whole else 0.0
 
@@ -245,7 +245,7 @@ def _budget_rows(workspace: OpenWorkspace, status: RunStatus, manifest: Manifest
 def _changes(
     workspace: OpenWorkspace, status: RunStatus, manifest: Manifest, gates: GateReport | None
 ) -> tuple[str, list[Difference]]:
-    """Return the run of the channel's model with which the gates compared, and this run's differences from it."""
+    """Return the run that made the gates' baseline, and the differences between that run and this run."""
     other = baseline_run(workspace, manifest, gates)
     if other is None or other == status.run.id:
         return "", []

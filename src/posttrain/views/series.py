@@ -1,6 +1,6 @@
 """The recorded metrics of a run's stages as series to draw: the main quantities, and every panel of a page.
 
-`posttrain compare` resolves its arguments to evaluations, and writes the page of a comparison.
+This module also resolves the arguments of `posttrain compare` to evaluations, and writes the comparison page.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,20 +35,20 @@ PANELS = {
 }
 LOSS = {"loss": "training loss", "accuracy": "pairs ranked correctly"}  # used if no stage scores samples
 _SCORED = frozenset({"reward/mean", "probe/accuracy"})
-KEPT = 600  # points of a curve in a page
-_MEANS = 160  # points of a running mean
+KEPT = 600  # maximum number of points of a curve in a page
+_MEANS = 160  # maximum number of points of a running mean
 _EACH = 0.975  # one-sided confidence at each end of a 95 % interval
-_ERRORS = {"reward/mean": "reward/stderr"}  # metric → the metric of its standard error, which needs no panel
+_ERRORS = {"reward/mean": "reward/stderr"}  # metric → metric of its standard error, which gets no panel
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
-_SHOWN = 16  # items of each kind, won and lost
+_SHOWN = 16  # maximum number of won items, and of lost items
 _HISTORY = "history:"
-SIZES = "sizes/"  # prefix of settings that a job used; recorded with its metrics
+SIZES = "sizes/"  # prefix of sizes that a job used, which are recorded with its metrics
 _TRAINING = "train/"  # prefix of training metrics in transformers' trackers
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The lines of one run, on an axis of the consecutive steps of its stages."""
+    """The lines of one run, on an axis on which the steps of the run's stages follow each other."""
 
     series: tuple[CurveSeries, ...]
     boundaries: tuple[StageBoundary, ...]
@@ -59,8 +59,8 @@ def main_curves(
 ) -> Curves:
     """Return the main curves of a run.
 
-    Stages without a main quantity (SFT) are drawn only if there are no other stages. The loss is drawn if no stage
-    scores its samples (distillation).
+    Stages without a main quantity (SFT) are drawn only if there are no other stages. The loss is drawn only if no stage
+    scores its samples (as in distillation).
     """
     names = [stage.record.name for stage in status.stages]
     sampled = [name for name in names if watcher.watcher(name).curves.keys() & PANELS.keys()]
@@ -87,9 +87,9 @@ def main_curves(
 def stage_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, manifest: Manifest, stage: str, label: str
 ) -> dict[str, CurveSeries]:
-    """Return every recorded metric of a stage except the sizes that it used, the most important first.
+    """Return every recorded metric of a stage except the sizes that the stage used, most important first.
 
-    A curve is thinned without losing its extremes. If its sampling noise is known, the series has limits.
+    A curve is thinned without losing its extremes. If a curve's sampling noise is known, the series has limits.
     """
     recorded = watcher.watcher(stage).curves
     found = {}
@@ -106,7 +106,7 @@ def stage_curves(
 
 
 def _smooth(curve: Curve) -> tuple[list[float], list[float]] | None:
-    """Return the running mean of a curve that will be thinned, since the extremes alone have a different mean."""
+    """Return the running mean of a curve that will be thinned, because the mean of the extremes would differ."""
     if len(curve.values) <= KEPT:
         return None
     means = curve.smoothed(len(curve.values) // 20).thinned(_MEANS)
@@ -120,7 +120,7 @@ def _noise(
     curve: Curve,
     recorded: Mapping[str, Mapping[int, float]],
 ) -> tuple[list[float] | None, list[float] | None]:
-    """Return 95 % limits of a metric on other samples of the same size; None: unknown."""
+    """Return 95 % limits for a metric's values on other samples of the same size; None if the limits are unknown."""
     if curve.dropped:
         return None, None
     if metric == "probe/accuracy":
@@ -139,7 +139,7 @@ def _noise(
 
 
 def _probe_items(workspace: OpenWorkspace, stage: StageManifest) -> int | None:
-    """Return the number of rows of the probe; None: the registry does not contain it."""
+    """Return the number of rows in the probe; None if the registry does not contain the probe's data."""
     ref = stage.inputs.get("probe")
     wanted = (stage.params.get("probe") or {}).get("items")
     if ref is None or ref.digest is None or not wanted:
@@ -152,7 +152,7 @@ def _probe_items(workspace: OpenWorkspace, stage: StageManifest) -> int | None:
 def _measured(
     workspace: OpenWorkspace, status: RunStatus, manifest: Manifest, label: str, ends: Mapping[str, int]
 ) -> Iterator[CurveSeries]:
-    """Yield the evaluation of a drawn stage's model on the probe's data: a point with its exact limits."""
+    """Yield, for each drawn stage whose model was evaluated on the probe's data, a point with exact limits."""
     probed = {ref.digest for stage in manifest.stages for slot, ref in stage.inputs.items() if slot == "probe"}
     rows = {stage.record.name: stage.record for stage in status.stages}
     for stage in manifest.stages:
@@ -176,7 +176,7 @@ def _suite_accuracy(
         try:
             measured = read_evidence(workspace.blobs.get(record.outputs["metrics"]["digest"]), name)
             one = estimate(f"{name}/accuracy", measured[f"{name}/accuracy"])
-        except (KeyError, NotFoundError, IntegrityError, InputError):  # not measured yet, or its bytes were deleted
+        except (KeyError, NotFoundError, IntegrityError, InputError):  # not measured yet, or the bytes were deleted
             return None
         if one.low is not None and one.high is not None:
             return one.value, one.low, one.high
@@ -184,13 +184,13 @@ def _suite_accuracy(
 
 
 def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
-    """Return a comparison of runs, or of single evaluate stages, with the first of them.
+    """Compare runs or single evaluate stages with the first one named; return the comparison.
 
     Args:
         words: `RUN` or `RUN/STAGE`, in which a run's id may be shortened; `history:NAME` for an imported run.
 
     Raises:
-        InputError: there are fewer than two subjects, one is named twice, or one has no evaluation.
+        InputError: there are too few or too many subjects, a subject is named twice, or a subject has no evaluation.
         NotFoundError: there is no such run.
     """
     if not 2 <= len(words) <= MOST:
@@ -254,7 +254,7 @@ def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
     )
     troubles: list[str] = []
     changed = [each for other in found.subjects[1:] for each in _changed(workspace, found.subjects[0], other, troubles)]
-    several = len(watchers) + len(found.histories) > 1  # curves of a single run are not compared
+    several = len(watchers) + len(found.histories) > 1  # a single run's curves cannot be compared
     drawn = tuple(_overlaid(workspace, found, watchers).items()) if several else ()
     return ComparePage(found, facts, tuple(changed), drawn, tuple(dict.fromkeys(troubles)))
 
@@ -262,7 +262,7 @@ def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
 def _overlaid(
     workspace: OpenWorkspace, found: Comparison, watchers: dict[str, RunWatcher]
 ) -> dict[str, dict[str, list[CurveSeries]]]:
-    """Return stage → metric → one line per run; stages with the same name are overlaid."""
+    """Return stage → metric → lines, one for each run; stages with the same name are overlaid."""
     stages: dict[str, dict[str, list[CurveSeries]]] = {}
     for run, watcher in watchers.items():
         subjects = [one for one in found.subjects if one.run.id == run]
@@ -283,7 +283,7 @@ def _overlaid(
 
 
 def _changed(workspace: OpenWorkspace, first: Subject, other: Subject, troubles: list[str]) -> Iterator[Changed]:
-    """Yield, for every common suite, the items on which exactly one subject is right."""
+    """Yield, for every common suite, the items on which exactly one subject is right or has the higher reward."""
     for mine in first.evaluations:
         for theirs in other.evaluations:
             ours, answers = _responses(workspace, mine, troubles), _responses(workspace, theirs, troubles)
@@ -311,7 +311,7 @@ def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: st
 
 
 def _worth(one: Answered) -> float:
-    """Return 1 for a right response, else 0; for an item without an answer its reward."""
+    """Return 1 for a right response, 0 for a wrong response, and the reward for an item without an answer."""
     return (one.reward or 0.0) if one.correct is None else float(one.correct)
 
 

@@ -1,7 +1,7 @@
-"""The status of runs: their ledger rows joined with the reports of their jobs so far. Read-only.
+"""The status of runs: their ledger rows, joined with the facts that their jobs have reported. Read-only.
 
 `get`, the live display and the report show the status of one run. The rows of several runs are read together, so a list
-of runs costs the ledger as many statements as one run.
+of runs needs as many ledger statements as one run.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from posttrain.control.scores import Scores
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
-STARTING = "starting"  # the standing of a stage whose job has not reported yet
-_MOST, _FRAME = 1024, 600  # maximum bytes of JSON of a summary, and of a summary without texts
-_SCORES, _NUMBER = 4, 30  # scores of a summary; bytes of JSON of each, without its name
-_SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a summary's sentence, of its short texts
-_QUOTED, _REST = 4, 7  # bytes around a tag in a list, and of the mark for omitted tags
-_LOOKED_AT = 10  # maximum number of runs of a list that require an action and get up-to-date texts
-_WAITS: Mapping[str, str] = {  # the standing of a run without a running job
+STARTING = "starting"  # the shown state of a stage whose job has not reported yet
+_MOST, _FRAME = 1024, 600  # maximum JSON bytes of a summary, and of a summary without texts
+_SCORES, _NUMBER = 4, 30  # maximum number of scores in a summary; JSON bytes of each without its name
+_SENTENCE, _ASIDE = 202, 64  # maximum JSON bytes of a summary's sentence, and of each short text
+_QUOTED, _REST = 4, 7  # JSON bytes around a tag in a list, and of the mark for omitted tags
+_LOOKED_AT = 10  # maximum number of listed runs that request an action and get up-to-date texts
+_WAITS: Mapping[str, str] = {  # the shown state of a run without a running job
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
     Reason.WAITING_FOR_SIGNAL: "waits for a signal",
     Reason.WAITING_FOR_TIME: "waits",
@@ -57,7 +57,7 @@ class Rows:
     """The rows that a list of runs shows, read in a constant number of statements.
 
     Args:
-        ledger: the ledger, which is read only now.
+        ledger: a snapshot of the ledger, from which everything is read here.
         runs: the runs, in the order of display.
         hosts: returns the hosts of the ledger; called at most once.
     """
@@ -85,13 +85,13 @@ class StageStatus:
     record: StageRecord
     attempts: tuple[AttemptRecord, ...]
     progress: StageProgress
-    seconds: float  # running time of its jobs, over all attempts
-    reason: str  # one sentence; never empty for a stage that is not running
+    seconds: float  # running time of the stage's jobs, over all attempts
+    reason: str  # why the stage is in its state; never empty for a stage that is not running
     next_action: str
-    changed_at: float | None = None  # its last change in the ledger; None in a list of runs
-    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", if it resumed another stage's checkpoint
-    unanswered: bool = False  # its job is on another host, or ended without a driver: see `reason`
-    drawn: tuple[str, ...] = ()  # how responses are sampled, for each suite that is not purely greedy
+    changed_at: float | None = None  # time of the last change in the ledger; None in a list of runs
+    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", if another stage's checkpoint was resumed
+    unanswered: bool = False  # whether the job is on another host or ended without a driver; see `reason`
+    drawn: tuple[str, ...] = ()  # how responses are sampled, for suites that are not purely greedy
 
     @property
     def held_up(self) -> bool:
@@ -100,7 +100,7 @@ class StageStatus:
 
     @property
     def standing(self) -> str:
-        """The state of the stage; `starting` if it runs and its job has not reported yet."""
+        """The state of the stage; `starting` if the stage is running and its job has not reported yet."""
         silent = self.progress.at is None or self.progress.stale
         by_job = kind_of(self.record.kind).driver is Driver.JOB and not self.unanswered
         return STARTING if self.record.state == StageState.RUNNING and by_job and silent else str(self.record.state)
@@ -115,18 +115,18 @@ class StageStatus:
 
     @property
     def output(self) -> str | None:
-        """The digest of the stage's last model; for a stage without a model, of its first output."""
+        """The digest of the stage's last model; for a stage without a model, that of its first output."""
         made = self.record.outputs
         return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
 
     @property
     def selection(self) -> str:
-        """The decision of the stage's probe, as text; empty without a decision."""
+        """The decision by the stage's probe, as text; "" without a decision."""
         return selection_words(self.record.metrics)
 
     @property
     def best(self) -> str | None:
-        """Digest of the stage's best model by its probe, if it differs from the last model; None: it does not."""
+        """The digest of the best model by the stage's probe; None if this is the last model or there is none."""
         found = self.record.outputs.get(BEST, {}).get("digest")
         return found if found != self.output else None
 
@@ -161,29 +161,29 @@ class RunStatus:
 
     run: RunRecord
     stages: tuple[StageStatus, ...]
-    seconds: float  # since it started, until it ended or now
-    driver: RunDriver | None  # None: it has ended
+    seconds: float  # from the start of the run to its end or now
+    driver: RunDriver | None  # None: the run has ended
     next_action: str
     trouble: str = ""  # one line if a part of the run cannot be read
-    warnings: tuple[str, ...] = ()  # the last warnings of each stage's jobs, and those about choices of probes
+    warnings: tuple[str, ...] = ()  # the last warnings of each stage's jobs, and warnings about the run
     signals: tuple[Signal, ...] = ()  # signals sent to the run
-    approvals: tuple[ApprovalStatus, ...] = ()  # statuses of its approval requests
-    image: str = ""  # image of its jobs, except those that measure; empty: no image
+    approvals: tuple[ApprovalStatus, ...] = ()  # statuses of the run's approval requests
+    image: str = ""  # image of the run's jobs, except those that measure; "" without an image
     notes: tuple[RunNote, ...] = ()  # texts and tags by people
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that filter lists, in alphabetical order."""
+        """The run's tags, by which lists can be filtered, in alphabetical order."""
         return tuple(sorted(note.tag for note in self.notes if note.tag))
 
     @property
     def outcome(self) -> PosttrainError | None:
-        """The error with which the run ended; None: it succeeded, or continues."""
+        """The error with which the run ended; None if the run succeeded or continues."""
         return outcome_error(self.run, (stage.record for stage in self.stages))
 
     @property
     def why(self) -> str:
-        """One line: why the run is in its state, what it waits for, or which stage has a job that hangs."""
+        """One line on why the run is in its state, what it waits for, or which stage has a job that hangs."""
         under_way = [stage for stage in self.stages if stage.record.state == StageState.RUNNING]
         if is_final("run", self.run.state) or under_way:
             hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.held_up]
@@ -193,7 +193,7 @@ class RunStatus:
 
     @property
     def standing(self) -> str:
-        """The state of the run; for a running run also `starting`, or the kind of its wait."""
+        """The state of the run; for a running run, possibly `starting` or the kind of its wait."""
         if self.run.state != RunState.RUNNING:
             return str(self.run.state)
         at_work = [stage.standing for stage in self.stages if stage.record.state == StageState.RUNNING]
@@ -215,13 +215,13 @@ class RunStatus:
 
     @property
     def under_way(self) -> str:
-        """The reported progress of the run's jobs: `train 12/40, evaluate 3/8`; empty if no job runs."""
+        """The reported progress of the run's jobs, such as `train 12/40, evaluate 3/8`; "" if no job runs."""
         running = [one for one in self.stages if one.record.state == StageState.RUNNING and one.progress.total]
         return ", ".join(f"{one.record.name} {one.progress.step}/{one.progress.total}" for one in running)
 
     @property
     def tokens(self) -> int:
-        """Tokens of this run's own attempts, including live ones; a cached stage costs no tokens."""
+        """Tokens of this run's attempts, including live attempts; a cached stage costs no tokens."""
         return sum(stage.tokens for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
@@ -264,24 +264,24 @@ class RunSummary:
     state: str
     standing: str  # see `RunStatus.standing`
     reason: str  # see `RunStatus.reason`
-    message: str  # why it is in its state
+    message: str  # why the run is in its state
     next_action: str
     owner: str
     created_at: float
     started_at: float | None
     finished_at: float | None
-    seconds: float  # since it started, until it ended or now
+    seconds: float  # from the start of the run to its end or now
     tokens: int
-    driver: RunDriver | None  # None: it has ended
+    driver: RunDriver | None  # None: the run has ended
     stages: Mapping[str, int]  # state → number of stages
-    under_way: str  # `train 12/40`: progress of its jobs; empty if no job runs
-    score: Mapping[str, float]  # of its gate, then of its last evaluation: at most four, or one if space is short
-    release: str  # `prod@3`, its last release; empty: none
+    under_way: str  # progress of the run's jobs, such as `train 12/40`; "" if no job runs
+    score: Mapping[str, float]  # of the gate, then of the last evaluation; at most four, or one if space is short
+    release: str  # the run's last release, such as `prod@3`; "" without a release
     tags: tuple[str, ...] = ()  # as many as fit, then `…`
 
     @classmethod
     def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:
-        """Return the summary of a status."""
+        """Return the summary of a run from its status."""
         run, driver = status.run, status.driver
         scores: dict[str, float] = {}
         for name, value in _score(status.stages).items():
@@ -314,7 +314,7 @@ class RunSummary:
             *((brief.driver.log, brief.driver.host, brief.driver.trouble) if brief.driver else ()),
         ]
         least = _FRAME + _SENTENCE + sum(map(_size, said)) + sum(len(tag) + _QUOTED for tag in tags)
-        if least + _NUMBER * len(scores) <= _MOST:  # everything fits, without measuring
+        if least + _NUMBER * len(scores) <= _MOST:  # everything certainly fits
             return replace(brief, message=words, score=scores, tags=tuple(sorted(tags)))
         taken = len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
         more = sum(map(_size, scores)) + _NUMBER * len(scores)
@@ -331,13 +331,13 @@ class RunSummary:
 
 
 def _fitting(tags: Sequence[str], room: int) -> tuple[str, ...]:
-    """Return as many tags as fit into `room` bytes of JSON, followed by `…` where tags are omitted."""
+    """Return as many tags as fit into `room` bytes of JSON, followed by `…` if tags are omitted."""
     kept = sum(size <= room for size in itertools.accumulate(len(tag) + _QUOTED for tag in tags))
     return (*tags[:kept], *(["…"] if kept < len(tags) else ()))
 
 
 def _cut(words: str, most: int) -> str:
-    """Return the text, cut to at most `most` bytes of JSON including the mark of the cut."""
+    """Return a text, cut to at most `most` bytes of JSON including the mark `…`."""
     if _size(words) <= most:
         return words
     taken = list(itertools.accumulate(map(_size, words[:most])))
@@ -345,7 +345,7 @@ def _cut(words: str, most: int) -> str:
 
 
 def _size(words: str) -> int:
-    """Return the bytes of a text in JSON. A file name in an error may contain a lone surrogate."""
+    """Return the size of a text in JSON bytes. A file name in an error may contain a lone surrogate."""
     return len(encode_basestring(words).encode("utf-8", "surrogatepass")) - 2
 
 
@@ -363,8 +363,8 @@ class RunWatcher:
 
     Args:
         run_id: the exact id.
-        cached: whether to read also the facts of reused stages, from the run that computed them (for curves).
-        brief: whether to read only the jobs' summaries instead of all facts: progress without metrics.
+        cached: whether to also read the facts of reused stages, from the runs that computed them (for curves).
+        brief: whether to read only the jobs' summaries, which contain the progress, instead of all facts.
     """
 
     def __init__(self, workspace: OpenWorkspace, run_id: str, *, cached: bool = False, brief: bool = False) -> None:
@@ -375,7 +375,7 @@ class RunWatcher:
         self._changed: dict[str, tuple[int, float | None]] = {}  # stage → generation of its row, and its time
         self._begun: dict[str, str] = {}
         self._hosts: Callable[[], Sequence[Host]] = workspace.hosts.all if workspace.hosts else list[Host]
-        self._listed = False  # read nothing beyond the given rows
+        self._listed = False  # whether to read only the given rows
 
     def read(self) -> RunStatus:
         """Return the current status of the run.
@@ -388,7 +388,7 @@ class RunWatcher:
         return replace(self._told(*found), notes=notes)
 
     def of(self, run: RunRecord, rows: Rows) -> RunStatus:
-        """Return the status from rows that were already read, with their messages; the manifest is not read."""
+        """Return the status from rows that were already read, without reading the manifest."""
         self._hosts, self._listed, stages = rows.hosts, True, rows.stages[run.id]
         return self._told(run, stages, (), [rows.live.get((run.id, row.name), []) for row in stages])
 
@@ -468,7 +468,7 @@ class RunWatcher:
         progress = self._progress(row, attempts) if attempts else StageProgress()
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
-        seconds = spending((), own, running=running).seconds  # as billed to the budget, now or later
+        seconds = spending((), own, running=running).seconds  # the seconds that the budget is or will be billed
         words = (
             on_another_host(self._workspace, own, self._hosts) or (alone and ended_unseen(self._workspace, own)) or None
         )
@@ -492,8 +492,8 @@ def read_newest(
     """Return the newest runs, in a constant number of statements.
 
     Args:
-        before: the id of a run: only older runs.
-        tag: only runs with this tag.
+        before: the id of a run; only older runs are returned.
+        tag: if given, only runs with this tag are returned.
     """
     with workspace.ledger.snapshot() as ledger:
         rows = _rows(workspace, ledger, ledger.runs(limit, before=before, tag=tag))
@@ -501,7 +501,7 @@ def read_newest(
 
 
 def read_unfinished(workspace: OpenWorkspace, limit: int) -> list[RunSummary]:
-    """Return unfinished runs: pending ones first, newest first within a state; at most `limit` of each state."""
+    """Return unfinished runs by state, pending runs first, and newest first; at most `limit` runs of each state."""
     with workspace.ledger.snapshot() as ledger:
         rows = _rows(workspace, ledger, [run for state in _OPEN for run in ledger.runs(limit, state)])
     return _summaries(workspace, rows)
@@ -514,7 +514,8 @@ def _rows(workspace: OpenWorkspace, ledger: Snapshot, runs: Sequence[RunRecord])
 def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
     """Return summaries of runs.
 
-    The first runs that require an action, which may have been done since, are read in full; the others refer to `why`.
+    A requested action may have been done since its row was written. Therefore the first runs that request an action are
+    read in full; the next action of further such runs refers to `why`.
     """
     asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages[run.id])]
     looked_at, sent_on, found = set(asking[:_LOOKED_AT]), set(asking[_LOOKED_AT:]), []
@@ -529,7 +530,7 @@ def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
     """Return the scores of the run; no scores if its manifest cannot be read, which `trouble` reports."""
-    from posttrain.control import scores  # late: intervals need numpy, which `ls` must not import
+    from posttrain.control import scores  # imported here: it needs numpy, which `ls` must not load
 
     manifest, _ = workspace.manifest_or_trouble(status.run)
     if manifest is None:
@@ -539,7 +540,7 @@ def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
 
 
 def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateReport | None) -> str | None:
-    """Return the run of the model with which a gate report compared, as the baseline of a rejected run."""
+    """Return the run that made the baseline of a gate report; None if there is no such run."""
     if manifest.release is None or report is None or report.baseline is None:
         return None
     history = workspace.ledger.history(manifest.release.channel)

@@ -1,6 +1,6 @@
-"""A run's trace: files that show its use of time, recorded samples in full, and a few responses.
+"""A run's trace: files that show how the run used its time, recorded samples in full, and a few responses.
 
-The responses are recorded training samples, and wrong and right answers of the run's evaluations.
+The responses are recorded training samples, and wrong and right responses in the run's evaluations.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers, TraceP
 from posttrain.workspace.settings import OpenWorkspace
 
 _SEGMENTS = 24  # maximum number of segments of recorded samples that are read
-_STEPS = 5  # steps of a stage that are shown, from the first to the last
-_MEMBERS = 4  # members of a group that are shown
-_WRONG, _RIGHT = 24, 6  # answers of a suite
-_CUT = 4_000  # characters of a text in a page
+_STEPS = 5  # maximum number of shown steps of a stage, spread from the first to the last
+_MEMBERS = 4  # maximum number of shown members of a group
+_WRONG, _RIGHT = 24, 6  # maximum numbers of shown responses for a suite
+_CUT = 4_000  # maximum characters of a text in a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class WrittenTrace:
     """The files of a run's trace, and its contents."""
 
     run_id: str
-    trace: Path  # for ui.perfetto.dev or chrome://tracing
+    trace: Path  # the file for ui.perfetto.dev or chrome://tracing
     page: Path
     stages: tuple[StageTimeline, ...]
     samples: int
-    notes: tuple[str, ...]  # segments that could not be read and are omitted
-    begun: tuple[str, ...] = ()  # stages that resumed another stage's checkpoint
+    notes: tuple[str, ...]  # lines about segments that could not be read and are omitted
+    begun: tuple[str, ...] = ()  # lines about stages that resumed another stage's checkpoint
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -66,7 +66,7 @@ class RecordedSample:
     stage: str
     attempt: int
     sample: Sample
-    pieces: tuple[str, ...] = ()  # text per response token; empty without a tokenizer
+    pieces: tuple[str, ...] = ()  # text of each response token; empty without a tokenizer
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -74,7 +74,7 @@ class RecordedSample:
 
 
 def write_trace(workspace: OpenWorkspace, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
-    """Write `<run>-trace.json` and `<run>-trace.html` into `folder`, of one stage or of all.
+    """Write `<run>-trace.json` and `<run>-trace.html` for one stage or all stages into `folder`.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -106,7 +106,7 @@ def recorded_samples(
     step: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[RecordedSample]:
-    """Return the recorded samples by stage and step; for a step that was repeated, those of the last attempt.
+    """Return the recorded samples by stage and step; for a step that was repeated, the samples of the last attempt.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -126,7 +126,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
 
     Raises:
         NotFoundError: the sample was not recorded, or the run has no such stage.
-        InputError: several stages recorded a sample of that id.
+        InputError: several stages recorded a sample with that id.
     """
     everything = recorded_samples(workspace, run_id, stage)
     found = [one for one in everything if one.sample.id == sample]
@@ -140,7 +140,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
 
 
 def _begun(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[str]:
-    """Yield one line for every stage that resumed another stage's checkpoint: its trace begins there."""
+    """Yield one line for every stage that resumed another stage's checkpoint, at which the stage's trace begins."""
     found: dict[str, list[AttemptRecord]] = {}
     for name, attempt, _ in stage_attempts(workspace, run_id, stage):
         found.setdefault(name, []).append(attempt)
@@ -176,7 +176,7 @@ def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) ->
 
 
 def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[str]:
-    """Return the text of each response token by the stage's own tokenizer; empty if that is not available."""
+    """Return the text of each response token, by the stage's tokenizer; empty if the tokenizer is not available."""
     row = next(row for row in workspace.ledger.stages(run_id) if row.name == one.stage)
     model = row.inputs.get("model")
     try:
@@ -185,22 +185,22 @@ def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[
             return []
         data = workspace.blobs.get(listing["tokenizer.json"].digest)
     except PosttrainError:
-        return []  # the model was deleted: the token ids remain
+        return []  # the model was deleted, but the token ids remain
     return _decoded(data, one.sample.tokens)
 
 
 def _decoded(tokenizer_json: bytes, tokens: Sequence[int]) -> list[str]:
-    import tokenizers  # late: the other views need no tokenizer
+    import tokenizers  # imported here, because other views need no tokenizer
 
     try:
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-    except Exception:  # tokenizers raises plain Exception for a file of a newer format
+    except Exception:  # tokenizers raises plain Exception for a newer file format
         return []
 
 
 def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageRecord]) -> Iterator[StageSamples]:
-    """Yield, for every stage with samples, one group at a few steps, including its best and its worst member."""
+    """Yield, for every stage with samples, one group at each of a few steps, with its best and worst members."""
     for row in stages:
         said = [
             sample
@@ -221,7 +221,7 @@ def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageR
 
 
 def _members(group: Iterable[Sample]) -> tuple[Sample, ...]:
-    """Return the best, the worst and some members between them, best first; members without a score last."""
+    """Return the best member, the worst and some between, best first; members without a score come last."""
     ordered = sorted(group, key=lambda one: (one.reward is None, -(one.reward or 0.0)))
     return tuple(spread(ordered, _MEMBERS))
 
@@ -229,7 +229,9 @@ def _members(group: Iterable[Sample]) -> tuple[Sample, ...]:
 def suite_answers(
     workspace: OpenWorkspace, manifest: Manifest, rows: Sequence[StageRecord], troubles: list[str]
 ) -> Iterator[SuiteAnswers]:
-    """Yield wrong and right greedy answers of each suite of the run file's evaluations, the released model's first.
+    """Yield wrong and right greedy responses for each suite of the run file's evaluations.
+
+    The evaluations of the released model come first.
 
     Args:
         troubles: receives a line for each unreadable evaluation.
@@ -245,7 +247,7 @@ def suite_answers(
             for suite in found.suites:
                 greedy = found.greedy(suite)
                 shown = _suite(found, greedy, stage.name, suite, model_words(manifest, stage.inputs["model"]))
-                suites = stage.params.get("suites")  # in a stage of another kind it may have any type
+                suites = stage.params.get("suites")  # in a stage of another kind, it may have any type
                 asked = suites.get(suite) if isinstance(suites, Mapping) else None
                 yield replace(shown, sampled=sampling_words(asked if isinstance(asked, Mapping) else {}))
         except (IntegrityError, NotFoundError) as error:

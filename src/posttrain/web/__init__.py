@@ -1,1 +1,1 @@
-"""Pages and pictures for people, from data that public functions of other packages return."""
+"""Pages and pictures for people, made from data that public functions in other packages return."""

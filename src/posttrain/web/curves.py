@@ -1,7 +1,7 @@
-"""The learning-curve picture: one panel per quantity, several runs overlaid, stages marked.
+"""The learning-curve picture: one panel for each quantity, with several runs overlaid and stages marked.
 
 This module imports Matplotlib, so it is imported only to draw a picture. The Agg canvas is used directly, without
-pyplot, so no global state changes; the same series give the same bytes.
+pyplot, so no global state changes. The same series give the same bytes.
 """
 
 import io
@@ -20,13 +20,13 @@ from posttrain.domain.errors import InputError
 from posttrain.web.pages import write_page
 from posttrain.web.panels import CurveSeries, StageBoundary, extent
 
-PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
+PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches of a panel's width and of the height; pixels per inch
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe
 _STYLES = ("-", "--", "-.", ":")  # distinguish runs when colours repeat
 _INK, _MUTED, _FAINT = "#1f2328", "#6e7781", "#d8dee4"
-_SPARSE = 25  # maximum number of points that are all marked; with more, a running mean is drawn over the faint raw line
+_SPARSE = 25  # with more points, they are not marked; a running mean is drawn over the faint raw line
 _SETTINGS = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib
+    "font.family": "DejaVu Sans",  # part of matplotlib
     "font.size": 9.0,
     "text.color": _INK,
     "axes.edgecolor": _FAINT,
@@ -34,14 +34,14 @@ _SETTINGS = {
     "xtick.color": _MUTED,
     "ytick.color": _MUTED,
     "text.usetex": False,
-    "text.parse_math": False,  # a run may be called a$b
+    "text.parse_math": False,  # a run's name may contain $
 }
 
 
 def learning_curve(
     path: Path, series: Sequence[CurveSeries], *, boundaries: Sequence[StageBoundary] = (), title: str = ""
 ) -> None:
-    """Write the picture as PNG, 528 pixels wide per panel and 468 high.
+    """Write the picture as PNG, 468 pixels high and 528 pixels wide for each panel.
 
     Raises:
         InputError: there is no series, or a series has sequences of different lengths.
@@ -150,7 +150,7 @@ def _draw(axis: Any, series: CurveSeries, look: Mapping[str, Any]) -> None:
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the centred mean over `width` points, fewer at the ends; gaps remain gaps."""
+    """Return the centred running mean over `width` points, with fewer at the ends; gaps remain gaps."""
     drawn = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(drawn)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, drawn, 0.0))])
@@ -175,7 +175,7 @@ def _dress(axis: Any, quantity: str) -> None:
 
 
 def _stretch(axis: Any, rows: Sequence[CurveSeries]) -> None:
-    """Set the axis to the range of the quantity, not of the noise."""
+    """Set the axis to a range that suits the quantity and does not magnify noise."""
     drawn = [float(value) for one in rows for value in (*one.values, *(one.low or ()), *(one.high or ()))]
     low, high = extent(rows[0].metric or rows[0].quantity, drawn)
     edge = 0.03 * (high - low)
@@ -188,7 +188,7 @@ def _mark(axis: Any, boundaries: Iterable[StageBoundary]) -> None:
     for index, boundary in enumerate(inside):
         axis.axvline(boundary.step, color=_MUTED, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
         following = inside[index + 1].step if index + 1 < len(inside) else math.inf
-        crowded = following - boundary.step < 0.12 * (last - first)  # the name goes to the other side of the line
+        crowded = following - boundary.step < 0.12 * (last - first)  # if so, the name is on the other side of the line
         axis.annotate(
             _short(boundary.name, 14), (boundary.step, 1.0), xycoords=("data", "axes fraction"), va="bottom",
             xytext=(-2 if crowded else 0, 3), textcoords="offset points", ha="right" if crowded else "left",

@@ -1,9 +1,10 @@
 """The base of all pages, and the model card of an exported model.
 
-A page is one self-contained file of bounded size. It contains its styles and pictures, and no script and no external
-reference; a content-security policy in the page forbids both. The template engine escapes all text of a run.
+A page is one self-contained file of limited size. The file contains styles and pictures, but no script and no external
+reference; a content-security policy in the page forbids both. The template engine escapes all text from a run.
 
-The card describes the model, its production and its evaluation, in Markdown with the front matter that model hubs read.
+The card describes the model, how it was made and how it was evaluated, in Markdown with the front matter that model
+hubs read.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.gates import Verdict
 
-MOST_BYTES = 2_000_000  # bytes of a page, for any size of the run
+MOST_BYTES = 2_000_000  # maximum bytes of a page, for a run of any size
 _TONES = {
     **dict.fromkeys(("succeeded", "pass", "live", "promoted"), "good"),
     **dict.fromkeys(("failed", "rejected", "fail", "error", "lost"), "bad"),
@@ -34,15 +35,15 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in "\\`*_{}[]<>|#~"})
 class Sizes:
     """The limits of a page's contents."""
 
-    points: int  # of a line
-    panels: int  # of all stages
-    samples: int  # responses of one list
+    points: int  # points of a line
+    panels: int  # panels of all stages together
+    samples: int  # responses in one list
     text: int  # characters of a prompt or response
-    rows: int  # of a table
+    rows: int  # rows of a table
     value: int = 400  # characters of a parameter or a lineage line
 
 
-# tried in turn until the page is small enough
+# limits that are tried one after the other until the page is small enough
 SIZES = (
     Sizes(points=240, panels=240, samples=16, text=1_200, rows=300),
     Sizes(points=120, panels=200, samples=12, text=800, rows=200),
@@ -53,7 +54,7 @@ SIZES = (
 
 
 def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
-    """Return the page at the first sizes at which it has at most `most` bytes, else at the last sizes."""
+    """Return the page with the first entry of `SIZES` that limits it to `most` bytes, or else with the last entry."""
     text = ""
     for sizes in SIZES:
         text = render(sizes)
@@ -63,7 +64,7 @@ def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
 
 
 def write_page(path: Path, page: str | bytes, what: str) -> None:
-    """Write a page or a picture atomically; concurrent readers get the previous file.
+    """Write a page or a picture atomically; until then, concurrent readers get the previous file.
 
     Args:
         what: the file's name in errors.
@@ -71,7 +72,7 @@ def write_page(path: Path, page: str | bytes, what: str) -> None:
     Raises:
         WorkspaceError: `path` cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write it at the same time
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write at the same time
     try:
         # a lone surrogate in a response must not fail the report
         partial.write_bytes(page if isinstance(page, bytes) else page.encode("utf-8", "replace"))
@@ -82,10 +83,10 @@ def write_page(path: Path, page: str | bytes, what: str) -> None:
 
 @functools.cache
 def template(name: str) -> Template:
-    """Return a page's template, which is read once: a driver may report days later, when the file has changed."""
+    """Return a page's template, which is read only once, since the file may change while a driver runs for days."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        # the card is not HTML: in it `plain` escapes text of a run, or the text is in a block of code
+        # the card is not HTML: its text from a run is escaped by `plain`, or is in a block of code
         autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -97,7 +98,7 @@ def template(name: str) -> Template:
 
 
 def number(value: float | None, signed: bool = False) -> str:
-    """Return a number with four significant digits and separated thousands; a dash for None."""
+    """Return a number with four significant digits and separated thousands, or a dash for None."""
     if value is None:
         return "–"
     if float(value).is_integer() and abs(value) < 1e15:
@@ -106,7 +107,7 @@ def number(value: float | None, signed: bool = False) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format `4.2 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format seconds as `4.2 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds is None:
         return "–"
     if round(seconds, 1) < 60:
@@ -117,14 +118,14 @@ def duration(seconds: float | None) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Format `320 µs`, `41 ms`, `2.5 s`, `3 min 20 s`."""
+    """Format seconds as `320 µs`, `41 ms`, `2.5 s` or `3 min 20 s`."""
     if seconds >= 1:
         return duration(seconds)
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
 
 
 def ago(seconds: float) -> str:
-    """Format `just now`, `4 minutes ago`, `in 2 hours`."""
+    """Format seconds that have passed as `just now`, `4 minutes ago` or `in 2 hours`."""
     passed = abs(seconds)
     for word, scale in (("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(passed // scale)
@@ -135,7 +136,7 @@ def ago(seconds: float) -> str:
 
 
 def moment(at: float) -> str:
-    """Format a time in UTC by ISO 8601; empty for an invalid time."""
+    """Format a time in UTC by ISO 8601; "" for an invalid time."""
     try:
         return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
     except (OverflowError, OSError, ValueError):
@@ -143,7 +144,7 @@ def moment(at: float) -> str:
 
 
 def volume(size: float) -> str:
-    """Format bytes as `812 B`, `3.2 MB`."""
+    """Format bytes as `812 B` or `3.2 MB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -151,12 +152,12 @@ def volume(size: float) -> str:
 
 
 def tone(state: str) -> str:
-    """Return the colour class of a state or outcome, whose name is always shown too."""
+    """Return the colour class for a state or outcome; its name is always shown in addition to the colour."""
     return _TONES.get(str(state), "calm")
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return a text's first characters, and the number omitted; invisible and bidirectional marks become visible."""
+    """Return a text's first characters, and how many are omitted; invisible and direction marks become visible."""
     plain = "".join(_visible(one) for one in text[:most])
     return plain if len(text) <= most else f"{plain} … ({len(text) - most:,} more characters)"
 
@@ -183,7 +184,7 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class ScoreLine:
-    """A result of an evaluation of the model of the card."""
+    """A result from an evaluation of the card's model."""
 
     stage: str
     metric: str  # suite/name
@@ -200,9 +201,9 @@ class ModelCard:
     dtype: str
     cast: bool  # whether the export converted the weights
     made: str  # run/stage
-    release: str  # "prod, release 3"; empty: not released
+    release: str  # such as "prod, release 3"; "" if the model was not released
     manifest: str  # digest
-    base: str  # the name of the first model; empty: randomly initialised
+    base: str  # the name of the base model; "" if it was randomly initialised
     seed: int
     stages: tuple[StageLine, ...]
     scores: tuple[ScoreLine, ...]
@@ -210,9 +211,9 @@ class ModelCard:
     lineage: tuple[str, ...]  # lines of an indented tree
     version: str  # the version of Posttrain
     state: str = "succeeded"  # the state of the run
-    chosen: str = ""  # "probe/accuracy 0.91 at step 40": the best model by the stage's probe; empty: the last one
+    chosen: str = ""  # "probe/accuracy 0.91 at step 40" for the best model by the stage's probe; "" for the last model
     regressions: tuple[str, ...] = ()  # a line for each metric that is significantly worse than before
-    judge: bool = False  # a reward model: a sequence classifier of one label
+    judge: bool = False  # whether the model is a reward model: a sequence classifier with one label
 
     @property
     def front_matter(self) -> str:
@@ -243,10 +244,10 @@ def render_card(card: ModelCard) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text on one line with all markup escaped."""
+    """Return a text on one line with all markup escaped."""
     return " ".join(str(text).split()).translate(_ESCAPED)
 
 
 def code(text: str) -> str:
-    """Return text as one line for a fenced code block, with its fences replaced, so it cannot end the block."""
+    """Return a text as one line for a fenced code block, with fences replaced, so the text cannot end the block."""
     return " ".join(str(text).split("\n")).replace("```", "'''")

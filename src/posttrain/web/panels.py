@@ -1,13 +1,13 @@
 """Small pictures as SVG inside a page: curves in panels, intervals in rows, and the ranges of their axes.
 
-A panel shows one metric, without a script, in the colours of the page's scheme. A picture of intervals is a row of
-points with their limits over one axis.
+A panel shows one metric, without a script, in the colours of the page's scheme. A picture of intervals has one row for
+each estimate: a point with its limits over a common axis.
 
-A drawn metric has a caption and an axis range. An axis fitted to the data exaggerates noise. So rates are drawn on 0 to
-1, and non-negative metrics from 0; for metrics of either sign the noise between steps fills at most a third of the
-height.
+A drawn metric has a caption and an axis range. Because an axis that is fitted to the data exaggerates noise, rates are
+drawn from 0 to 1 and non-negative metrics from 0. For metrics of either sign, the noise between steps fills at most a
+third of the height.
 
-Curves are reduced for drawing: they are thinned without losing an extreme, and smoothed, and their noise is estimated.
+Before drawing, curves are thinned without losing an extreme, and smoothed, and their noise is estimated.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from posttrain.decision.gates import Estimate
 
 Floats = NDArray[np.float64]
 REWARD = "reward/mean"
-_EDGE = 2.0  # per cent left free at both ends
-WIDTH, HEIGHT = 360.0, 170.0  # user units
+_EDGE = 2.0  # per cent of the width that is left free at both ends
+WIDTH, HEIGHT = 360.0, 170.0  # user units of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 352.0, 8.0, 146.0
-_SPARSE = 25  # maximum number of points that are all marked; with more, a running mean is drawn over the faint raw line
-TONES = 7  # colours of lines in the page's style
+_SPARSE = 25  # with more points, they are not marked; a running mean is drawn over the faint raw line
+TONES = 7  # number of line colours in the page's style
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """A metric by step, finite values only: `Curve(np.array([1.0, 2.0]), np.array([0.1, 0.3]))`."""
+    """A metric by step, with finite values only: `Curve(np.array([1.0, 2.0]), np.array([0.1, 0.3]))`."""
 
     steps: Floats  # [points], ascending
     values: Floats  # [points]
-    dropped: int = 0  # values that were NaN or infinite
+    dropped: int = 0  # number of values that were NaN or infinite
 
     @classmethod
     def of(cls, steps: Sequence[float], values: Sequence[float]) -> Curve:
-        """Return the curve of recorded values."""
+        """Return the curve for recorded steps and values."""
         x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
         finite = np.isfinite(y) & np.isfinite(x)
         return cls(x[finite], y[finite], int(len(y) - finite.sum()))
 
     def thinned(self, most: int) -> Curve:
-        """Return at most `most` (≥ 4) points: the first, the last, and the extremes of every stretch between."""
+        """Return at most `most` (≥ 4) points: the first, the last, and the extremes of every interval between them."""
         if len(self.values) <= most:
             return self
         stretches = max(1, (most - 2) // 2)
@@ -60,7 +60,7 @@ class Curve:
         return Curve(self.steps[places], self.values[places], self.dropped)
 
     def smoothed(self, width: int) -> Curve:
-        """Return centred means over `width` points, fewer at the ends."""
+        """Return the centred running means over `width` points, with fewer points at the ends."""
         half = max(0, width // 2)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         places = np.arange(len(self.values))
@@ -69,10 +69,10 @@ class Curve:
 
 
 def step_noise(values: Floats) -> float:
-    """Return the standard deviation of the noise on a trend, from differences of consecutive values.
+    """Return the standard deviation of the noise around a trend, from differences between consecutive values.
 
-    It is the median of absolute differences divided by .954, the median's value for independent normal noise of
-    deviation 1.
+    The result is the median of absolute differences, divided by 0.954. For independent normal noise with standard
+    deviation 1, this median is 0.954.
     """
     if len(values) < 3:
         return 0.0
@@ -80,7 +80,7 @@ def step_noise(values: Floats) -> float:
     return found if math.isfinite(found) else 0.0
 
 
-COMPONENTS = "reward components"  # one panel of all `reward/NAME/mean`
+COMPONENTS = "reward components"  # the panel of all metrics `reward/NAME/mean`
 
 
 # metric → caption, in the order of drawing
@@ -125,7 +125,7 @@ WORDS = {
 _COMPONENT = re.compile(r"reward/(.+)/mean", re.DOTALL)
 
 
-MAIN = 9  # number of the main metrics at the front of WORDS
+MAIN = 9  # number of main metrics, which are the first in WORDS
 
 
 _RATES = (
@@ -143,25 +143,25 @@ _RATES = (
 _SHARES = ("clip_fraction",)  # rates that are normally small
 
 
-_LEAST_SHARE = 0.1  # minimum upper end of their axis
+_LEAST_SHARE = 0.1  # minimum upper end of the axis for such rates
 
 
-_NOISE_PART = 3.0  # minimum ratio of the height to the band of noise
+_NOISE_PART = 3.0  # minimum ratio of the axis's height to the band of noise
 
 
-_LEAST_RATIO = 2.0  # least ratio of the greatest value to the smallest for which a logarithmic axis is useful
-_MOST_DECADES = 6  # ticks of a logarithmic axis
-_BAND = 4.0  # width of the noise band, in deviations
+_LEAST_RATIO = 2.0  # minimum ratio of the greatest to the smallest value for a logarithmic axis
+_MOST_DECADES = 6  # maximum number of ticks on a logarithmic axis
+_BAND = 4.0  # width of the noise band, in standard deviations
 
 
 def rank(metric: str) -> tuple[int, str]:
-    """Return the sort key of a metric in the order of drawing."""
+    """Return the sort key of a metric for the order of drawing."""
     known = list(WORDS)
     return (known.index(metric) if metric in known else len(known), metric)
 
 
 def component(metric: str) -> str:
-    """Return the reward component whose mean a metric is; empty: another metric."""
+    """Return the reward component of which a metric is the mean; "" for any other metric."""
     found = _COMPONENT.fullmatch(metric)
     return found[1] if found else ""
 
@@ -177,7 +177,7 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and the upper end of a metric's axis.
 
     Args:
-        values: all drawn values in order of steps, including confidence limits. Non-finite values are ignored.
+        values: all drawn values in the order of steps, including confidence limits; non-finite values are ignored.
     """
     drawn = np.array([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not len(drawn):
@@ -198,11 +198,11 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers in [low, high], at most `most` and at least two if the range is not empty."""
+    """Return round numbers in [low, high]: at most `most`, and at least two if the range is not empty."""
     span = high - low
     if not (
         math.isfinite(span) and span > max(1e-300, 1e-9 * max(abs(low), abs(high)))
-    ):  # the ends are not distinguishable
+    ):  # the ends cannot be distinguished
         return [low]
     rough = span / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -216,7 +216,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Return the ticks of a logarithmic axis: powers of ten, with 2 and 5 times them on a short axis."""
+    """Return the ticks of a logarithmic axis: powers of ten and, on a short axis, 2 and 5 times these powers."""
     powers = range(max(-307, math.floor(math.log10(low))), min(308, math.ceil(math.log10(high))) + 1)
     found = [10.0**power * part for power in powers for part in ((1, 2, 5) if len(powers) <= 3 else (1,))]
     inside = [at for at in found if low * 0.999 <= at <= high]
@@ -237,7 +237,7 @@ def brief(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Whisker:
-    """One value with its limits, in per cent of the width."""
+    """One value with its limits, in per cent of the picture's width."""
 
     value: float
     low: float
@@ -281,16 +281,16 @@ def whiskers(metric: str, found: Sequence[tuple[int, Estimate]]) -> Whiskers:
 
 @dataclass(frozen=True, slots=True)
 class CurveSeries:
-    """One line, a quantity of one run: `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
+    """One line: a quantity of one run, such as `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
 
-    quantity: str  # its panel; panels appear in the order of their first series
+    quantity: str  # the line's panel; panels appear in the order of their first series
     run: str  # the legend's entry; a run has one colour in all panels
     steps: Sequence[float]  # [points], ascending
     values: Sequence[float]  # [points]; a NaN breaks the line
-    low: Sequence[float] | None = None  # [points] confidence limits: `low` and `high`, or neither
+    low: Sequence[float] | None = None  # [points], confidence limits; `low` and `high` are given together
     high: Sequence[float] | None = None
     smooth: tuple[Sequence[float], Sequence[float]] | None = None  # steps and running means, before thinning
-    metric: str = ""  # the recorded name, which determines the axis; empty: the quantity
+    metric: str = ""  # the recorded name, which determines the axis; if it is "", the quantity does
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,23 +317,23 @@ class Line:
 
     name: str
     tone: int
-    path: str  # all its points, thinned
-    mean: str = ""  # a running mean; empty if every point is marked
-    band: str = ""  # the range of sampling noise
+    path: str  # SVG path of all points, thinned
+    mean: str = ""  # SVG path of a running mean; "" if every point is marked
+    band: str = ""  # SVG path of the range of sampling noise
     marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One metric."""
+    """The picture of one metric."""
 
     metric: str
     words: str
-    told: str  # its first, last, least and greatest value
+    told: str  # the metric's first, last, least and greatest value
     lines: tuple[Line, ...]
     across: tuple[tuple[float, str], ...]  # (y, number)
     along: tuple[tuple[float, str], ...]  # (x, step)
-    zero: float | None  # y of 0, if 0 is not at an edge
+    zero: float | None  # y of 0; None if 0 is at an edge or outside the axis
     upright: tuple[tuple[float, str], ...] = ()  # (x, label) of a marked step
     span: tuple[float, float] = (0.0, 1.0)  # the first and the last step of the axis
     log: Panel | None = None  # the panel on a logarithmic axis, if all values are positive
@@ -376,8 +376,8 @@ def panel(
 
     Args:
         series: at least one series; each is a line of a separate colour.
-        most: maximum points of a line.
-        marked: steps to mark, each with its label; those outside the axis are ignored.
+        most: maximum number of points of a line.
+        marked: steps to mark, each with its label; steps outside the axis are ignored.
         span: the first and the last step of the axis; None: those of the lines.
     """
     curves = [Curve.of(one.steps, one.values) for one in series]
@@ -440,7 +440,7 @@ def _path(curve: Curve, axes: _Axes) -> str:
 
 
 def _band(curve: Curve, low: Sequence[float], high: Sequence[float], axes: _Axes, most: int) -> str:
-    """Return the path of a filled strip; each limit is thinned so that every kept point is the extreme of its range."""
+    """Return the path of a filled strip between limits, which are thinned without losing an extreme."""
     upper = _strip(curve.steps, high, max(24, most // 2))
     lower = _strip(curve.steps, low, max(24, most // 2))
     there, back = _path(upper, axes), _path(Curve(lower.steps[::-1], lower.values[::-1]), axes)
@@ -452,7 +452,7 @@ def _strip(steps: Floats, limits: Sequence[float], most: int) -> Curve:
 
 
 def _whole(first: float, last: float) -> list[float]:
-    """Return the ticks of an axis of steps: whole numbers only."""
+    """Return the ticks of an axis of steps, which are whole numbers."""
     found = [at for at in ticks(first, last, 6) if float(at).is_integer()]
     return found or [first, *([last] if last > first else [])]
 

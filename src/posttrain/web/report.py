@@ -1,11 +1,11 @@
-"""Pages of a run report, of a comparison, and of a trace.
+"""Pages of run reports, comparisons and traces.
 
-The run report is one page: the configuration, the results, and their reliability. The page of a comparison shows scores
-next to each other, the items with changed outcomes, overlaid curves, and the differences.
+The run report is one page with the configuration, the results, and their reliability. The page of a comparison shows
+scores next to each other, the items with changed outcomes, overlaid curves, and the differences between the runs.
 
-The trace is one self-contained HTML file, like the report (no script, no external resource). It shows the busy and idle
-time of roles, the share of each hand-off in every step, and two steps as Gantt charts: the step of median length and
-the longest step.
+The trace is, like the report, one self-contained HTML file without scripts and external resources. It shows the busy
+and idle time of roles, the share of each hand-off in every step, and two steps as Gantt charts: the step of median
+length and the longest step.
 """
 
 import math
@@ -46,29 +46,29 @@ from posttrain.web.panels import (
 
 _BEFORE, _AFTER = 1, 0  # colours of a score's two points
 WIDTH = 1000.0  # user units of a picture's width
-_MOST_BARS = 160  # maximum of steps that are drawn individually; with more, neighbours are averaged
+_MOST_BARS = 160  # maximum number of bars; with more steps, neighbouring steps are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage of the run."""
+    """One stage in the report's table of stages."""
 
     name: str
     kind: str
     state: str
-    cached_from: str | None = None  # "<run>/<stage>" whose outputs were reused
+    cached_from: str | None = None  # "<run>/<stage>", if that stage's outputs were reused
     attempts: int = 0
-    seconds: float | None = None  # None: not started
+    seconds: float | None = None  # None: the stage has not started
     tokens: int = 0
-    output: str | None = None  # digest of its output
-    best: str | None = None  # digest of its best model, if that is not the last one
+    output: str | None = None  # digest of the stage's output
+    best: str | None = None  # digest of the stage's best model, if this is not the last model
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
     """One declared limit."""
 
-    name: str  # tokens, seconds …
+    name: str  # such as tokens or seconds
     spent: float
     limit: float | None = None  # None: no limit
 
@@ -79,10 +79,10 @@ class StageCurves:
 
     stage: str
     kind: str
-    series: Mapping[str, CurveSeries]  # metric → its line, the most important first
-    begun: str = ""  # the run and stage that trained its first steps
-    chosen: str = ""  # the decision of its probe
-    marks: tuple[tuple[int, str], ...] = ()  # (step, label) of the decision
+    series: Mapping[str, CurveSeries]  # metric → line, most important first
+    begun: str = ""  # which run and stage trained the first steps
+    chosen: str = ""  # the decision by the stage's probe
+    marks: tuple[tuple[int, str], ...] = ()  # (step, label) for the decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SampledStep:
     """Responses to one prompt of a step."""
 
     step: int
-    members: int  # number of members of the group, not all of which are shown
+    members: int  # number of members in the group; not all of them are shown
     shown: tuple[Sample, ...]
 
 
@@ -104,17 +104,17 @@ class StageSamples:
 
 @dataclass(frozen=True, slots=True)
 class SuiteAnswers:
-    """Greedy answers to a suite."""
+    """Greedy responses to the prompts of a suite."""
 
     stage: str
     suite: str
-    of: str  # the model that answered
+    of: str  # the model that gave the responses
     items: int  # number of items with a reference answer
     wrong: int
-    cut: int  # wrong answers that reached the limit of tokens
+    cut: int  # number of wrong responses that reached the token limit
     wrong_shown: tuple[Response, ...]
     right_shown: tuple[Response, ...]
-    scored: int = 0  # items without an answer, which only a reward scored
+    scored: int = 0  # number of items without an answer, which only a reward scored
     low_shown: tuple[Response, ...] = ()  # responses with low scores, lowest first
     high_shown: tuple[Response, ...] = ()  # responses with high scores, highest first
     sampled: str = ""  # how responses were sampled, as text
@@ -138,11 +138,11 @@ class SystemRow:
     seconds: float
     tokens: int
     tokens_per_second: float | None  # median over the steps
-    step_seconds: float | None  # median
-    steps: int  # steps behind the times
+    step_seconds: float | None  # median over the steps
+    steps: int  # number of steps from which the times were computed
     phases: tuple[tuple[str, float, float], ...]  # hand-off, median seconds, share of the time
-    resident: float | None = None  # peak MiB of the job's process; None: not reported
-    allocated: float | None = None  # MiB of its CUDA device; None: no device
+    resident: float | None = None  # peak memory of the job's process in MiB; None: not reported
+    allocated: float | None = None  # peak memory of the job's CUDA device in MiB; None: no device
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class RunReport:
     gates: tuple[Verdict, ...] = ()
     lineage: tuple[str, ...] = ()  # lines of an indented tree
     budgets: tuple[BudgetRow, ...] = ()
-    warnings: tuple[str, ...] = ()  # for example, that the reward's version differs from that of the channel's model
+    warnings: tuple[str, ...] = ()  # such as a reward version that differs from that of the channel's model
     compared_with: str = ""  # the run with which `changes` compares
     changes: tuple[Difference, ...] = ()
     scores: Scores = field(default_factory=Scores)
@@ -173,7 +173,7 @@ class RunReport:
 
 
 def run_report(path: Path, report: RunReport) -> None:
-    """Write the page.
+    """Write the page of a run report.
 
     Raises:
         WorkspaceError: `path` cannot be written.
@@ -185,7 +185,7 @@ def render_run_report(report: RunReport, name: str = "run.html", *, stages: bool
     """Return the page as HTML, under 2 MB; the same report gives the same text.
 
     Args:
-        name: the name of the template; `_run.html` is the part for a server's page.
+        name: the name of the template; `_run.html` is the part that a server's page contains.
         stages: whether to include the table of stages, which a server's page may already have.
     """
     return fitted(lambda sizes: _render(report, sizes, name, stages))
@@ -193,7 +193,7 @@ def render_run_report(report: RunReport, name: str = "run.html", *, stages: bool
 
 @dataclass(frozen=True, slots=True)
 class CurvesView:
-    """A stage's panels."""
+    """The panels of a stage."""
 
     of: StageCurves
     main: tuple[Panel, ...]
@@ -218,7 +218,7 @@ def _render(report: RunReport, sizes: Sizes, name: str, stages: bool) -> str:
 
 
 def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
-    """Return the panels of all stages; if there are too many, only the first panels of every stage."""
+    """Return the panels of all stages; if there are too many panels, only the first of every stage."""
     each = max(1, sizes.panels // max(1, len(stages)))
     views = []
     for one in stages[: sizes.panels]:
@@ -232,10 +232,10 @@ def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
 
 
 def _lines(series: Mapping[str, CurveSeries]) -> dict[str, list[CurveSeries]]:
-    """Return panel → its lines, most important first; a panel has one metric, or several components of a reward."""
+    """Return panel → lines, most important panel first; a panel has one metric or several components of a reward."""
     parts = [replace(one, run=component(metric)) for metric, one in series.items() if component(metric)]
     found: dict[str, list[CurveSeries]] = {REWARD: [series[REWARD]]} if REWARD in series else {}
-    for start in range(0, len(parts), TONES):  # a colour each
+    for start in range(0, len(parts), TONES):  # each gets its own colour
         found[f"{COMPONENTS} {1 + start // TONES}" if start else COMPONENTS] = parts[start : start + TONES]
     return found | {metric: [one] for metric, one in series.items() if not component(metric)}
 
@@ -254,7 +254,7 @@ class Scale:
 
 
 def scale(verdict: Verdict) -> Scale | None:
-    """Return the positions of estimate, limit and threshold; None: the gate could not be tested."""
+    """Return the positions of the estimate, the limit and the threshold; None if the gate could not be tested."""
     value = verdict.difference if verdict.difference is not None else verdict.estimate
     if value is None or verdict.limit is None or verdict.threshold is None:
         return None
@@ -264,14 +264,14 @@ def scale(verdict: Verdict) -> Scale | None:
     return Scale(*[round(8 + 84 * (mark - low) / width, 2) for mark in marks])
 
 
-template("run.html")  # loaded now: a driver may report days later, when the file has changed
+template("run.html")  # loaded now, since the file may change while a driver runs for days
 
 
 @dataclass(frozen=True, slots=True)
 class SubjectFacts:
     """The facts that are shown next to a subject's name."""
 
-    state: str  # of its run
+    state: str  # state of the subject's run
     seed: int
     seconds: float
     tokens: int
@@ -279,7 +279,7 @@ class SubjectFacts:
 
 @dataclass(frozen=True, slots=True)
 class ItemPair:
-    """One item with the answers of both models."""
+    """One item with the responses of both models."""
 
     reference: Response
     candidate: Response
@@ -287,9 +287,9 @@ class ItemPair:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Items on which exactly one greedy answer is right: the candidate's or the first subject's."""
+    """Items on which exactly one greedy response, the candidate's or the first subject's, is right."""
 
-    label: str  # of the candidate
+    label: str  # label of the candidate
     suite: str
     won: int
     lost: int
@@ -304,12 +304,12 @@ class ComparePage:
     found: Comparison
     facts: tuple[SubjectFacts, ...]  # in the order of the subjects
     changed: tuple[Changed, ...] = ()
-    curves: tuple[tuple[str, Mapping[str, Sequence[CurveSeries]]], ...] = ()  # stage → metric → one line per run
+    curves: tuple[tuple[str, Mapping[str, Sequence[CurveSeries]]], ...] = ()  # stage → metric → lines, one for each run
     troubles: tuple[str, ...] = ()
 
 
 def compare_page(path: Path, page: ComparePage) -> None:
-    """Write the page.
+    """Write the page of a comparison.
 
     Raises:
         WorkspaceError: `path` cannot be written.
@@ -321,7 +321,7 @@ def render_compare_page(page: ComparePage, name: str = "compare.html") -> str:
     """Return the page as HTML, under 2 MB; the same comparison gives the same text.
 
     Args:
-        name: the name of the template; `_compare.html` is the part for a server's page.
+        name: the name of the template; `_compare.html` is the part that a server's page contains.
     """
     return fitted(lambda sizes: _render_comparison(page, sizes, name))
 
@@ -343,19 +343,19 @@ def _render_comparison(page: ComparePage, sizes: Sizes, name: str) -> str:
     return template(name).render(page=page, found=page.found, pictures=pictures, curves=views, sizes=sizes, tones=TONES)
 
 
-template("compare.html")  # loaded now: an old process must not read a changed checkout
+template("compare.html")  # loaded now, since the file may change while a process runs
 
 
-_MOST_RANKS = 16  # rows of a role in a Gantt chart
+_MOST_RANKS = 16  # maximum number of a role's rows in a Gantt chart
 
 
 _MOST_SAMPLES = 200
 
 
-_ROW, _LABEL = 22, 170.0  # height of a Gantt row, width of its label
+_ROW, _LABEL = 22, 170.0  # height of a Gantt row and width of the row's label
 
 
-# mid tones: legible on white and on black; a hand-off has the same colour in all runs
+# mid tones, legible on white and on black; a hand-off has the same colour in all runs
 _COLOURS = {
     "rollout": "#3b82c4",
     "reward": "#d99a2b",
@@ -388,7 +388,7 @@ class TracePage:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A coloured rectangle, in user units."""
+    """A coloured rectangle; positions and sizes are in user units."""
 
     x: float
     y: float
@@ -396,12 +396,12 @@ class Block:
     height: float
     colour: str
     name: str  # written into the block if it fits
-    told: str  # shown on hovering
+    told: str  # shown when the pointer is over the block
 
 
 @dataclass(frozen=True, slots=True)
 class GanttRow:
-    """One rank, or the controller."""
+    """One row of a Gantt chart: a rank or the controller."""
 
     label: str
     blocks: tuple[Block, ...]
@@ -409,12 +409,12 @@ class GanttRow:
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """One step: its rows by role and rank over time."""
+    """The Gantt chart of one step, with a row for each role and rank."""
 
     title: str
     rows: tuple[GanttRow, ...]
     ticks: tuple[tuple[float, str], ...]  # (x, time since the step began)
-    left_out: int  # ranks not drawn
+    left_out: int  # number of ranks that are not drawn
 
     @property
     def height(self) -> int:
@@ -424,29 +424,29 @@ class Gantt:
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
-    """A hand-off; medians over the steps that have it (not every step has a checkpoint)."""
+    """A hand-off with medians over the steps that have it; for example, not every step has a checkpoint."""
 
     name: str
     colour: str
     share: float
     seconds: float
     steps: int
-    rare: bool  # whether the number of steps is shown, since not every step has the hand-off
+    rare: bool  # whether many steps lack the hand-off, so the number of steps is shown
 
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """A stage's pictures."""
+    """The pictures of a stage."""
 
     timeline: StageTimeline
     bars: tuple[Block, ...]
     legend: tuple[LegendEntry, ...]
-    averaged: int  # steps per bar
+    averaged: int  # number of steps per bar
     gantts: tuple[Gantt, ...]
 
 
 def trace_page(path: Path, page: TracePage) -> None:
-    """Write the page.
+    """Write the page of a trace.
 
     Raises:
         WorkspaceError: `path` cannot be written.
@@ -482,7 +482,7 @@ def _legend(timeline: StageTimeline, phase: str, colour: str) -> LegendEntry:
 
 
 def _bars(timeline: StageTimeline, colours: Mapping[str, str], each: int) -> Iterator[Block]:
-    """Yield, per step (or `each` steps), a stack of shares, top down in the order of a step; 100 units high."""
+    """Yield, for every `each` steps, a stack of shares, 100 units high, from top to bottom in the order of a step."""
     bins = [timeline.steps[at : at + each] for at in range(0, len(timeline.steps), each)]
     width = WIDTH / max(len(bins), 24)
     for place, steps in enumerate(bins):
@@ -518,7 +518,7 @@ def _gantt(title: str, step: StepTime, attempts: Sequence[AttemptSpans], colours
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """An interval of a track's work."""
+    """An interval in which a track was busy."""
 
     name: str
     start: float
@@ -527,7 +527,7 @@ class _Busy:
 
 
 def _tracks(near: Sequence[Span], colours: Mapping[str, str]) -> tuple[dict[tuple[str, int], list[_Busy]], int]:
-    """Return (role, rank) → its work by time, with roles by their first call; and the number of hidden ranks."""
+    """Return (role, rank) → work by time, with roles in the order of first calls, and the number of hidden ranks."""
     controller: list[_Busy] = []
     roles: dict[str, dict[int, list[_Busy]]] = {}
     hidden: set[tuple[str, int]] = set()
@@ -557,7 +557,7 @@ def _block(label: str, busy: _Busy, place: int, begin: float, seconds: float) ->
 
 
 def _during(call: Span, near: Sequence[Span]) -> str:
-    """Return the innermost hand-off around a call; empty: there is none."""
+    """Return the innermost hand-off around a call; "" if there is none."""
     around = [span for span in near if not is_call(span) and span.started <= call.started < end_of(span)]
     return min(around, key=lambda span: span.seconds).name if around else ""
 

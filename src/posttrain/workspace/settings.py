@@ -8,11 +8,11 @@ The settings are written once, when the workspace is made, or later by explicit 
      "job_variables": …, "model_limits": …}
 
 The ledger is the file `ledger.db` in the workspace's folder, or a database in PostgreSQL. The choice is recorded in
-workspace.json when the workspace is made, and every later command uses it. A password is never recorded: libpq reads it
-from PGPASSWORD or ~/.pgpass.
+workspace.json when the workspace is made, and every later command uses this ledger. A password is never recorded: libpq
+reads passwords from PGPASSWORD or ~/.pgpass.
 
 An open workspace is one folder with a ledger, blobs, attempt folders and a cache, and the components that work on them.
-`app.workspace` opens it and chooses its back-ends; other code does not depend on the choice.
+`app.workspace` opens a workspace and chooses the back-ends; other code does not depend on the choice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | st
 
     Args:
         record: the content of workspace.json; None without one.
-        asked: a requested address; $POSTTRAIN_LEDGER requests one, too.
+        asked: a requested address; $POSTTRAIN_LEDGER also requests an address.
 
     Raises:
         WorkspaceError: the workspace has a ledger other than the requested one.
@@ -155,7 +155,7 @@ def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
     known = next(
         (one for one in Hosts(ledger.database, ledger.clock, identity, where).all() if one.id == identity), None
     )
-    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else checked before
+    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else checked earlier
     if known is not None and elsewhere and not known.gone:
         raise WorkspaceError(
             f"{where}: is a copy of {known.name}, which reported {known.silent:.0f} s ago and has the same id; use "
@@ -182,7 +182,7 @@ def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: s
 def _bound(now: Snapshot, subject: str, place: str) -> list[tuple[str, str]]:
     """Return current and former places of a ledger's workspaces as (`host:folder`, shared store), newest last.
 
-    Events that were recorded at a different address are omitted: they concern the database of which this is a copy.
+    Events that were recorded at a different address are omitted: they concern the database of which this one is a copy.
     """
     known = [event.payload for event in [*now.events(subject_prefix=subject), *now.pending_events(subject)]]
     return [(str(one.get("folder")), str(one.get("store", ""))) for one in known if one.get("ledger", place) == place]
@@ -198,7 +198,7 @@ def _still_there(where: str, identity: str) -> bool:
 def record_places(
     root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None, channel: str = ""
 ) -> None:
-    """Record a new workspace's places of artifacts, ledger and mailboxes, and its choices of rewards and trackers."""
+    """Record where a new workspace has its artifacts, ledger and mailboxes, and its choice of rewards and trackers."""
     with settings_lock(root):
         known = read_json(root / SETTINGS)
         places = ({} if isinstance(place, Path) else {KEY: place}) | ({CHANNEL: channel} if channel else {})
@@ -222,7 +222,7 @@ def record_variables(root: Path, names: Collection[str]) -> None:
     """Record the names of additional variables of a server's environment that its jobs get.
 
     Raises:
-        InputError: a name is invalid, or is that of a variable which no job of a server gets.
+        InputError: a name is invalid, or is the name of a variable that no job of a server gets.
     """
     for name in names:
         if not name.isidentifier() or name.startswith(NEVER):
@@ -269,7 +269,7 @@ class OpenWorkspace:
         return self.settings.get("rewards") == TRUSTED
 
     def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
-        """Return a run's manifest, or one line why it cannot be read, so a bad manifest does not fail a list."""
+        """Return a run's manifest, or a one-line reason why it cannot be read: a bad manifest must not fail a list."""
         known = self._manifests.get(run.manifest_digest)
         if known is not None:
             return known, ""
@@ -284,13 +284,13 @@ class OpenWorkspace:
     @functools.cached_property
     def reconciler(self) -> Reconciler:
         """This process as a reconciler."""
-        from posttrain.control.reconciler import Reconciler  # late: it loads numpy and pyarrow, which `ls` omits
+        from posttrain.control.reconciler import Reconciler  # late: loads numpy and pyarrow, which `ls` does not need
 
         return Reconciler(self.stores, self.jobs, process_name(), process_alive)
 
     @functools.cached_property
     def _manifests(self) -> dict[str, Manifest]:
-        """Digest → manifest, of those that were read."""
+        """The manifests that were read, by digest."""
         return {}
 
     @property
@@ -311,7 +311,7 @@ class OpenWorkspace:
 
     @property
     def read_only(self) -> bool:
-        """Whether the workspace is read-only, since it is another user's or on a read-only mount."""
+        """Whether the workspace is read-only, because another user owns it or it is on a read-only mount."""
         return self.ledger.database.read_only
 
     def identity(self) -> str:
@@ -339,13 +339,13 @@ class OpenWorkspace:
 
     @property
     def own_jobs(self) -> bool:
-        """Whether jobs are started in this environment; those of an installed executor may be anywhere."""
+        """Whether jobs are started in this environment; jobs of an installed executor may be anywhere."""
         return not isinstance(self.jobs.executor, InstalledExecutor)
 
     def place(self) -> str:
-        """Return the digest of id, machine and folder, which separates its jobs from those of other workspaces.
+        """Return the digest of id, machine and folder, which separates this workspace's jobs from other workspaces'.
 
-        The digest of a copy differs, so a copy never ends the original's jobs; that of a moved workspace differs too.
+        The digest of a copy differs, so a copy never ends the original's jobs; a moved workspace's digest also differs.
 
         Raises:
             WorkspaceError: the workspace has no id yet and cannot be written.
@@ -360,7 +360,7 @@ class OpenWorkspace:
         return "own" if self.blobs.url == blobs_url(self.root / OWN_STORE) else self.place()
 
     def lost(self, run_id: str = "*") -> Lost:
-        """Return data outside the ledger that the ledger lacks: of the log, and of one run's folder or of all."""
+        """Return records outside the ledger that the ledger lacks: heads of the log, and attempts of one run or all."""
         return find_lost(self.ledger, self.blobs, self.log, self.root, run_id)
 
     def accept_loss(self, reason: str) -> Lost:
@@ -370,10 +370,10 @@ class OpenWorkspace:
         return lost
 
     def seal(self, *, keep: bool = True) -> None:
-        """Chain the events committed so far; in a read-only process the call has no effect.
+        """Seal the events committed so far; in a read-only process the call has no effect.
 
         Args:
-            keep: whether to put the head into the store too. Loops that seal every few seconds do that only at the end
+            keep: whether to also put the head into the store. Loops that seal every few seconds do so only at the end
                 of a run.
         """
         if self.read_only:
@@ -388,7 +388,7 @@ class OpenWorkspace:
 
         Args:
             auth: the authenticator of the principal, for events.
-            request: id of the request, which numbers its transactions.
+            request: id of the request, from which the ids of its transactions are formed.
         """
         other = copy.copy(self)
         for cached in ("reconciler", "channels"):

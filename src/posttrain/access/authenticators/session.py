@@ -38,14 +38,14 @@ class SessionAuthenticator:
 
 
 def begin(ledger: Ledger, proof: str) -> str:
-    """Begin a session for a token and return its secret, which is stored nowhere.
+    """Begin a session for a token and return the session's secret, which is stored nowhere.
 
     Args:
         proof: a valid token.
     """
     secret = base64.urlsafe_b64encode(ledger.entropy(_BYTES)).decode().rstrip("=")
     token = ledger.token_of(digest_bytes(proof.encode()))
-    if token is None:  # revoked tokens stay in the ledger, so this one never existed
+    if token is None:  # revoked tokens stay in the ledger, so this token never existed
         raise AccessError("the token is unknown; ask an admin for a new one")
     until = min(token.expires_at, ledger.clock.now() + SECONDS)
     begin_session(ledger, digest_bytes(secret.encode()), token.id, until)

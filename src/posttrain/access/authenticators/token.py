@@ -14,7 +14,7 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.transaction import Transaction
 
 TOKEN = "token"
-PREFIX = "posttrain_"  # scanners of repositories and logs recognise tokens by it
+PREFIX = "posttrain_"  # scanners of repositories and logs recognise tokens by this prefix
 LONGEST = 366 * 86400.0  # seconds that a token may be valid
 _BYTES, _ID_BYTES = 32, 8
 _FORM = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{43}}")
@@ -38,12 +38,12 @@ class TokenAuthenticator:
 
 
 def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role], seconds: float) -> tuple[str, Token]:
-    """Issue a token; return it and its record in the ledger. The token itself is stored nowhere.
+    """Issue a token; return the token and its record in the ledger. The token itself is stored nowhere.
 
     Args:
-        actor: the principal that issues it.
-        principal: the principal that it identifies.
-        scopes: project → the highest role that the token grants there; the only project is the ledger's.
+        actor: the principal that issues the token.
+        principal: the principal that the token identifies.
+        scopes: project → the highest role that the token grants there; the only possible project is the ledger's.
         seconds: the validity of the token.
 
     Raises:
@@ -62,7 +62,7 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
 
 
 def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[str, Token]:
-    """Replace a token by a new one and revoke it immediately.
+    """Replace a token by a new token and revoke the old token immediately.
 
     Raises:
         InputError: the token was revoked or has expired; the new validity is not positive or exceeds `LONGEST`.

@@ -1,6 +1,6 @@
 """Advantage estimators over groups of rewards, generalised advantage estimation over packed documents, and whitening.
 
-Rewards of groups are `[prompts, members]`; NaN marks a member without a score (its reward function timed out, failed or
+Rewards of groups are `[prompts, members]`; NaN marks a member without a score (the reward function timed out, failed or
 declined). Such a member is left out of its group: it does not shift the group's baseline, and its advantage is 0. A
 group with fewer than two scored members has no baseline, and a group whose scored members have equal rewards has no
 signal: in both cases every advantage is 0.
@@ -20,18 +20,19 @@ from torch import Tensor
 
 from posttrain.engine.batch import precision
 
-GRPO_EPSILON = 1e-4  # of the deviation, as in TRL; verl has 1e-6. Smaller differences of rewards are almost meaningless
+GRPO_EPSILON = 1e-4  # added to the deviation, as in TRL (verl: 1e-6); smaller reward differences are almost meaningless
 WHITEN_EPSILON = 1e-8  # added to the variance
 
 
 def grpo(rewards: Tensor) -> Tensor:
-    """A = (r − mean) / (std + ε) with the unbiased standard deviation and ε = 1e-4.
+    """Return A = (r − mean) / (std + ε) with the unbiased standard deviation and ε = 1e-4.
 
     Args:
-        rewards: `[prompts, members]`, NaN where unscored.
+        rewards: `[prompts, members]`, NaN for members without a score.
 
     Returns:
-        `[prompts, members]` (`precision`). Source: DeepSeekMath, arXiv 2402.03300, eq. 3 (outcome supervision).
+        `[prompts, members]`, in the dtype that `precision` returns. Source: DeepSeekMath, arXiv 2402.03300, eq. 3
+        (outcome supervision).
     """
     centred, scored, count = _centre(rewards)
     variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
@@ -39,16 +40,18 @@ def grpo(rewards: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
-    """A = r − mean. Dividing by the deviation would over-weight prompts that are nearly solved or nearly hopeless.
+    """Return A = r − mean.
 
-    Use it with the aggregation `seq-mean-token-sum-norm`. Arguments and result: see `grpo`. Source: Dr. GRPO, arXiv
-    2503.20783.
+    Dividing by the deviation would over-weight prompts that are nearly solved or nearly hopeless.
+
+    Use this estimator with the aggregation `seq-mean-token-sum-norm`. Arguments and result: see `grpo`. Source: Dr.
+    GRPO, arXiv 2503.20783.
     """
     return _centre(rewards)[0].to(precision(rewards))
 
 
 def rloo(rewards: Tensor) -> Tensor:
-    """A = r − mean of the other members = n/(n−1)·(r − mean).
+    """Return A = r − mean of the other members = n/(n−1)·(r − mean).
 
     Arguments and result: see `grpo`. Source: RLOO, arXiv 2402.14740.
     """
@@ -61,7 +64,7 @@ ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rl
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
-    """0 up to `limit − buffer` tokens, then linear up to 1 at the limit.
+    """Return a penalty that is 0 up to `limit − buffer` tokens and then grows linearly to 1 at the limit.
 
     Args:
         lengths: `[documents]` generated tokens, at most `limit`.
@@ -85,14 +88,14 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the documents' rewards by group, `[groups, members]` with NaN for missing members, and their places.
+    """Return the rewards by group, `[groups, members]` with NaN for missing members, and each document's place.
 
     Args:
         rewards: [D]
-        groups: [D] the number of each document's group; members of a group need not be adjacent.
+        groups: [D] the number that identifies each document's group; members of a group need not be adjacent.
 
     Returns:
-        The matrix, and the row and column of every document in it: `matrix[place]` equals `rewards`.
+        The matrix, and the row and column of every document in the matrix: `matrix[place]` equals `rewards`.
     """
     names, row = torch.unique(groups, return_inverse=True)
     order = row.argsort(stable=True)
@@ -105,9 +108,10 @@ def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
 
 
 def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rewards minus their group's mean (0 without score or signal), a mask of the scored members, counts [P, 1].
+    """Return the rewards minus the mean of their group, a mask of the scored members, and their counts [P, 1].
 
-    In float64: a mean of equal float32 rewards must not leave a remainder that the division by ε would amplify.
+    The difference is 0 for a member without a score and in a group without a signal. It is computed in float64, because
+    the rounded mean of equal float32 rewards could leave a remainder that the division by ε would amplify.
     """
     scored = ~rewards.isnan()
     values = torch.where(scored, rewards, 0.0).double()
@@ -119,21 +123,22 @@ def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def generalized_advantages(
     rewards: Tensor, values: Tensor, response_mask: Tensor, lengths: Sequence[int], gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γV_{t+1} − V_t; returns are A + V.
+    """Compute A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γV_{t+1} − V_t, and the returns A + V.
 
-    After the last response token V = 0, whether the response ended with an end token or at the token limit: its reward
-    is its whole value.
+    V = 0 after the last response token, whether the response ended with an end token or at the token limit: no value is
+    added for a continuation.
 
     Args:
         rewards: [T]; values outside the mask are not read, NaN included.
-        values: [T]: V before the token is emitted.
+        values: [T], V before each token is emitted.
         response_mask: [T] bool.
         lengths: [documents], sum = T.
         gamma: γ, discount per response token.
         lam: λ; 1 gives the discounted return minus V, 0 the one-step temporal difference.
 
     Returns:
-        Advantages and returns, both [T] without gradient, 0 outside the mask; computed in float64 (`precision`).
+        Advantages and returns, each [T] without gradient, 0 outside the mask. They are computed in float64 and returned
+        in the dtype that `precision` returns.
 
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
@@ -143,7 +148,7 @@ def generalized_advantages(
     if not len(index):
         return advantages, returns
     row, column, shape = _right_aligned(response_mask, index, lengths)
-    # On the CPU: the loop over time is many small steps, which a GPU would only slow down.
+    # on the CPU, because the loop over time consists of many small steps, which would be slower on a GPU
     r, v = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
     r[row, column] = rewards.detach()[index].double().cpu()
     v[row, column] = values.detach()[index].double().cpu()
@@ -175,17 +180,17 @@ class Moments:
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, centre: bool = True) -> Tensor:
-    """(x − mean) / √(variance + 1e-8): keeps the order of values, whatever the sign of the mean.
+    """Return (x − mean) / √(variance + 1e-8), which keeps the order of the values for a mean of either sign.
 
     Args:
         values: [T]; values outside the mask are not read, NaN included.
         mask: [T] bool.
-        moments: statistics of all values that are whitened together; None: those of `values`.
+        moments: statistics of all values that are whitened together; None: the statistics of `values`.
         centre: False keeps the mean and only scales.
 
     Returns:
-        [T] (`precision`), 0 outside the mask. A single value, which has no spread, becomes 0 (with `centre=False` it
-        is unchanged).
+        [T] in the dtype that `precision` returns, 0 outside the mask. A single value, which has no spread, becomes 0
+        (with `centre=False`, the value is unchanged).
     """
     found = moments or Moments.of(values, mask)
     centred = torch.where(mask, values.detach(), found.mean).double() - found.mean
@@ -195,7 +200,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, cent
 
 
 def _right_aligned(mask: Tensor, index: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return row and column of every response token in a [documents, longest] view whose rows end together."""
+    """Return the row and column of every response token in a view [documents, longest] with right-aligned rows."""
     sizes = torch.tensor(lengths)
     document = torch.arange(len(lengths)).repeat_interleave(sizes)[index.cpu()]
     counts = torch.bincount(document, minlength=len(lengths))

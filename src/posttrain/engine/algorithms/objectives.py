@@ -5,11 +5,11 @@ micro-batch. Objectives are data, not closures, so they can be sent to ranks in 
 plain sum of its micro-batch's weighted losses; the sum over micro-batches and ranks is the loss of the whole step.
 
 Per-token losses are aggregated so that gradients do not depend on how a batch is split. A mean inside each micro-batch
-would weight a token by the other tokens of its micro-batch. Here every token gets its weight from totals of the whole
-optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: every split has the same total loss and
-gradient. Only response tokens count; prompts never enter a denominator. The caller that counts the totals decides
-whether they include documents that are not computed. If they do, a document whose loss is zero may be dropped
-without changing the result (`recipes.grpo`).
+would make a token's weight depend on the other tokens of its micro-batch. Here every token gets its weight from totals
+of the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: every split has the same total
+loss and gradient. Only response tokens count; prompts never enter a denominator. The caller that counts the totals
+decides whether the totals include documents that are not computed. If they do, a document whose loss is zero may be
+dropped without changing the result (`recipes.grpo`).
 
 The distillation loss measures how far a student is from a teacher, over the teacher's likeliest tokens. At every
 response token the vocabulary is split into k + 1 outcomes: the teacher's k likeliest tokens, and all others together,
@@ -23,10 +23,10 @@ the mask.
 Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
 not even a NaN (0 · NaN is NaN). The objective decides how tokens are summed.
 
-The reward of a token is the score at the end of a response and, before the end, the penalty for leaving the reference.
-The penalty is in the reward or in the loss, never in both. In the reward it is a number without gradient, and k1 is the
-natural estimator there: unbiased, and the original choice of PPO from human feedback. In the loss k1 has no expected
-gradient (see `kl_penalty`).
+A token's reward consists of the part of the score earned at that token (usually the whole score, at the last token) and
+possibly a penalty for deviating from the reference. The penalty is in the reward or in the loss, never in both. In the
+reward the penalty is a number without gradient. The natural estimator there is k1, which is unbiased and was the
+original choice of PPO from human feedback. In the loss the expected gradient of k1 is zero (see `kl_penalty`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
 
 def negative_log_likelihood(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """−log π(token): the loss of supervised fine-tuning."""
+    """Return −log π(token), the loss of supervised fine-tuning."""
     return torch.where(mask, -logprobs, 0.0)
 
 
 def log_ratio(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """log π − log π_reference, clamped to ±20; 0 outside the mask."""
+    """Return log π − log π_reference, clamped to ±20; 0 outside the mask."""
     zero = logprobs.new_zeros(())
     return (torch.where(mask, logprobs, zero) - torch.where(mask, reference, zero)).clamp(
         -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
@@ -63,10 +63,10 @@ def log_ratio(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
 def ppo_clip(
     logprobs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)) with ρ = exp(log π − log μ).
+    """Return max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)) with ρ = exp(log π − log μ).
 
     Args:
-        logprobs: current policy, differentiable.
+        logprobs: log-probabilities under the current policy, differentiable.
         behaviour: log-probabilities recorded when the tokens were sampled, at the same temperature. They are the
             denominator of ρ; there is no second importance weight.
         advantages: one value per token, constant over a response.
@@ -84,17 +84,18 @@ def ppo_clip(
 def is_clipped(
     logprobs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """`[T]` bool: response tokens whose gradient the clip removed."""
+    """Return the response tokens whose gradient the clip removed, `[T]` bool."""
     ratio = log_ratio(logprobs.detach(), behaviour, mask).exp()
     return mask & (((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low)))
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(π ‖ π_ref) per token, d = log π_ref − log π: k2 = d²/2, k3 = e^d − d − 1.
+    """Estimate KL(π ‖ π_ref) per token: k2 = d²/2, k3 = e^d − d − 1, with d = log π_ref − log π.
 
-    Both are non-negative. As a loss over tokens that π sampled, k2 has the gradient of KL(π ‖ π_ref) in expectation. k3
-    has the gradient of KL(π_ref ‖ π), although its value estimates KL(π ‖ π_ref); `corrected_kl_penalty` has the value
-    and the gradient of KL(π ‖ π_ref). k1 = −d has zero expected gradient as a loss and is not offered.
+    Both estimates are non-negative. As a loss over tokens that π sampled, k2 has the gradient of KL(π ‖ π_ref) in
+    expectation. k3 has the gradient of KL(π_ref ‖ π), although its value estimates KL(π ‖ π_ref);
+    `corrected_kl_penalty` has the value and the gradient of KL(π ‖ π_ref). k1 = −d has zero expected gradient as a loss
+    and is not offered.
     Source: Schulman, "Approximating KL divergence" (2020).
 
     Raises:
@@ -105,9 +106,9 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str
 
 
 def corrected_kl_penalty(logprobs: Tensor, behaviour: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """ρ·(e^d − d − 1) with ρ = exp(log π − log μ), differentiated through ρ too.
+    """Return ρ·(e^d − d − 1) with ρ = exp(log π − log μ); the gradient includes the gradient of ρ.
 
-    Over tokens that μ sampled, its expected value is KL(π ‖ π_ref) and its expected gradient is that of KL(π ‖ π_ref),
+    Over tokens that μ sampled, the expected value is KL(π ‖ π_ref) and the expected gradient is that of KL(π ‖ π_ref),
     even after π has moved away from μ. Arguments: see `ppo_clip` and `kl_penalty`.
 
     Source: DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`.
@@ -116,13 +117,13 @@ def corrected_kl_penalty(logprobs: Tensor, behaviour: Tensor, reference: Tensor,
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Tensor:
-    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), or ½·(V − R)² without a clip.
+    """Return ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), or ½·(V − R)² without a clip.
 
     The larger of the two errors counts: a value that moved further than ε towards its return gets no gradient; a value
     that moved away from its return gets the full gradient. The factor ½ makes the gradient V − R.
 
     Args:
-        values: of the critic, differentiable.
+        values: the critic's values, differentiable.
         old_values: the critic's values before the update, from which advantages and returns were estimated.
         returns: A + V_old (`advantages.generalized_advantages`).
         mask: response tokens.
@@ -138,7 +139,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
 
 
 def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Tensor:
-    """`[T]` bool: response tokens whose gradient the clip of `clipped_value_loss` removed."""
+    """Return the response tokens whose gradient the clip of `clipped_value_loss` removed, `[T]` bool."""
     if clip is None:
         return torch.zeros_like(mask)
     values, old_values, returns = (torch.where(mask, x.detach(), 0.0) for x in (values, old_values, returns))
@@ -147,14 +148,14 @@ def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, mask: 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """−log σ(r_chosen − r_rejected − m): the loss of a reward model, one value per pair.
+    """Return −log σ(r_chosen − r_rejected − m), the loss of a reward model, one value per pair.
 
     Args:
         chosen, rejected: [pairs] scores, differentiable.
         margin: [pairs] m, the required lead of the chosen score; None: 0 (Llama 2, arXiv 2307.09288, eq. 2).
 
     Returns:
-        [pairs]. The scores' common level is undetermined: only differences are learnt.
+        [pairs]. Only differences between scores are learnt: a constant added to all scores does not change the loss.
 
     Source: Bradley and Terry (1952); InstructGPT, arXiv 2203.02155, eq. 1.
     """
@@ -163,20 +164,21 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_scores: Tensor | None = None) -> Tensor:
-    """Put every document's score at its last response token, except parts earned at earlier tokens.
+    """Put every document's score at its last response token, except the parts earned at earlier tokens.
 
     Args:
         scores: [documents]; the score of a document without response tokens is dropped.
         mask: [T] bool, response tokens.
         lengths: [documents], sum = T.
-        token_scores: [T]: the part of each score earned at each token, e.g. at the ends of turns; None: all at the end.
+        token_scores: [T], the part of each score earned at each token, e.g. at the ends of turns; None: the whole score
+            is earned at the last token.
 
     Returns:
-        [T] (`precision`), 0 elsewhere; the sum over a document is its score.
+        [T] in the dtype that `precision` returns, 0 at all other tokens; the sum over a document is its score.
 
     Raises:
-        ValueError: a wrong shape; a score that is not finite (the caller must drop a response without a score, which
-        does not count as 0); a token score outside the mask.
+        ValueError: a wrong shape; a score that is not finite (a missing score does not count as 0, so the caller must
+        drop a response without a score); a token score outside the mask.
     """
     if scores.shape != (len(lengths),):
         raise ValueError(f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one per document")
@@ -216,18 +218,18 @@ def kl_rewards(
     coefficient: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """r_t = −β·kl_t + the part of the score earned at t.
+    """Return r_t = −β·kl_t + the part of the score earned at t.
 
     Args:
-        old_logprobs: [T], of the policy that sampled, at the sampling temperature.
-        reference_logprobs: [T], of the frozen reference, at the same temperature.
+        old_logprobs: [T], log-probabilities under the policy that sampled, at the sampling temperature.
+        reference_logprobs: [T], log-probabilities under the frozen reference, at the same temperature.
         mask: [T] bool, response tokens; values outside are not read, NaN included.
         scores, lengths, token_scores: see `score_rewards`.
         coefficient: β.
         estimator: k1, k2 or k3 (see `kl_estimate`).
 
     Returns:
-        [T] (`precision`) without gradient, 0 outside the mask.
+        [T] without gradient, in the dtype that `precision` returns, 0 outside the mask.
 
     Raises:
         ValueError: see `score_rewards` and `kl_estimate`.
@@ -240,9 +242,9 @@ def kl_rewards(
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(π ‖ π_ref) per token from one sample, d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
+    """Estimate KL(π ‖ π_ref) per token from one sample: k1 = −d, k2 = d²/2, k3 = e^d − d − 1 (d = log π_ref − log π).
 
-    For use as a value, not as a loss. d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
+    The estimate is a value, not a loss. d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
 
     Returns:
         [T], 0 outside the mask. Source: Schulman, "Approximating KL divergence" (2020).
@@ -257,7 +259,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: st
     return kl_penalty(logprobs, reference, mask, estimator)
 
 
-# the divisors in `token_weights`; with one divisor for all terms, gradients of parts may be summed and then divided
+# aggregation → the total by which `token_weights` divides; because it is the same for all terms, the gradients of parts
+# of a step may be summed first and divided later
 DENOMINATORS: dict[str, Literal["tokens", "sequences"]] = {
     "token-mean": "tokens",
     "seq-mean-token-mean": "sequences",
@@ -305,7 +308,7 @@ def token_weights(
         batch: the micro-batch.
         totals: the counts of the whole step.
         norm: the constant length of Dr. GRPO, in tokens (the generation limit).
-        dtype: of the weights, equal to that of the loss (`precision`).
+        dtype: the dtype of the weights, which equals the dtype of the loss (`precision`).
 
     Raises:
         ValueError: an unknown mode.
@@ -323,7 +326,7 @@ def token_weights(
 
 @dataclass(frozen=True, slots=True)
 class LossParts:
-    """A micro-batch's share of the step's loss, and sums to report: `LossParts(loss, {"clip_fraction": tensor(.01)})`.
+    """A micro-batch's shares of the step's loss and metrics: `LossParts(loss, {"clip_fraction": tensor(.01)})`.
 
     Every sum is already divided by the step's totals: the shares of all micro-batches add up to the metric.
     """
@@ -412,7 +415,7 @@ class PolicyObjective:
             penalty = self.kl.penalty(logprobs, old, micro.column("reference_logprobs"), mask)
             sums["kl"] = penalty.detach().sum() / count
             tokens = tokens + self.kl.coefficient * penalty
-        if self.importance is not None:  # the penalty is a mean over samples as well, so it needs the same weights
+        if self.importance is not None:  # the penalty is also a mean over samples, so it needs the same weights
             behaviour = micro.column("behaviour_logprobs")
             tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm, dtype=precision(tokens))
@@ -462,7 +465,7 @@ def old_logprobs(batch: TokenBatch) -> Tensor:
     """Return the log-probabilities of the ratio's denominator, [T].
 
     Raises:
-        InputError: the batch has no proximal and no behaviour log-probabilities.
+        InputError: the batch has neither proximal nor behaviour log-probabilities.
     """
     return batch.column("proximal_logprobs" if "proximal_logprobs" in batch.token_columns else "behaviour_logprobs")
 
@@ -470,14 +473,14 @@ def old_logprobs(batch: TokenBatch) -> Tensor:
 def with_tail(logprobs: Tensor) -> Tensor:
     """Append the log-probability of all other tokens combined: [R, k] → [R, k + 1].
 
-    The tail's probability is at least the type's machine epsilon; below that, 1 - Σ p is rounding noise.
+    The tail's probability is at least the dtype's machine epsilon; below that, 1 - Σ p is rounding noise.
     """
     rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(logprobs.dtype).eps)
     return torch.cat([logprobs, rest.log()], -1)
 
 
 def divergence(teacher: Tensor, student: Tensor, kind: str, beta: float = 0.5) -> Tensor:
-    """Return the divergence between two [R, K] arrays of log-probabilities, [R] nats, differentiable by the student.
+    """Return the divergence between two [R, K] arrays of log-probabilities, [R] nats, differentiable in `student`.
 
     ::
 

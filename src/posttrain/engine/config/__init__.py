@@ -1,6 +1,6 @@
-"""Configuration that jobs read. Torch-free, so that a plan can be checked on the control side.
+"""Configuration that jobs read. It is torch-free, so that a plan can be checked on the control side.
 
-One class per kind of stage. A field's comment gives its meaning, its unit and the reason for its default.
+Every kind of stage has a class. A field's comment gives its meaning, its unit and the reason for its default.
 """
 
 from posttrain.engine.config.sampling import (

@@ -33,17 +33,18 @@ TRACE_BYTES = 10_000_000
 
 
 class LagConfig(Frozen):
-    """Sampling runs ahead of training by `steps` steps, in separate pools (exact lag: `pacing.admission`).
+    """Sampling runs ahead of training by exactly `steps` steps, in separate pools (`pacing.admission`).
 
-    With 0 steps, a step trains on its own samples, in any placement. The correction then covers rollout and training
-    that compute differently with the same weights: in bfloat16, or in a third-party engine.
+    With 0 steps, a step trains on its own samples, in any placement. The correction then covers differences between
+    rollout and training with the same weights: in bfloat16, or in a third-party engine.
     """
 
-    steps: Annotated[int, Field(ge=0, le=64)] = 1  # by which the sampling policy is behind the trained one
-    # arXiv 2505.24298: tis weights a token by min(π at the step's beginning / π that sampled, cap), decoupled by that
-    # ratio without a cap; bypass uses the policy that sampled as the old policy
+    steps: Annotated[int, Field(ge=0, le=64)] = 1  # steps by which the sampling policy is behind the trained policy
+    # tis: the weight of a token is min(π at the step's beginning / π that sampled, cap); decoupled: that ratio without
+    # a cap; bypass: tokens have no weights, and the policy that sampled is the old policy of the loss's ratio (arXiv
+    # 2505.24298)
     correction: Literal["tis", "decoupled", "bypass"] = "tis"
-    cap: float | None = Field(default=None, gt=0, le=1e6)  # of tis; None: 2.0
+    cap: float | None = Field(default=None, gt=0, le=1e6)  # maximum weight of a token with tis; None: 2.0
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -64,14 +65,14 @@ class LagConfig(Frozen):
 
 
 class TraceConfig(Frozen):
-    """Which samples are traced completely (`posttrain trace RUN --sample ID`)."""
+    """The number of samples that are traced completely (`posttrain trace RUN --sample ID`)."""
 
-    groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
-    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # recorded by a stage; other samples are only counted
+    groups: NonNegative | Literal["all"] = 1  # prompts per step whose samples are all traced; all: every prompt
+    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # maximum per stage; later samples are only counted
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the default number of bytes, so that digests equal those of releases without the field."""
+        """Leave out the default of `bytes`, so that digests are the same as in Posttrain versions without the field."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if name != "bytes" or value != TRACE_BYTES}
 
@@ -81,11 +82,12 @@ class TraceConfig(Frozen):
 
 
 class KLConfig(Frozen):
-    """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
+    """KL penalty against the frozen starting policy, in the loss. k1 is rejected: its expected gradient is zero."""
 
     coefficient: float = Field(gt=0, le=1e6)
-    # k3 (TRL's and verl's default): its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ policy).
-    # k3-corrected (k3 times the ratio): value and gradient of KL(policy ‖ reference). k2: its gradient, on-policy
+    # k3 (the default of TRL and verl) estimates KL(policy ‖ reference), but has the gradient of KL(reference ‖ policy);
+    # k3-corrected (k3 times the policy's ratio) has the value and the gradient of KL(policy ‖ reference); k2 has the
+    # gradient of KL(policy ‖ reference) on-policy
     estimator: Literal["k2", "k3", "k3-corrected"] = "k3"
 
 
@@ -101,7 +103,7 @@ class PPOKLConfig(Frozen):
 
     coefficient: float = Field(default=0.01, gt=0, le=1e6)
     estimator: Literal["k1", "k2", "k3", "k3-corrected"] = (
-        "k1"  # in the reward k1 is unbiased; in the loss see KLConfig
+        "k1"  # in the reward, k1 is unbiased; for the loss, see KLConfig
     )
     place: Literal["reward", "loss"] = "reward"
 
@@ -120,7 +122,7 @@ class PPOKLConfig(Frozen):
 class AdvantageConfig(Frozen):
     """Generalised advantage estimation (arXiv 1506.02438)."""
 
-    gamma: float = Field(default=1.0, gt=0, le=1)  # per token; below 1 a long response is worth less
+    gamma: float = Field(default=1.0, gt=0, le=1)  # discount per token; below 1, late rewards count less
     lam: float = Field(default=0.95, ge=0, le=1)  # 1: Monte Carlo returns; 0: one-step temporal difference
     whiten: bool = True  # scales the advantages of a rollout batch to mean 0 and standard deviation 1
 
@@ -129,79 +131,84 @@ class CriticConfig(Frozen):
     """The value model: the starting policy's backbone with a head that is zero at the start."""
 
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
-    clip: float | None = Field(default=0.2, gt=0, le=1e6)  # how far a value may move in one rollout batch; None: freely
-    warmup: NonNegative = 0  # first steps in which only the critic learns; the policy's schedule begins after them
+    # a value that has moved further than this towards its return in one rollout batch gets no gradient; None: no limit
+    clip: float | None = Field(default=0.2, gt=0, le=1e6)
+    warmup: NonNegative = 0  # initial steps in which only the critic learns; the policy's schedule begins after them
 
 
 class SamplingConfig(TrainingConfig):
-    """The number of samples of a step, and their scoring."""
+    """The samples of a step: their number, their length and their scoring."""
 
     per_step: ClassVar[str] = "prompts_per_step"
     prompts_per_step: Rows = 32
     group_size: Rows = 8  # samples per prompt
     max_new_tokens: Tokens = 64
     temperature: Temperature = 1.0
-    stop: Stop = ()  # a response ends with the token that completes one of these in its text; probes use them too
+    # a response, of the stage or of its probe, ends with the token that completes one of these strings in its text
+    stop: Stop = ()
     reward: Reward | None = None
-    # seconds for one batch of completions; auto: 10 s, or 20 µs per possible token if that is more
+    # maximum seconds to score one batch of completions; auto: 10 s, or 20 µs per possible token if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
-    reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
+    reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions whose scoring may fail
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out default values: equal settings then have equal digests, also in releases with fewer fields."""
+        """Leave out default values, so that digests are the same as in Posttrain versions with fewer fields."""
         said: dict[str, Any] = handler(self)
         return {name: value for name, value in said.items() if value or name not in ("stop", "stream_gradients")}
 
     @property
     def samples(self) -> int:
-        """The number of samples of a step."""
+        """The number of samples in a step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def documents(self) -> int:
-        """Maximum documents of one optimiser step."""
+        """The maximum number of documents in one optimiser step."""
         return self.samples
 
     @property
     def rounds(self) -> int:
-        """Maximum number of times that a step samples its training amount."""
+        """The maximum number of times that a step samples the number of responses on which it trains."""
         return 1
 
     @property
     def passes(self) -> int:
-        """Maximum number of times that a response is trained on, over all roles."""
+        """The maximum number of times that a response is trained on, over all roles."""
         return 1
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return slot → (asset kind, the ref written in run.yaml)."""
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return super().inputs() | reward_slots("reward", self.reward)
 
     @property
     def response_tokens(self) -> int:
-        """Maximum tokens of a sample without its prompt: every turn, and the observations between them."""
+        """The maximum number of tokens in a sample without its prompt: all turns and the observations between them."""
         return self.turns_most * self.max_new_tokens + (self.turns_most - 1) * self.observed_most
 
     @property
     def sampled_tokens(self) -> int:
-        """Maximum tokens of all responses of a sample, without the observations between them."""
+        """The maximum number of tokens in all responses of a sample, without the observations between them."""
         return self.turns_most * self.max_new_tokens
 
     @property
     def turns_most(self) -> int:
-        """Maximum responses of a sample."""
+        """The maximum number of responses in a sample."""
         return 1
 
     @property
     def observed_most(self) -> int:
-        """Maximum tokens of an observation between two responses."""
+        """The maximum number of tokens in an observation between two responses."""
         return 0
 
     @property
     def read_again(self) -> int:
-        """Maximum tokens that a sample's further turns read in addition to the prompt: everything before each turn."""
+        """The maximum number of tokens that the later turns of a sample read in addition to the prompt.
+
+        Each turn reads all earlier responses and observations.
+        """
         return sum(turn * (self.max_new_tokens + self.observed_most) for turn in range(1, self.turns_most))
 
     def roles(self) -> tuple[str, ...]:
@@ -212,17 +219,17 @@ class SamplingConfig(TrainingConfig):
 class OnPolicyConfig(SamplingConfig):
     """A policy gradient over samples that are scored by a reward function or by the model of a `reward_model` stage."""
 
-    # why gradients cannot be summed group by group; empty: they can, because all terms of the loss share a denominator
-    # and a group's credit depends on that group alone
+    # the reason why gradients cannot be summed group by group; empty: they can, because all terms of the loss share a
+    # denominator and a group's credit depends on that group alone
     not_streamable: ClassVar[str] = (
         "credit that is given to each group by itself, which this kind does not declare; drop stream_gradients"
     )
 
-    reward_model: Word | None = None  # scores responses instead of `reward`
-    mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
+    reward_model: Word | None = None  # a stage or a registered model that scores responses instead of `reward`
+    mini_batches: Rows = 1  # optimiser steps per rollout batch (in ppo, per pass over the rollout batch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
-    lag: LagConfig | None = None  # None: a step trains on its own samples
+    lag: LagConfig | None = None  # lets sampling run ahead of training; None: a step trains on its own samples
     stream_gradients: bool = False  # sums gradients while other groups of the step are still sampled
     trace: TraceConfig = TraceConfig()
 
@@ -286,15 +293,15 @@ class OnPolicyConfig(SamplingConfig):
 
     @property
     def documents(self) -> int:
-        """Maximum documents of one optimiser step."""
+        """The maximum number of documents in one optimiser step."""
         return -(-self.samples // self.mini_batches)
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return slot → (asset kind, the ref written in run.yaml)."""
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return super().inputs() | ({"reward_model": ("model", self.reward_model)} if self.reward_model else {})
 
     def roles(self) -> tuple[str, ...]:
-        """Return the policy, the reference of a KL penalty, the rollout, and the judge."""
+        """Return the policy, the reference of a KL penalty, the rollout, and the reward or reward model."""
         reference = ("reference",) if getattr(self, "kl", None) else ()
         return ("policy", *reference, "rollout", "reward" if self.reward else "reward_model")
 
@@ -309,21 +316,21 @@ class GroupConfig(OnPolicyConfig):
 
     not_streamable: ClassVar[str] = ""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; one sample alone has no baseline
     kl: RewardKLConfig | None = None
 
 
 class GRPOConfig(OnPolicyConfig):
-    """GRPO with clip-higher (DAPO). Groups without reward spread have no policy gradient and are not computed."""
+    """GRPO with clip-higher (DAPO). Groups whose rewards are equal have no policy gradient and are not computed."""
 
     not_streamable: ClassVar[str] = ""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; one sample alone has no baseline
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    # the denominator of the loss: all samples of a step (GRPO's paper, TRL), or only groups with a signal, so that
-    # their gradient does not shrink as other groups are solved
+    # the samples that count in the denominator of the loss; sampled: all samples of a step, as in GRPO's paper and TRL;
+    # signal: only groups whose rewards differ, so that their gradient does not shrink as other groups are solved
     denominator: Literal["sampled", "signal"] = "sampled"
     kl: KLConfig | None = None
 
@@ -331,23 +338,23 @@ class GRPOConfig(OnPolicyConfig):
 class OverlongConfig(Frozen):
     """A penalty on responses near the token limit (DAPO, arXiv 2503.14476, eq. 13)."""
 
-    buffer: Tokens  # tokens before the limit, over which the penalty grows
-    penalty: float = Field(default=1.0, gt=0, le=1e6)  # at the limit
+    buffer: Tokens  # number of tokens before the limit, over which the penalty grows
+    penalty: float = Field(default=1.0, gt=0, le=1e6)  # the penalty at the limit
 
 
 class DAPOConfig(OnPolicyConfig):
-    """DAPO: clip-higher, token mean, replacement of groups without reward spread, a penalty on overlong responses."""
+    """DAPO: clip-higher, token mean, replacement of groups whose rewards are equal, penalty on overlong responses."""
 
     not_streamable: ClassVar[str] = ""
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
-    refills: NonNegative = 3  # maximum refills of each dropped group
-    overlong: OverlongConfig | None = None  # None: a response's length does not change its reward
+    refills: NonNegative = 3  # maximum number of times that each dropped group is replaced
+    overlong: OverlongConfig | None = None  # penalises long responses; None: length does not change a reward
 
     @property
     def rounds(self) -> int:
-        """One, plus one for each refill."""
+        """The first round of sampling, and one round for each refill."""
         return 1 + self.refills
 
     @model_validator(mode="after")
@@ -368,8 +375,8 @@ class ReinforcePlusPlusConfig(OnPolicyConfig):
     )
 
     group_size: Rows = 1  # samples per prompt
-    baseline: Literal["none", "group"] = "none"  # group: subtract the group's mean before normalising
-    gamma: float = Field(default=1.0, gt=0, le=1)  # per token
+    baseline: Literal["none", "group"] = "none"  # group: the group's mean is subtracted before normalising
+    gamma: float = Field(default=1.0, gt=0, le=1)  # discount per token; below 1, late rewards count less
     kl: RewardKLConfig | None = RewardKLConfig()
 
     @model_validator(mode="after")
@@ -388,8 +395,8 @@ class PPOConfig(OnPolicyConfig):
     )
 
     more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
-    group_size: Rows = 4  # samples per prompt; PPO takes no baseline from them, so one is enough
-    ppo_epochs: Few = 1  # passes over a rollout batch
+    group_size: Rows = 4  # samples per prompt; PPO computes no baseline from the group, so 1 is enough
+    ppo_epochs: Few = 1  # number of passes over each rollout batch
     gae: AdvantageConfig = AdvantageConfig()
     kl: PPOKLConfig | None = PPOKLConfig()
     critic: CriticConfig = CriticConfig()
@@ -404,7 +411,7 @@ class PPOConfig(OnPolicyConfig):
 
     @property
     def passes(self) -> int:
-        """Passes of the policy and the critic."""
+        """The passes of the policy plus the passes of the critic."""
         return 2 * self.ppo_epochs
 
     def roles(self) -> tuple[str, ...]:
@@ -444,17 +451,18 @@ class TurnsConfig(SamplingConfig):
 
 
 class DataflowConfig(TurnsConfig):
-    """A user-defined algorithm: a class (`recipes.dataflow.Dataflow`)."""
+    """A user-defined algorithm: a class derived from `recipes.dataflow.Dataflow`."""
 
-    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, next to run.yaml
-    settings: dict[str, Any] = Field(default_factory=dict)  # passed to the class; no other code reads them
+    # the class, as my_module:MyAlgorithm; my_module.py is next to run.yaml
+    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]
+    settings: dict[str, Any] = Field(default_factory=dict)  # passed to the class; no other code reads these settings
     trace: TraceConfig = TraceConfig()
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
-        None  # tokens that a step may spend; None: enough to train on each response once
+        None  # maximum tokens of the budget that a step uses; None: enough to train on each response once
     )
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return slot → (asset kind, the ref written in run.yaml)."""
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return super().inputs() | {"recipe": ("recipe", self.recipe)}
 
 
@@ -464,13 +472,13 @@ class DistillConfig(SamplingConfig):
     No reward is needed; a given reward is reported and does not affect training.
     """
 
-    group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; they are not compared
-    teacher: Word  # the frozen model to learn from, with the student's tokenizer
-    # number of the teacher's likeliest tokens at every position; all others are one outcome. 64 have nearly all of the
-    # probability, and take 512 bytes per token
+    group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; not compared with each other
+    teacher: Word  # the frozen model to learn from; it must have the student's tokenizer
+    # number of the teacher's likeliest tokens at every position; all other tokens count as one outcome. 64 tokens have
+    # nearly all of the probability, and take 512 bytes for each response token
     top_k: Annotated[int, Field(ge=1, le=10**6)] = 64
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    beta: float | None = Field(default=None, gt=0, lt=1)  # jsd: the teacher's share of the mixture; None: 0.5
+    beta: float | None = Field(default=None, gt=0, lt=1)  # with jsd, the teacher's share of the mixture; None: 0.5
     mini_batches: Rows = 1  # optimiser steps per rollout batch
     trace: TraceConfig = TraceConfig()
 
@@ -484,16 +492,16 @@ class DistillConfig(SamplingConfig):
 
     @property
     def documents(self) -> int:
-        """Maximum documents of one optimiser step."""
+        """The maximum number of documents in one optimiser step."""
         return -(-self.samples // self.mini_batches)
 
     @property
     def wide(self) -> int:
-        """Bytes of the teacher's tokens per response token: ids and log-probabilities, four bytes each."""
+        """The bytes of the teacher's tokens per response token: ids and log-probabilities, four bytes each."""
         return 8 * self.top_k
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return slot → (asset kind, the ref written in run.yaml)."""
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return super().inputs() | {"teacher": ("model", self.teacher)}
 
     def roles(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Configuration of every kind of stage that the engine runs, by the kind's name.
 
 It contains the measurements of an evaluation, the parameters of a randomly initialised model, and a stage's demands on
-memory and devices. Torch-free: a plan and the stage's job both read it.
+memory and devices. The module is torch-free, because both a plan and the stage's job read it.
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ T = TypeVar("T")
 
 
 class SuiteConfig(Frozen):
-    """One evaluation suite: rows of prompt and answer, or rows of prompts with a reward that scores the responses."""
+    """One evaluation suite: rows with prompts and answers, or rows with prompts whose responses a reward scores."""
 
     data: Word
     extract: Extract = r"(?s)(.*)"
-    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item in addition to the greedy one
-    temperature: Temperature = 1.0  # of the sampled responses, as are the next three
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # draw from the k likeliest tokens; 0: all
-    top_p: float = Field(default=1.0, gt=0, le=1)  # draw from the likeliest tokens with this total probability
-    min_p: float = Field(default=0.0, ge=0, lt=1)  # minimum probability, as a share of the likeliest token's
-    pass_at: tuple[Positive, ...] = ()  # the k of pass@k, each <= samples
+    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item, besides the greedy response
+    temperature: Temperature = 1.0  # of the sampled responses; the next three fields also apply only to them
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # sample from the k likeliest tokens; 0: from all tokens
+    top_p: float = Field(default=1.0, gt=0, le=1)  # sample from the likeliest tokens with this total probability
+    # sample from the tokens with at least this share of the likeliest token's probability
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    pass_at: tuple[Positive, ...] = ()  # the values of k for pass@k, each <= samples
     max_new_tokens: Tokens = 64
-    stop: Stop = ()  # a response, greedy or sampled, ends with the token that completes one of these in its text
-    reward: Reward | None = None  # scores every response; rows then need no answer
+    # a response, greedy or sampled, ends with the token that completes one of these strings in its text
+    stop: Stop = ()
+    reward: Reward | None = None  # a reward that scores every response; rows then need no answer
     reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the minimum and the maximum score of a response
-    # seconds for one batch of responses; auto: 10 s, or 20 µs per possible token if that is more
+    # maximum seconds to score one batch of responses; auto: 10 s, or 20 µs per possible token if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
@@ -78,7 +80,7 @@ class SuiteConfig(Frozen):
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out default values: equal requests have equal digests, also across releases with fewer fields."""
+        """Leave out default values, so that digests are the same as in Posttrain versions with fewer fields."""
         said: dict[str, Any] = handler(self)
         unsaid = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) == DRAWN[name]]
         unsaid += [] if self.stop else ["stop"]
@@ -90,7 +92,10 @@ class SuiteConfig(Frozen):
         return ItemRange(*self.reward_range)
 
     def metrics(self, suite: str) -> dict[str, ItemRange]:
-        """Return metric name → the range of one item's value. A response has at least one token, its end token."""
+        """Return a map from metric name to the range of one item's value.
+
+        A response has at least one token, its end token.
+        """
         ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
         if self.samples:
             ranges["sampled_accuracy"] = SHARE
@@ -101,14 +106,14 @@ class SuiteConfig(Frozen):
 
 
 class EvaluateConfig(Frozen):
-    """Greedy and sampled evaluation of one model on suites; per-item results as Parquet."""
+    """Greedy and sampled evaluation of one model on suites; the results per item are stored as Parquet."""
 
     model: Word
     suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return slot → (asset kind, the ref written in run.yaml)."""
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         slots = {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
         for name, suite in self.suites.items():
             slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
@@ -116,15 +121,15 @@ class EvaluateConfig(Frozen):
 
 
 class InitModelConfig(Frozen):
-    """A randomly initialised model in Hugging Face format with a character tokenizer and chat template: no download.
+    """A randomly initialised model in Hugging Face format with a character tokenizer and a chat template.
 
-    `hidden_size` must be a multiple of `heads`, and `heads` of `kv_heads`; `characters` must not repeat. The context
-    length is in tokens, the sizes are numbers of units.
+    `hidden_size` must be a multiple of `heads`, `heads` must be a multiple of `kv_heads`, and no character may occur
+    twice in `characters`. The context length is in tokens; the sizes are numbers of units.
     """
 
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
     characters: str = (
-        "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary besides special tokens
+        "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary without special tokens
     )
     hidden_size: Width = 64
     intermediate_size: Width = 192

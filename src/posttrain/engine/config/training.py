@@ -29,8 +29,8 @@ class TrainingConfig(Frozen):
     """
 
     per_step: ClassVar[str]  # the name of the field with the number of documents per step
-    more_passes: ClassVar[str] = ""  # appended to an error if `epochs` had a different meaning in earlier releases
-    selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric
+    more_passes: ClassVar[str] = ""  # appended to an error if `epochs` meant something else in earlier versions
+    selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric that selects the best model
     lower_is_better: ClassVar[bool] = False
 
     steps: Positive = 0  # optimiser steps, or rollout batches; 0: unknown until a plan combines `epochs` with the rows
@@ -39,7 +39,7 @@ class TrainingConfig(Frozen):
     data: Word
     probe: LossProbeConfig | None = None  # a held-out measurement during training; None: no probe
     early_stopping: EarlyStoppingConfig | None = None  # ends the stage when its probe stops improving; None: never
-    keep_best: bool = False  # stores the best model by the probe as a second output
+    keep_best: bool = False  # stores the model with the best probe result as a second output
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
@@ -59,7 +59,7 @@ class TrainingConfig(Frozen):
         return {"probe": ("dataset", self.probe.data)} if self.probe else {}
 
     def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return slot → (asset kind, the ref written in run.yaml)."""
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
     def roles(self) -> tuple[str, ...]:
@@ -78,23 +78,24 @@ class RowsConfig(TrainingConfig):
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "demonstrations"
     dropout: ClassVar[bool] = True  # train with the dropout of the model's configuration
     batch_size: Rows = 64  # rows per optimiser step
-    max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context. Never truncated
+    # maximum tokens of a prompt with its response; None: the model's context. Longer rows are rejected, never truncated
+    max_length: Tokens | None = None
 
     @property
     def documents(self) -> int:
-        """The number of documents of one optimiser step."""
+        """The number of documents in one optimiser step."""
         return self.batch_size * (2 if self.reads == "pairs" else 1)
 
 
 class SFTConfig(RowsConfig):
-    """Supervised fine-tuning on prompt + completion (or messages) rows; loss on completion tokens, token mean."""
+    """Supervised fine-tuning on prompts with completions, or messages; the loss is a mean over completion tokens."""
 
     selects_by: ClassVar[str] = "probe/loss"
     lower_is_better: ClassVar[bool] = True
 
 
 class RewardModelConfig(RowsConfig):
-    """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier of one label."""
+    """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier with one label."""
 
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
 
@@ -108,8 +109,8 @@ class DPOConfig(RowsConfig):
 
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
     dropout: ClassVar[bool] = False  # the reference has no dropout either
-    beta: float = Field(default=0.1, gt=0, le=1e4)  # cost of leaving the reference
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of the pairs with inverted labels
+    beta: float = Field(default=0.1, gt=0, le=1e4)  # strength of the penalty for deviating from the reference
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # assumed share of the pairs with inverted labels
 
     def roles(self) -> tuple[str, ...]:
         """Return the policy, and its starting state as the reference."""

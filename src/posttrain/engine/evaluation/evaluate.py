@@ -2,11 +2,11 @@
 
 A model answers a suite with greedy and sampled responses, item by item. An item is a prompt with a reference answer,
 identified by the digest of both, so two models (or two versions of a suite) can be compared item by item. Items of a
-suite are distinct: a model gives equal items the same answer, which would count as additional evidence. The draws for
-an item depend on the seed, the suite and the item, never on the other items.
+suite are distinct: a model gives equal items the same answer, which would wrongly count as additional evidence. The
+random draws for an item depend on the seed, the suite and the item, never on the other items.
 
-A regular expression extracts the answer from a response, so a gate's numbers need no judge. A reward function can score
-responses instead: every response gets a number in the declared range. pass@k of one item is a pure function.
+A regular expression extracts the answer from a response, so a gate's numbers need no judge model. A reward function can
+score responses instead: every response gets a number in the declared range. pass@k of one item is a pure function.
 
 A probe is a measurement of a few held-out items during training: for the learning curve, and for selection within the
 stage. No gate reads probes.
@@ -49,8 +49,8 @@ W = TypeVar("W")
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the probability that at least one of `k` samples is correct, given `samples` draws with `correct` hits.
 
-    Unbiased: 1 - C(n - c, k) / C(n, k), as a product that stays in floating-point range (Chen et al. 2021,
-    arXiv 2107.03374, equation 1).
+    The estimate is unbiased: 1 - C(n - c, k) / C(n, k), computed as a product that stays in floating-point range (Chen
+    et al. 2021, arXiv 2107.03374, equation 1).
 
     Args:
         samples: n, >= k.
@@ -75,7 +75,7 @@ def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
     """Return the reference answer that responses to this row are compared with.
 
     Args:
-        name, number: the names of the data set and the row (from 1) in errors.
+        name, number: the data set's name and the row's number (from 1), for errors.
 
     Raises:
         InputError: the row's `answer` is missing, or not text.
@@ -98,7 +98,7 @@ class Extractor:
     """Extracts an answer from a response with a regular expression that has a group.
 
     Args:
-        extract: in the syntax of Python's `re`.
+        extract: a regular expression in the syntax of Python's `re`.
 
     Raises:
         InputError: `extract` is not a regular expression.
@@ -138,7 +138,7 @@ class Item:
     id: str
     text: str
     prompt: tuple[int, ...]
-    answer: str | None  # None: no reference answer, so a reward scores it
+    answer: str | None  # None: no reference answer, so a reward scores the response
     row: Mapping[str, Any] = field(default_factory=dict)  # the input of a reward
 
 
@@ -155,7 +155,7 @@ class Response:
     tokens: int
     truncated: bool  # the token limit ended the response
     logprob: float  # of the whole response, at the sampling temperature
-    reward: float | None = None  # None: the suite has none
+    reward: float | None = None  # None: the suite has no reward
     components: Mapping[str, float] = field(default_factory=dict)  # parts of the reward, by name
 
 
@@ -170,9 +170,9 @@ class Meter:
     Args:
         limit: tokens; None for no limit.
         deadline: seconds since the epoch; None for no deadline.
-        say: called with the tokens spent, and before each call with its maximum cost.
+        say: called before each call of the engine with the tokens spent and the maximum cost of the call.
         declared: the run's token budget, of which `limit` tokens were left.
-        late: the text of the error if the deadline is past.
+        late: the beginning of the error message if the deadline has passed.
     """
 
     limit: int | None = None
@@ -186,7 +186,7 @@ class Meter:
         """Raise if a call could exceed a limit.
 
         Raises:
-            BudgetExceededError: `worst` more tokens would exceed the limit; the deadline is past.
+            BudgetExceededError: `worst` more tokens would exceed the limit, or the deadline has passed.
         """
         if self.limit is not None and self.tokens + worst > self.limit:
             short = tokens_short("the next answers", worst, self.tokens, self.limit, self.declared)
@@ -203,7 +203,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """All responses to a suite, greedy ones first."""
+    """All responses to a suite, greedy responses first."""
 
     suite: str
     config: SuiteConfig
@@ -215,7 +215,7 @@ class SuiteResult:
         return [item for item in self.items if item.answer is not None] if compares(metric) else self.items
 
     def metrics(self) -> dict[str, list[float]]:
-        """Return metric name → one value for each of `items_of(name)`.
+        """Return a map from metric name to one value for each of `items_of(name)`.
 
         The names are those of `SuiteConfig.metrics`, without metrics that no item has.
         """
@@ -257,8 +257,8 @@ def suite_items(
         context: the model's context length, tokens.
 
     Raises:
-        InputError: a row has no usable answer, and no reward scores; a prompt with its response does not fit the
-            context; two rows are equal.
+        InputError: a row has no usable answer, and the suite has no reward; a prompt with its response does not fit in
+            the context; two rows are equal.
     """
     answers = [
         None if config.reward and not isinstance(row.get("answer"), str) else reference_answer(row, name, number)
@@ -336,7 +336,7 @@ def _judged(responses: Sequence[Response], trajectories: Sequence[Trajectory], j
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean, clamped to the values' range: rounding must not move it out of the declared range."""
+    """Return the mean, clamped to the range of the values, so that rounding cannot violate the declared range."""
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
@@ -360,7 +360,7 @@ def _read_back(item: Item, kind: str, sample: int, trajectory: Trajectory, text:
 class RewardJudge:
     """Scores responses of one suite.
 
-    A gate judges on the range that the suite declares (ADR 0011), so a value outside the range is an error and is never
+    A gate uses the range that the suite declares (ADR 0011), so a value outside the range is an error and is never
     clipped. An item without a value is also an error: otherwise the model could choose which items count.
 
     Args:
@@ -424,7 +424,7 @@ class Measurement(Protocol[W_contra]):
     max_tokens: int  # maximum tokens of one measurement
 
     def __call__(self, workers: W_contra, /) -> StepReport:
-        """Return the measured metrics; spends at most `max_tokens` tokens."""
+        """Measure with at most `max_tokens` tokens, and return the metrics."""
 
 
 Probe = Measurement[WorkerGroup[RolloutWorker]]
@@ -451,7 +451,7 @@ class ProbeSchedule(Generic[W]):
         return cls(probe, config.every, last) if config else cls(None, 1, last)
 
     def max_tokens(self, step: int) -> int:
-        """Return the maximum tokens of the probe after `step` steps; 0 if no probe is due."""
+        """Return the maximum number of tokens of the probe after `step` steps; 0 if no probe is due."""
         return self.probe.max_tokens if self.probe and self._due(step) else 0
 
     def measure(self, step: int, trace: Trace, workers: W) -> StepReport | None:

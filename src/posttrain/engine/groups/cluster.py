@@ -26,12 +26,12 @@ from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.engine.groups.port import Backend
 from posttrain.engine.groups.reaper import VARIABLE
 
-# Ray reads it at import. Unless it is 0, Ray uses the machine's outward address, and listens on all addresses
+# Ray reads this variable at import. If it is not 0, Ray uses the machine's outward address and listens on all addresses
 _OUTWARD = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_ATTEMPTS = "RAY_NUM_REDIS_GET_RETRIES"  # of about 40 seconds each; Ray's default of 20 would take a quarter of an hour
+_ATTEMPTS = "RAY_NUM_REDIS_GET_RETRIES"  # each takes about 40 s; Ray's default of 20 would take a quarter of an hour
 _TOKEN = secrets.token_hex(32)  # one per process, because Ray reads it once
 _PREPARED = threading.Event()  # set when ray was imported with a local cluster's settings
-_LONGEST = 40  # characters of a temporary folder's path; the paths of Ray's sockets in it have at most 107
+_LONGEST = 40  # characters of a temporary folder's path; the paths of Ray's sockets in the folder may have at most 107
 _GIB = 1024**3
 _LEAVING = 40.0  # seconds for the reaper to finish
 _COMING_UP = 300.0  # seconds for a local cluster to start; usually 3
@@ -69,7 +69,7 @@ class Cluster:
         """Start processes for a pool; `cpus` and `gpus` are those of one rank. See `RayBackend`.
 
         Raises:
-            InputError: the pool would not fit the cluster even if it were empty.
+            InputError: the pool would not fit in the cluster even if the cluster were empty.
             InfrastructureError: the cluster had no room within `start_seconds`; processes did not start in time.
         """
         # imported here because ray is an optional package, and `open_cluster` has to prepare its import
@@ -182,7 +182,7 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
     """Report to the reaper that the cluster is up.
 
     Raises:
-        InfrastructureError: the reaper has just given the cluster up.
+        InfrastructureError: the reaper has already given up the cluster.
     """
     assert reaper.stdin is not None
     try:
@@ -250,7 +250,7 @@ def _folder() -> str:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes started inside the block; restore them in this process at the end."""
+    """Set environment variables for processes started inside the block; restore them in this process at the end."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -2,7 +2,7 @@
 
 The port defines what a worker group requires of its workers' processes and of the values that it sends. A worker's
 context contains its rank, its device, and the objects that other workers on the rank lend. Every call to a worker
-group is recorded as one span: which ranks were busy when, and how many bytes moved.
+group is recorded as one span, which shows when each rank was busy and how many bytes moved.
 
 Failures: a rank's exception is raised in the controller with its own type, role, rank and traceback.
 
@@ -17,7 +17,7 @@ and their work.
 
 The caller that notices a loss waits for the replacement. Each wait has a deadline, that of a start or of a call.
 
-Transport: arguments and answers travel between processes pickled, with tensors next to the pickle and not inside it.
+Transport: arguments and answers are sent between processes as pickles, with tensors next to the pickle, not inside it.
 torch's pickling of a tensor writes a complete file into the pickle and copies the data several times. Here the
 tensor's memory is passed as a buffer (PEP 574), which a transport copies once; the receiver's copy is writable.
 """
@@ -39,7 +39,7 @@ from posttrain.domain.jobs import Fact, FactSink, Note, Span
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
-MOST = 3  # losses of one rank in one step; a loss that its prompts or memory cause recurs, and each costs a start
+MOST = 3  # losses of one rank in one step: a loss caused by its prompts or by lack of memory recurs after each start
 
 
 class Shardable(Protocol):
@@ -50,11 +50,11 @@ class Shardable(Protocol):
         """Tokens of every item, from which its cost is estimated."""
 
     def select_items(self, items: Sequence[int], /) -> Any:
-        """Return the items with these indices, in this order; without indices an empty value of the same type."""
+        """Return the items with these indices, in this order; without indices, an empty value of the same type."""
 
 
 class Keyed(Shardable, Protocol):
-    """Items that also have keys: prompts have their positions in the data stream."""
+    """Items that also have keys; the keys of prompts are their positions in the data stream."""
 
     @property
     def keys(self) -> Sequence[int]:
@@ -92,7 +92,7 @@ class Answer(Generic[R_co]):
 
 
 class Stored(Protocol[R_co]):
-    """A value that stays on its rank. References to it travel between ranks without passing the controller."""
+    """A value that stays on its rank. References to the value are sent between ranks without passing the controller."""
 
     @property
     def here(self) -> bool:
@@ -122,14 +122,14 @@ class Call(Protocol[R_co]):
         """The rank of the worker."""
 
     def done(self) -> bool:
-        """Whether there is an answer or a failure."""
+        """Return whether there is an answer or a failure."""
 
     def answered(self) -> Answer[R_co] | None:
         """Return the answer, if it has been fetched."""
 
 
 class Flow(Protocol[R_co]):
-    """A generator running on one rank, whose answers arrive as it yields them."""
+    """A generator running on one rank, whose answers arrive as the generator yields them."""
 
     @property
     def role(self) -> str:
@@ -153,9 +153,9 @@ class Backend(Protocol):
     Every implementation:
 
     * starts a role's worker on every rank, in the same process as the other roles of that rank;
-    * runs the calls of one rank in the order of submission, and those of different ranks concurrently if it has
-      several processes;
-    * raises a worker's own exception with its role, its rank and its traceback (`failures.blame`);
+    * runs the calls of one rank in the order of submission, and those of different ranks concurrently if the back-end
+      has several processes;
+    * raises a worker's own exception with the worker's role, rank and traceback (`domain.errors.blame`);
     * raises at the first failure, without waiting for the other ranks of a broken collective;
     * raises DeadlineError when the time is over, and afterwards rejects calls to ranks that may still be stuck;
     * raises WorkerLostError when a process has ended, and afterwards rejects calls, unless that process is `alone`;
@@ -181,7 +181,7 @@ class Backend(Protocol):
     def start(
         self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
     ) -> None:
-        """Construct `worker(place, *args, **kwargs)` on every rank as `role`."""
+        """Construct `worker(context, *args, **kwargs)` on every rank as `role`, with the rank's `RankContext`."""
 
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -210,16 +210,17 @@ class Backend(Protocol):
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
         """Return the answers that have arrived; wait at most `timeout` seconds for the first one.
 
-        It does not wait if all flows have ended. A failure is raised after all earlier answers of its rank.
+        The call does not wait if all flows have ended. A failure is raised after all earlier answers of its rank.
         """
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """Return the answers, in the order of the calls; `timeout` in seconds."""
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Start a rank's lost process again, with a worker of every role as `start` constructed it.
+        """Start a rank's lost process again, and construct its worker of every role as `start` did.
 
-        Only for pools whose processes are `alone`. `timeout` is in seconds, for the process and for each worker.
+        This is possible only in pools whose processes are `alone`. `timeout`, in seconds, applies to the start of the
+        process and to the construction of each worker.
 
         Raises:
             WorkerLostError: the new process has ended too, or did not start in time.
@@ -263,7 +264,7 @@ class RankContext:
     """One rank of a resource pool, as passed to its workers: `RankContext("main", rank=1, size=2, device="cpu")`.
 
     Workers of several roles can share a rank. They are separate objects of separate classes, and lend each other
-    objects by type: the policy lends its model, and a rollout engine on the same rank decodes with its weights.
+    objects by type: the policy lends its model, and a rollout engine on the same rank decodes with the model's weights.
     """
 
     pool: str = "main"
@@ -318,7 +319,7 @@ class Recorder:
         begun: tuple[float, float],
         imbalance: float,
     ) -> None:
-        """Record an answered call; `begun` has its start by the wall clock and by the performance counter, seconds."""
+        """Record an answered call; `begun` is its start by the wall clock and the performance counter, in seconds."""
         if self.sink is _nowhere:
             return
         attributes = {
@@ -335,19 +336,19 @@ class Recorder:
 
 
 def nothing(ranks: Collection[int]) -> None:
-    """Restore nothing: a newly constructed worker has the same state as the lost one."""
+    """Restore nothing: a newly constructed worker has the same state as the lost worker."""
 
 
 @final
 @dataclass(slots=True)
 class Replacing:
-    """The replacements in one pool, shared by all its groups.
+    """Replaces the lost processes of one pool; all groups of the pool share this object.
 
     Args:
-        backend: of the pool.
+        backend: the pool's back-end.
         recorder: receives a note of each replacement, and has the current step.
         seconds: maximum time to start a process, and to construct each of its workers.
-        restore: gives the workers of these ranks the state of the lost ones.
+        restore: gives the workers of these ranks the state of the lost workers.
     """
 
     backend: Backend
@@ -361,7 +362,7 @@ class Replacing:
         """Start a lost process again, unless it was already replaced.
 
         Raises:
-            WorkerLostError: the pool cannot continue without the process; its rank was lost too often.
+            WorkerLostError: the pool cannot continue without the process, or its rank was lost too often.
         """
         while True:
             try:
@@ -411,20 +412,23 @@ class Parcel:
 @final
 @dataclass(frozen=True)
 class StoredAway(Generic[R]):
-    """`Stored` by a handle: when packed in an argument, only the handle travels."""
+    """A `Stored` value behind a handle; if an argument contains the value, only the handle is sent."""
 
     here: ClassVar[bool] = False  # every call of `value` fetches a copy
     handle: Any
     fetch: Fetch
 
     def value(self) -> R:
-        """Fetch the value: the caller's own copy."""
+        """Fetch a copy of the value."""
         value: R = unpack(self.fetch(self.handle), self.fetch)
         return value
 
 
 def pack(value: object) -> Parcel:
-    """Return the value as a parcel, which refers to the value's memory: a transport must copy before the value changes.
+    """Return the value as a parcel, which refers to the value's memory.
+
+    A transport must copy this memory before the value changes.
+
 
     Tensors lose their graph, and arrive on the CPU.
 
@@ -494,7 +498,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stored(index: int) -> StoredAway[Any]:
-    """Stands in the pickle for the stored value with this index."""
+    """Raise; pickles name this function in place of the stored value with this index, and `unpack` replaces it."""
     raise pickle.UnpicklingError(f"stored value {index} outside a parcel")
 
 

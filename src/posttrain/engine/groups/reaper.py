@@ -1,4 +1,4 @@
-"""The last process of a local Ray cluster: ends the processes that its owner left running.
+"""The last process of a local Ray cluster, which ends the processes that the cluster's owner left running.
 
 `python -m posttrain.engine.groups.reaper FOLDER SECONDS`
 
@@ -6,8 +6,9 @@ The reaper waits for the end of its standard input, whose other end only the own
 with `POSTTRAIN_RAY_CLUSTER=FOLDER` in its environment until none is left, and removes the folder. Most of Ray's own
 processes die with their parent, but its agents take a minute, and Ray does not remove the folder.
 
-A cluster is ended in the same way if its owner does not report within SECONDS that the cluster is up: `ray.init` waits
-for its workers forever, in native code that no Python thread can interrupt. Ray ends the owner when its node ends.
+A cluster is ended in the same way if its owner does not report within SECONDS that the cluster is up, because
+`ray.init` waits for its workers forever, in native code that no Python thread can interrupt. Ray ends the owner when
+the cluster's node ends.
 """
 
 import select
@@ -26,7 +27,7 @@ _LIMIT = 30.0  # seconds; a process that cannot be killed is stuck in the kernel
 
 
 def main(folder: str, seconds: str) -> int:
-    """Wait for the owner to end, or for a start that takes too long; then clean up."""
+    """Wait until the owner has ended or the start of the cluster has taken too long; then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the owner
         signal.signal(number, signal.SIG_IGN)
     if select.select([sys.stdin], [], [], float(seconds))[0]:

@@ -4,11 +4,11 @@ A group is called by passing the method itself:
 
 ::
 
-    scored  = policy.map(TrainWorker.fill, batch, "now", "logprobs")     # split by cost, gathered in the first order
+    scored  = policy.map(TrainWorker.fill, batch, "now", "logprobs")     # split by cost, gathered in the original order
     shards  = policy.each(TrainWorker.save, folder)                      # every rank; collectives go here
     length  = policy.within(30).one(TrainWorker.context_length)          # one rank, no collective; at most 30 seconds
     future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # does not wait; future.result() does
-    groups  = rollout.feed(covers, RolloutWorker.feed, prompts)          # of a generator; groups.take(1.0) as they come
+    groups  = rollout.feed(covers, RolloutWorker.feed, prompts)          # a generator; groups.take(1.0) returns answers
 
 The method is an ordinary attribute of an ordinary class. A type checker therefore rejects a misspelt method, a wrong
 argument and a batch of the wrong type; go-to-definition finds the worker; a traceback shows the worker's frames. There
@@ -46,7 +46,7 @@ from posttrain.engine.groups.port import (
 )
 from posttrain.pacing.balance import TOKENS, Assignment, CostModel, balance
 
-_TURN = 0.02  # seconds that idle ranks wait for others before their next call
+_TURN = 0.02  # seconds that idle ranks wait for the other ranks before their next call
 _FETCH = 5.0  # minimum seconds to fetch an answer, however late the caller requests it
 W = TypeVar("W")
 B = TypeVar("B", bound=Shardable)
@@ -103,7 +103,7 @@ class Future(Generic[R]):
         self._settled: tuple[R] | None = None
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, immediately."""
+        """Return whether `result` would return, or raise, immediately."""
         return self._settled is not None or self._done()
 
     def result(self) -> R:
@@ -121,13 +121,13 @@ class Future(Generic[R]):
 
 @final
 class Feed(Generic[K, R]):
-    """The answers of all ranks to calls of a generator that accepts more items while earlier ones are in progress.
+    """The answers of all ranks to calls of a generator that accepts more items while earlier items are in progress.
 
     Args:
-        handle: of the group.
+        handle: the group's handle.
         call: calls the generator method on a rank, with or without new items.
         method: the method's name, for errors and the record.
-        covers: returns the rank of an answer, and the keys of the items that it answers.
+        covers: returns the rank of an answer, and the keys of the items that the answer covers.
         batch: the first items, split by cost.
     """
 
@@ -192,7 +192,7 @@ class Feed(Generic[K, R]):
         return found
 
     def _call_ranks(self) -> None:
-        """Call every idle rank that has items, beginning with those that a lost process had not answered."""
+        """Call every idle rank that has items; items that a lost process had not answered are sent first."""
         for rank, coming in enumerate(self._coming):
             if rank in self._flows:
                 continue
@@ -227,7 +227,7 @@ class Feed(Generic[K, R]):
 
 @final
 class NonBlocking(Generic[W]):
-    """A group's calls, returning before the workers answer."""
+    """The calls of a group that return before the workers answer."""
 
     def __init__(self, handle: GroupHandle) -> None:
         self._handle = handle
@@ -238,7 +238,7 @@ class NonBlocking(Generic[W]):
         assignment, parts = self._split(batch, args)
 
         def combine(answers: Sequence[G]) -> G:
-            first = answers[:: handle.sequence_parallel]  # the ranks of one shard agree
+            first = answers[:: handle.sequence_parallel]  # the ranks of one shard return equal answers
             if len(first) == 1:
                 return first[0]
             gathered: G = first[0].gather(first, assignment.shards)
@@ -251,14 +251,14 @@ class NonBlocking(Generic[W]):
     ) -> Future[list[StoredShard[R]]]:
         """Like `map`, but the return values stay on their ranks.
 
-        The result has a reference for each rank, with the items that its value was computed from. Ranks without items
-        are called, but not included.
+        The result has a reference for each rank, with the items from which the rank's value was computed. Ranks without
+        items are called, but not included.
         """
         handle = self._handle
         assignment, parts = self._split(batch, args)
 
         def kept(answers: Sequence[Stored[R]]) -> list[StoredShard[R]]:
-            first = answers[:: handle.sequence_parallel]  # the ranks of one shard agree
+            first = answers[:: handle.sequence_parallel]  # the ranks of one shard return equal answers
             shards = zip(first, assignment.shards, strict=True)
             return [StoredShard(part, tuple(items)) for part, items in shards if items]
 
@@ -330,13 +330,13 @@ class NonBlocking(Generic[W]):
 class WorkerGroup(Generic[W]):
     """All ranks of one role.
 
-    Every call waits for its answer, at most until the group's deadline; it raises the errors of `Future.result`.
+    Every call waits for its answer, at most until the group's deadline, and raises the errors of `Future.result`.
     `ResourcePool.start` creates a group.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
         self._handle = handle
-        self.role, self.ranks = handle.role, len(handle.ranks)  # `policy`, `critic` …; number of workers
+        self.role, self.ranks = handle.role, len(handle.ranks)  # role: `policy`, `critic` …; ranks: number of workers
         self.backend, self.replacing = handle.backend, handle.replacing
 
     @property
@@ -357,8 +357,8 @@ class WorkerGroup(Generic[W]):
     def at(self, ranks: Iterable[int]) -> WorkerGroup[W]:
         """Return the workers of these ranks, for `each` and `one`.
 
-        A lost process ends such a call with an error. A caller that repeats several calls as a whole replaces the
-        process first (`replacing`).
+        If a process is lost, such a call fails. A caller that repeats several calls as a whole must first replace the
+        process (`replacing`).
         """
         return WorkerGroup(replace(self._handle, only=tuple(ranks)))
 
@@ -366,7 +366,7 @@ class WorkerGroup(Generic[W]):
         """Split a batch by cost, one shard per rank; gather the return values in the original order.
 
         A rank with an empty shard is called too, because it must take part in collectives. With sequence parallelism,
-        consecutive ranks get the same shard, and the answer of the first of them counts.
+        consecutive ranks get the same shard, and the answer of the first of these ranks is used.
         """
         return self.nonblocking.map(method, batch, *args, **kwargs).result()
 
@@ -383,7 +383,7 @@ class WorkerGroup(Generic[W]):
         The generator may leave work for its next call. Items may be added later.
 
         Raises:
-            InputError: ranks share a shard, so each would yield every answer.
+            InputError: ranks share a shard, so each of these ranks would yield every answer.
         """
         handle = self._handle
         if handle.sequence_parallel > 1:
@@ -424,15 +424,15 @@ DEADLINES = Deadlines()
 
 @final
 class ResourcePool:
-    """The processes and devices that the roles started in one pool share; their classes stay separate.
+    """The processes and devices that several roles share; the roles' worker classes stay separate.
 
     Args:
         backend: runs the workers; closed with the pool.
         recorder: receives every call.
         costs: the cost of an item, by which batches are split.
         sequence_parallel: number of consecutive ranks that work on one shard together.
-        deadlines: of starts and calls.
-        replacing: the replacements of another pool with the same back-end.
+        deadlines: the time limits of starts and calls.
+        replacing: the `Replacing` object of another pool with the same back-end.
 
     Raises:
         InputError: the number of ranks is not a multiple of `sequence_parallel`.
@@ -470,7 +470,7 @@ class ResourcePool:
             worker: the class, called as `worker(context, *args, **kwargs)`.
 
         Raises:
-            Exception: raised by a constructor, with role and rank.
+            Exception: the exception of a constructor, with role and rank.
         """
         while True:
             try:

@@ -12,17 +12,17 @@ The loop has one thread, which blocks only on its own calls:
 
 The loop blocks on the rollout, the reward and the update; each of these calls returns (a reward that hangs is killed at
 its deadline). The loop polls orders only between steps, so it obeys a stop within one step. The recipe decides how far
-it samples ahead, and which weights its rollout reads (`on_policy`).
+sampling runs ahead, and which weights the rollout reads (`on_policy`).
 
 The effect of a step depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
-none of these, so their timing cannot change the result, and a resumed job computes bit for bit what an uninterrupted
-one computes.
+none of these, so their timing cannot change the result, and the results of a resumed job are bit-identical to those of
+an uninterrupted job.
 
 `FromRows` is the stage of an algorithm that learns from given rows: demonstrations, preferences, labels.
 
-A stage's probe decides when to stop, and which step was the best. Both decisions depend only on the sequence of the
-probe's values, and these only on the weights, so a resumed job decides like an uninterrupted one. A checkpoint at
-step N contains the values of the probes before step N; the probe at step N runs again.
+A stage's probe decides when to stop, and which step was the best. These decisions depend only on the sequence of the
+probe's values, and the values depend only on the weights, so a resumed job decides in the same way as an uninterrupted
+job. A checkpoint at step N contains the values of the probes before step N; the probe at step N runs again.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class ProbeState:
     """The state of the probes so far; plain JSON in a checkpoint."""
 
     best: float | None = None  # the best value; None: not probed yet
-    step: int = 0  # the step of the best value; of equal values, the earliest
+    step: int = 0  # the step of the best value; the earliest of several equal values
     counted: float | None = None  # the value that an improvement must exceed by `min_delta`
     missed: int = 0  # probes since the last improvement
 
 
 @dataclass(slots=True)
 class Selection:
-    """Compares the values of one metric.
+    """Selects the best step, and the step at which to stop, by one metric of the probe.
 
     Args:
-        metric: of the probe.
-        lower: whether small values are good.
+        metric: the probe's metric.
+        lower: whether smaller values are better.
         stopping: when to stop; None: never.
     """
 
@@ -90,13 +90,13 @@ class Selection:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Selection | None:
-        """Return the selection that a stage's configuration sets; None: its probe decides nothing."""
+        """Return the selection that a stage's configuration sets; None: the stage's probe decides nothing."""
         if config.probe is None or not (config.early_stopping or config.keep_best):
             return None
         return cls(config.selects_by, config.lower_is_better, config.early_stopping)
 
     def see(self, step: int, values: Mapping[str, float]) -> bool:
-        """Record the probe after `step` steps; return whether it is better than every earlier one.
+        """Record the probe after `step` steps; return whether its value is better than every earlier value.
 
         Raises:
             UnmeasuredError: the value is not finite.
@@ -153,7 +153,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The budget of the lineage."""
+    """The limits of a stage, for this attempt and the attempts that it resumes together."""
 
     tokens: int | None = None
     deadline: float | None = None  # seconds since the epoch
@@ -170,7 +170,7 @@ class Outcome:
     steps: int
     tokens: int
     metrics: dict[str, float]  # the last value of each metric
-    message: str = ""  # why it ended before its last step, if it did
+    message: str = ""  # why the stage ended before its last step, if it did
 
 
 @dataclass(slots=True)
@@ -178,18 +178,18 @@ class Controller:
     """Runs a recipe to its end.
 
     Args:
-        recipe: the method, its policy and its journal.
+        recipe: computes the steps; has the policy and the journal.
         checkpoints: folder for checkpoints.
-        fingerprint: digest of the inputs that decide the result; a checkpoint with a different one is rejected.
+        fingerprint: digest of the inputs that decide the result; a checkpoint with a different fingerprint is rejected.
         every: steps between checkpoints.
         sink: receives facts.
         flush: makes all earlier facts durable; called before a checkpoint, which must not cover unreported steps.
         orders: polled between steps.
-        limits: tokens and deadline.
-        recorder: of the worker groups' calls; receives their step.
-        meter: receives the tokens spent and, before each step, the maximum tokens that it may cost.
-        selection: what the probe decides; None: nothing.
-        best: keeps the best model by the probe; None: no model is kept.
+        limits: the limits on tokens and time.
+        recorder: records the calls of the worker groups; the controller sets its step.
+        meter: receives the tokens spent and, before each step, the maximum tokens that the step may cost.
+        selection: decides by the probe's values; None: the probe decides nothing.
+        best: keeps the model with the best probe value; None: no model is kept.
     """
 
     recipe: Recipe
@@ -204,13 +204,13 @@ class Controller:
     meter: Callable[[int, int], None] = lambda spent, reserved: None
     selection: Selection | None = None
     best: BestModel | None = None
-    tokens: int = 0  # spent so far, including the attempts that this one resumes
+    tokens: int = 0  # spent so far, including the tokens of the attempts that this attempt resumes
     _incarnation: int = 0
     _step: int = 0
     _saved: int = -1
     _began: int = 0  # documents read before the step
     _metrics: dict[str, float] = field(default_factory=dict)
-    _idle: bool = True  # no step of the lineage changed weights
+    _idle: bool = True  # no step of this attempt, or of the attempts that it resumes, changed weights
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint, which any number of ranks may have written.
@@ -240,8 +240,8 @@ class Controller:
         """Train until the last step, early stopping, a stop order, or the end of the budget.
 
         Raises:
-            BudgetExceededError: the next step could exceed the token budget, or the deadline is past; a checkpoint was
-                written.
+            BudgetExceededError: the next step could exceed the token budget, or the deadline has passed; a checkpoint
+                was written.
             DivergedError: training produced NaN or infinity.
         """
         total, message = self.recipe.steps, ""
@@ -392,7 +392,7 @@ class FromRows(Generic[R]):
 
     Args:
         config: the stage's parameters.
-        algorithm: forms documents, gives credit, and defines the updates.
+        algorithm: forms documents, assigns credit, and defines the updates.
         roles: the roles that learn and fill columns.
         rows: all rows.
         seed: the stage's seed.
@@ -423,7 +423,7 @@ class FromRows(Generic[R]):
         roles.rest()
 
     def max_tokens(self, step: int) -> int:
-        """Return the exact number of tokens of the next batch, times its passes."""
+        """Return the exact number of tokens in the next batch, times the number of passes."""
         rows = self.journal.peek(self._algorithm.source.rows)
         return self._learning.max_tokens(step, sum(self._algorithm.max_tokens(self._rows[row]) for row in rows))
 
@@ -454,5 +454,5 @@ class FromRows(Generic[R]):
         return self._probe.measure(step, trace, self._learning)
 
     def probe_max_tokens(self, step: int) -> int:
-        """Return 0: reading without sampling or training costs no budget (`jobs.Progress`)."""
+        """Return 0: reading without sampling or training uses no budget (`jobs.Progress`)."""
         return self._probe.max_tokens(step)

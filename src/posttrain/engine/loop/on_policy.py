@@ -72,8 +72,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> di
 def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     """Return the rollout engine's metrics, if the engine counts them.
 
-    They are: the mean number of rows decoded together, preemptions, tokens recomputed after preemptions, tokens of
-    prompts.
+    The metrics are the mean number of rows decoded together, preemptions, tokens recomputed after preemptions, and
+    tokens of prompts.
     """
     named = ("preemptions", "recomputed_tokens", "prefilled_tokens")
     steps, decoded = counts.get("steps", 0), counts.get("decoded_tokens")
@@ -91,9 +91,9 @@ def turn_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Return `reward/NAME/mean` and `/std` of each component over the completions that have this component.
+    """Return `reward/NAME/mean` and `reward/NAME/std` of each component over the completions that have the component.
 
-    With weighted rewards also the share of completions for which each reward failed.
+    With weighted rewards, the result also contains the share of completions for which each reward failed.
     """
     found: dict[str, float] = {}
     for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
@@ -126,10 +126,10 @@ class OnPolicy:
         prompts: every row of the data set.
         scorer: scores responses; None: no scores.
         seed: the stage's seed.
-        probe: the held-out measurement, if there is one.
+        probe: the held-out measurement; None: no probe.
         phase: the phase in reports of progress.
         text: returns the text of a response for traces; by default the text that the scorer reads.
-        environment: returns the observation between two responses, if the algorithm samples several per sample.
+        environment: returns the observation between two responses, if a sample has several responses.
         admission: decides which prompts may be sampled when; by default batch after batch, with the stage's exact lag.
 
     Raises:
@@ -190,10 +190,10 @@ class OnPolicy:
         self._ahead = Collector(*words, kept=self._offer, watch=self._watch)
 
     def max_tokens(self, step: int) -> int:
-        """Return the maximum tokens that the step may still spend.
+        """Return the maximum number of tokens that the step may still spend.
 
-        The sum has every prompt to sample, read once, every response at the token limit, and the tokens that the step
-        trains on, once per pass. Replacements of dropped groups are reserved when needed and not included.
+        The sum consists of every prompt to sample (once), every response (at the token limit), and the tokens that the
+        step trains on (once per pass). Replacements of dropped groups are not included; they are reserved when needed.
         """
         if self._most:
             return self._most
@@ -202,10 +202,10 @@ class OnPolicy:
         return sampled + self._training(step)
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
-        """Train on the groups of the step, while the rollout samples further ones.
+        """Train on the groups of the step, while the rollout samples further groups.
 
         Raises:
-            InputError: the step spent more tokens than it may.
+            InputError: the step spent more tokens than its declared maximum.
             BudgetExceededError: dropped groups cannot be replaced.
         """
         ahead = self._ahead
@@ -269,7 +269,7 @@ class OnPolicy:
         return self._probe.measure(step, trace, self.roles.sampler)
 
     def probe_max_tokens(self, step: int) -> int:
-        """Return the maximum tokens of the probe if it is due, else 0."""
+        """Return the maximum number of tokens of the probe if it is due, else 0."""
         return self._probe.max_tokens(step)
 
     def _form(self, step: int) -> Form:
@@ -282,7 +282,7 @@ class OnPolicy:
             self._learning.columns.offer(group, self._form(group.step))
 
     def _watch(self, step: int) -> bool:
-        """Sum the gradients of complete stretches with columns; return whether predictions are in progress."""
+        """Sum the gradients of complete stretches that have columns; return whether predictions are in progress."""
         return bool(self._learning.gradients and self._learning.gradients.offer(step))
 
     def _look(self, trace: Trace, seconds: float) -> bool:

@@ -4,7 +4,7 @@ Prompts that the admission policy admits are sampled, scored, and kept or replac
 
 ::
 
-    admit ──▶ rollout (other processes work on while this one trains) ──▶ scores ──▶ keep ──▶ buffer
+    admit ──▶ rollout (other processes continue during the training) ───▶ scores ──▶ keep ──▶ buffer
       ▲                                                                        │ drop: its place is free again
       └────────────────────────────────────────────────────────────────────────┘
 
@@ -12,7 +12,7 @@ One call of the rollout runs at a time. Its groups are kept or dropped in the or
 replacement of a dropped group joins the call immediately. The result is therefore a function of the seed and the
 policies, and does not depend on the duration of a call.
 
-The groups of a running call arrive as they end, and are scored while others are sampled:
+The groups of a running call arrive as they end, and are scored while other groups are sampled:
 
 ::
 
@@ -21,10 +21,10 @@ The groups of a running call arrive as they end, and are scored while others are
 The data stream, never the clock, decides which groups are scored together and in which order they are passed on. The
 stretch that ends first is scored first: a long response delays only its own stretch.
 
-Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch has as many kept
-groups, in the order of the data stream, as fill a micro-batch on every rank of the computing role. The samples, never
-the speed of a process, decide which documents are computed together, and one process computes the same as several.
-Roles in the rollout's pool compute after the rollout has ended.
+Columns are filled in stretches of a step's kept groups while other groups are still sampled. Such a stretch has as many
+kept groups, in the order of the data stream, as fill a micro-batch on every rank of the computing role. The samples,
+never the speed of a process, decide which documents are computed together, and one process computes the same results as
+several processes. Roles in the rollout's pool compute after the rollout has ended.
 
 A role stores the wide columns that it computes for a batch, and the batch gets handles to their rows.
 """
@@ -70,15 +70,15 @@ class Incoming:
     """The groups of one call of the rollout that are not in the buffer yet.
 
     Args:
-        batch: the step that trains on them.
+        batch: the step that trains on the groups.
         keys: positions of the call's prompts, in the order of the data stream.
         prompts: the prompts, parallel to `keys`.
         feed: the call.
         samples: number of samples per prompt.
         scorer: scores the groups; None: no scores.
         together: number of groups that are scored in one call.
-        early: whether groups are scored while the rollout works; otherwise after it has ended.
-        grows: whether prompts may be added during the call, because groups are kept or dropped while others are
+        early: whether groups are scored while the rollout works; otherwise they are scored after the rollout has ended.
+        grows: whether prompts may be added during the call, because groups are kept or dropped while other groups are
             sampled.
         went_on: runs the further turns of all groups before scoring, if samples have several turns.
     """
@@ -106,7 +106,7 @@ class Incoming:
     _scoring: dict[int, tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=dict)
     _taken: int = 0
     _first: int = field(init=False)  # number of keys at the start
-    _waits: tuple[float, float] | None = None  # start of the wait for scores alone
+    _waits: tuple[float, float] | None = None  # start of the wait in which only scores were missing
 
     def __post_init__(self) -> None:
         self._first = count = len(self.keys)
@@ -133,7 +133,7 @@ class Incoming:
     def take(self, trace: Trace, *, busy: bool = False) -> list[ScoredGroup]:
         """Return the groups scored since the last call, in the order of the data stream.
 
-        Waits for the rollout, and after its end for scores.
+        The call waits for the rollout and, after the rollout has ended, for scores.
 
         Args:
             busy: whether other work is in progress that must be polled soon.
@@ -151,7 +151,7 @@ class Incoming:
         """Like `take`, without waiting for a score; also return whether the rollout continues."""
         if not self._sampled:
             self._receive(trace, seconds)
-        if self.early:  # otherwise the scorer is in the rollout's pool, and waits for its end
+        if self.early:  # otherwise the scorer is in the rollout's pool, and waits until the rollout has ended
             self._give()
         return self._scored(trace, wait=False), not self._sampled
 
@@ -210,7 +210,7 @@ class Incoming:
             return Future(lambda: scores, lambda: True)
         prompts = [group.prompt for group in groups for _ in group.scores]
         answers = [answer for group in groups for answer in group.answers]
-        total = max(self._first, places.stop)  # each added group counts when it is scored
+        total = max(self._first, places.stop)  # each added group is included when it is scored
         stretch = Stretch(places.start * self.samples, total * self.samples)
         return self.scorer.begin(prompts, answers, stretch)
 
@@ -225,7 +225,7 @@ class Incoming:
             found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
             self._taken += len(groups)
             self._next += 1
-        if found and self._taken == len(self.keys) and self.scorer:  # the time of scoring after the rollout's end
+        if found and self._taken == len(self.keys) and self.scorer:  # the time spent on scoring after the rollout
             started, begin = self._waits or (time.time(), time.perf_counter())
             trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))
         return found
@@ -241,7 +241,7 @@ class _BufferState:
 @final
 @dataclass(slots=True)
 class Collector:
-    """Keeps a stage's buffer as full as its policy allows.
+    """Keeps a stage's buffer as full as the admission policy allows.
 
     Args:
         algorithm: decides how much is sampled, and which groups are kept.
@@ -253,7 +253,7 @@ class Collector:
         buffer: the groups that wait for training.
         environment: returns the observations between two responses; None: one response per sample.
         kept: called with every kept group, in the order of the data stream.
-        watch: polls the computations of a step's kept groups; returns whether some are in progress.
+        watch: polls the computations of a step's kept groups; returns whether some of them are in progress.
     """
 
     algorithm: RolloutAlgorithm
@@ -266,9 +266,9 @@ class Collector:
     environment: Environment | None = None
     kept: Callable[[ScoredGroup], None] = lambda group: None
     watch: Callable[[int], bool] = lambda step: False
-    version: int = 0  # version of the sampling policy: steps trained
+    version: int = 0  # version of the sampling policy: the number of steps trained
     spent: int = 0  # tokens spent since the last `mark`
-    counts: Counter[str] = field(default_factory=Counter)  # counts of the rollout's engine since then
+    counts: Counter[str] = field(default_factory=Counter)  # counts of the rollout's engine since the last `mark`
     dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, with reasons
     _running: Incoming | None = None
     _marked: _BufferState | None = None
@@ -337,7 +337,10 @@ class Collector:
         return pace.prompts - given_up - sum(entry.batch == step and entry.ready for entry in pace.held)
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write the waiting groups; return file name → digest. No call may be running; with lag 0 no group waits."""
+        """Write the waiting groups; return a map from file name to digest.
+
+        No call may be running. With lag 0 no group waits.
+        """
         if not self.buffer.policy.lag:
             return {}
         held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
@@ -360,7 +363,7 @@ class Collector:
                 self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
 
     def _enter(self, step: int) -> None:
-        """Set the sampler's version; with lag 0 it has the weights of the last update, read in place or published."""
+        """Set the sampler's version; with lag 0 the sampler has the weights of the last update."""
         if not self.buffer.policy.lag:
             self.version = step
 
@@ -372,7 +375,7 @@ class Collector:
         source, self._asked = self.algorithm.source, (step, reserve)
         if self._running is None and (admitted := self.buffer.admit(step, self.version)):
             if admitted.again:
-                rows = self.journal.peek(self.missing(step))  # this call's prompts, and later ones
+                rows = self.journal.peek(self.missing(step))  # this call's prompts, and later prompts
                 more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
                 if not reserve(self.spent, more, True):
                     return  # these groups are of the next step, which is rejected before it begins
@@ -486,9 +489,10 @@ class Collector:
                 self._replace(running)
 
     def _replace(self, running: Incoming) -> None:
-        """Sample the replacement of a dropped group while others are in progress.
+        """Sample the replacement of a dropped group while other groups are in progress.
 
-        A replacement that the budget may not cover waits until the cost of the others is known.
+        If the budget may be too small for a replacement, the replacement waits until the cost of the other groups is
+        known.
         """
         (step, reserve), source = self._asked, self.algorithm.source
         admitted = self.buffer.admit(step, self.version) if running.grows else None
@@ -512,7 +516,7 @@ def _covers(found: Rollouts) -> tuple[int, list[int]]:
 
 
 def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:
-    """Return the groups with the last sequences of some samples replaced; `(group, sample)` → sequence."""
+    """Return the groups with the last sequences of some samples replaced; `last` maps (group, sample) to a sequence."""
     return [
         replace(
             group,
@@ -531,8 +535,8 @@ def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
         algorithm: name of the algorithm that requires the columns, for the error.
 
     Raises:
-        InputError: a top-k column has no width; a different column has one; a wide column is from a role that
-            learns.
+        InputError: a top-k column has no width; a column other than a top-k column has a width; a wide column is from a
+            role that learns.
     """
     for column in columns:
         if (column.need == "topk") != (column.wide > 0):
@@ -578,7 +582,7 @@ class Asked:
         return batch
 
     def ready(self, columns: Sequence[Column]) -> bool:
-        """Whether all of these columns are available."""
+        """Return whether all of these columns are available."""
         return all(column in self.answers and self.answers[column].done() for column in columns)
 
 
@@ -616,8 +620,8 @@ class Columns:
 
     Args:
         algorithm: requires the columns.
-        roles: fill them.
-        lag: steps that sampling may be ahead; with a lag, only frozen roles can predict early.
+        roles: the roles that fill the columns.
+        lag: number of steps by which sampling may be ahead; with a lag, only frozen roles can predict early.
         always: form stretches even if no column is required.
     """
 
@@ -631,7 +635,7 @@ class Columns:
         If the group completes a stretch, request the stretch's columns from roles that can answer during sampling.
 
         Args:
-            form: forms the documents of some groups, of each group separately.
+            form: forms the documents of given groups, each group separately.
         """
         early, size = self._early(group.step), self._size(group.step)
         if not ((early or self._always) and size):
@@ -644,7 +648,7 @@ class Columns:
             stretch.asked = ask(self._roles, batch, early)
 
     def forget(self, step: int | None = None) -> None:
-        """Drop the requests of a step, or of all steps, that will not be trained on."""
+        """Drop the requests of a step, or of all steps, because their groups will not be trained on."""
         if step is None:
             self._coming.clear()
         else:
@@ -667,7 +671,7 @@ class Columns:
         Args:
             batch: the step's documents.
             groups: the groups that the documents were formed from, in the order of the data stream.
-            form: forms the documents of some groups, of each group separately; None: not possible.
+            form: forms the documents of given groups, each group separately; None: the algorithm cannot do this.
         """
         columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
         stretches: list[_Stretch] = []
@@ -704,7 +708,7 @@ class Columns:
 
 
 def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
-    """Add a group to the last stretch, or to a new one if the last is full."""
+    """Add a group to the last stretch, or to a new stretch if the last stretch is full."""
     if not stretches or stretches[-1].tokens >= size:
         stretches.append(_Stretch())
     stretches[-1].groups.append(group)

@@ -5,17 +5,17 @@
     policy ranks                          controller                     rollout ranks
     attest: hash of own shards  ────────▶ sum: the expected hash
     bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
-                                          compare ◀──────────────────── attest: hash of the views decoded with
+                                          compare ◀──────────────────── attest: hash of the decoder's weights
 
-One version is published at a time, while no rank samples. If the hashes differ, the rollout's weights are of no
-version, so the job ends, and the next attempt continues from the last checkpoint.
+One version is published at a time, while no rank samples. If the hashes differ, the rollout's weights match no version,
+so the job fails, and the next attempt continues from the last checkpoint.
 
 A rank that is replaced during a transfer lacks the earlier buckets, so the transfer starts again for all ranks. A rank
-that is replaced later gets the weights from a rank that samples with them, or from the policy if it has not learned
-since the publication, and attests them in the same way.
+that is replaced later gets the weights from a rank that samples with them or, if the policy has not learned since the
+publication, from the policy, and attests the weights in the same way.
 
-`Roles` contains the roles of a stage, each a worker group, and the operations on all of them. The code that opens the
-roles decides in which processes they run; nothing here depends on that choice.
+`Roles` contains the roles of a stage, each a worker group, and the operations on all roles. The code that opens the
+roles decides in which processes they run; this module does not depend on that choice.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.stream import Attestation, AttestedWeights, Bucket, PolicyVersion
 
-# a group that has the published weights, and its methods that attest them and return them in buckets
+# a group that has the published weights, and the methods of its workers that attest and return the weights in buckets
 _Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]
 
 
@@ -55,7 +55,7 @@ class Alias:
 @final
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Shards in buckets: between the ranks of one process group, or through the object store."""
+    """Shards are transferred in buckets, between the ranks of one process group or through the object store."""
 
     policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
@@ -91,7 +91,7 @@ class Buckets:
         """Transfer weights from the giver to these ranks of the rollout; return their attestation.
 
         Args:
-            published: the required attestation; None: the giver's.
+            published: the required attestation; None: the attestation of the giver.
         """
         readers = self.rollout.at(ranks)
         layout, (group, attest, bucket) = readers.one(RolloutWorker.layout), giver
@@ -156,10 +156,10 @@ def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWork
 class Roles:
     """The roles of an algorithm: `roles.learners["policy"].map(TrainWorker.update, batch, objective, step=3)`.
 
-    Groups of ranks with separate or shared devices.
+    The groups of ranks have separate or shared devices.
     """
 
-    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the first one's model is the stage's output
+    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the model of the first learner is the stage's output
     frozen: Mapping[str, WorkerGroup[FrozenWorker]] = field(default_factory=dict)
     rollout: WorkerGroup[RolloutWorker] | None = None
     sleeps: bool = False  # whether frozen roles free their memory when their phase is over
@@ -186,23 +186,23 @@ class Roles:
         return self.frozen[role] if role in self.frozen else self.learners[role]
 
     def alone(self, role: str) -> bool:
-        """Whether a role shares its pool with no other role."""
+        """Return whether no other role is in a role's pool."""
         mine = self.group(role).backend
         others = [self.group(name).backend for name in (*self.learners, *self.frozen) if name != role]
         others += [self.rollout.backend] if self.rollout else []
         return not any(other is mine for other in others)
 
     def early(self, role: str) -> bool:
-        """Whether a role may predict while the rollout works.
+        """Return whether a role may predict while the rollout works.
 
-        The role must not be in the rollout's pool; if roles sleep to free memory, it must not share its pool.
+        The role must not be in the rollout's pool; if roles sleep to free memory, the role must be alone in its pool.
         """
         return self.group(role).backend is not self.sampler.backend and (not self.sleeps or self.alone(role))
 
     def rest(self) -> None:
         """End the frozen roles' predictions of this step.
 
-        If roles sleep to free memory, those that share a pool sleep until the next step.
+        If roles sleep to free memory, the roles that share a pool sleep until the next step.
         """
         for role, group in self.frozen.items():
             if self.sleeps and not self.alone(role):
@@ -228,13 +228,13 @@ class Roles:
         """Publish the current policy: the rollout samples with it from now on, after attesting the weights.
 
         Raises:
-            IntegrityError: a rollout rank decodes with weights that differ from the published ones.
+            IntegrityError: a rollout rank decodes with weights that differ from the published weights.
         """
         if self.rollout is not None:
             transport(self.made, self.rollout).publish(version)
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write every learner's part of a checkpoint; file name → digest."""
+        """Write every learner's part of a checkpoint; return a map from file name to digest."""
         written = [shards for group in self.learners.values() for shards in group.each(TrainWorker.save, path)]
         return {name: digest for shards in written for name, digest in shards.items()}
 

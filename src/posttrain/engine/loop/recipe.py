@@ -3,7 +3,7 @@
 The data cursor records which documents were consumed, and in which order. The order is an infinite stream: epoch 0's
 permutation, then epoch 1's, and so on, each derived from (seed, epoch). The whole state is one number, the count of
 documents read, so a job that resumes anywhere, even at an epoch boundary, reads the same documents as an
-uninterrupted one.
+uninterrupted job.
 
 A checkpoint contains the sampled groups that wait for training: arrays as safetensors, the rest as JSON.
 """
@@ -56,12 +56,12 @@ class Journal:
     def peek(self, count: int) -> list[int]:
         """Return the row numbers of the next `count` documents.
 
-        The documents may extend into the next epoch, and then may repeat a row.
+        The documents may extend into the next epoch, and may then contain a row twice.
         """
         return [self.row(position) for position in range(self.consumed, self.consumed + count)]
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Read the next `count` documents; return (position in the stream, row number) of each.
+        """Read the next `count` documents; return each document's position in the stream and row number.
 
         A position never repeats within a stage, so random numbers are derived from positions and not from row numbers.
         """
@@ -85,10 +85,10 @@ class Reserve(Protocol):
         """Return whether the tokens that a step has spent and its further tokens are within the budget.
 
         Args:
-            refuse: raise if they exceed the budget; the step must not have trained yet.
+            refuse: raise if the tokens exceed the budget; the step must not have trained yet.
 
         Raises:
-            BudgetExceededError: the budget would be exceeded; the step's work was dropped, and a checkpoint written.
+            BudgetExceededError: the budget would be exceeded; the step's work was dropped and a checkpoint was written.
         """
 
 
@@ -110,7 +110,7 @@ class Recipe(Protocol):
     roles: Roles  # the recipe changes their weights
 
     def max_tokens(self, step: int) -> int:
-        """Return the maximum tokens that the coming step may spend."""
+        """Return the maximum number of tokens that the next step may spend."""
 
     def step(self, step: int, trace: Trace, reserve: Reserve = ...) -> StepReport:
         """Run training step `step` (0-based): sample, score, update.
@@ -126,16 +126,16 @@ class Recipe(Protocol):
         """Drop the work of a step that has not trained yet; a resumed job repeats it."""
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write the groups that wait for training into a checkpoint; return file name → digest."""
+        """Write the groups that wait for training into a checkpoint; return a map from file name to digest."""
 
     def restore(self, path: Path) -> None:
         """Restore the groups that `save` wrote; the journal is at the checkpoint's position."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
-        """Measure the policy after `step` steps, if a probe is due; no state changes."""
+        """Measure the policy after `step` steps, if a probe is due, without changing any state."""
 
     def probe_max_tokens(self, step: int) -> int:
-        """Return the maximum tokens that `probe(step)` may spend; 0 when none is due."""
+        """Return the maximum number of tokens that `probe(step)` may spend; 0 if no probe is due."""
 
 
 @final
@@ -145,9 +145,9 @@ class Held:
 
     key: int
     batch: int
-    version: int  # of the sampling policy: steps trained
+    version: int  # of the sampling policy: the number of steps trained
     group: ScoredGroup
-    dropped: str = ""  # why the group is not trained on; the step's metrics include it
+    dropped: str = ""  # why the group is not trained on; the step's metrics include the group
 
     @property
     def entry(self) -> Entry:
@@ -158,7 +158,7 @@ class Held:
 def write_held(
     path: Path, held: Sequence[Held], given_up: Sequence[int], lost: Mapping[int, Sequence[int]]
 ) -> Mapping[str, str]:
-    """Write groups into a checkpoint; return file name → digest.
+    """Write groups into a checkpoint; return a map from file name to digest.
 
     Args:
         given_up: the batch number of every place that stays empty.

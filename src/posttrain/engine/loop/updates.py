@@ -1,12 +1,12 @@
-"""The optimiser steps of a step, from its documents.
+"""The optimiser steps of one training step, computed from the step's documents.
 
 A step computes columns, credit, and the mini-batches of every role that learns. If the stage's roles cannot meet an
 algorithm's needs, the stage is rejected before anything is sampled.
 
-Streamed gradients are summed while other groups of the step are still sampled, and divided when all have arrived: the
-divisor of an update's loss is known only then. The sum can begin early if the divisor is the same for every term and
-credit is given to each group separately; otherwise `Learning` waits for the whole batch. Weights change once per step,
-after the last group, as without streaming: the sampling policy stays the trained policy.
+Streamed gradients are summed while other groups of the step are still sampled, and are divided when all groups have
+arrived, because the divisor of an update's loss is known only then. The sum can begin early if the divisor is the same
+for every term and credit is assigned to each group separately; otherwise `Learning` waits for the whole batch. Weights
+change once per step, after the last group, as without streaming: the sampling policy stays the trained policy.
 """
 
 import time
@@ -32,7 +32,7 @@ from posttrain.engine.trace import SampleTracer, Trace
 
 _ONE = Totals(1, 1, 1, 1)  # with these divisors, a loss is a plain sum
 # k3 is about half the mean squared difference of two log-probabilities. Rounding explains differences of 8 times the
-# epsilon of the type that layers compute in (0.06 in bfloat16, 0.008 in float16), and of 1e-3 in any type.
+# epsilon of the dtype in which layers compute (0.06 in bfloat16, 0.008 in float16), and of 1e-3 in any dtype.
 _ROUNDING, _EPSILONS = 5e-7, 8
 _LOOK = 0.02  # seconds of other work between two polls of an update
 Meanwhile = Callable[[Trace, float], bool]
@@ -42,7 +42,7 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
     """Check the columns and objectives of a step against the stage's roles and the predictions of their models.
 
     Raises:
-        InputError: a role does not exist, or must learn and does not; a model does not predict what a column or an
+        InputError: a role does not exist, or must learn but does not; a model lacks a prediction that a column or an
             objective needs; no role can fill a wide column.
     """
     columns, updates, name = algorithm.requires(step), algorithm.updates(step), type(algorithm).__name__
@@ -91,7 +91,7 @@ class _Summed:
 @final
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The result of a step."""
+    """The result of a step with streamed gradients."""
 
     metrics: dict[str, float]
     tokens: int
@@ -103,7 +103,7 @@ class Gradients:
     """The single update of an algorithm, computed in stretches.
 
     Args:
-        algorithm, roles, steps: of the stage.
+        algorithm, roles, steps: the stage's algorithm, roles and number of steps.
         columns: lists complete stretches, and fills them.
         followed: number of traced samples at the beginning of a step.
 
@@ -128,7 +128,7 @@ class Gradients:
         return False
 
     def forget(self, step: int | None = None) -> None:
-        """Drop the sums of a step, or of all steps; the learner drops its part with the next update."""
+        """Drop the sums of a step, or of all steps; the learner drops its sum when the next update begins."""
         if step is None:
             self._coming.clear()
         else:
@@ -147,7 +147,7 @@ class Gradients:
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite.
-            InputError: credit of all groups together differs from the credit of each group separately.
+            InputError: the credit assigned to all groups together differs from the credit assigned to each group alone.
         """
         columns = self._algorithm.requires(step)
         told: AbstractContextManager[dict[str, Any]] = trace.span("columns") if columns else nullcontext({})
@@ -230,8 +230,8 @@ class Gradients:
 class Learned:
     """The result of a step's updates."""
 
-    metrics: Mapping[str, float]  # means over mini-batches; other roles' metrics have the role as prefix
-    tokens: int = 0  # trained on, counted once per role and pass
+    metrics: Mapping[str, float]  # means over mini-batches; the metrics of other roles have the role as prefix
+    tokens: int = 0  # tokens trained on, counted once per role and pass
     updates: int = 0  # optimiser steps of the stage's own role
     first: Mapping[str, float] = field(default_factory=dict)  # metrics of the first update, before any weight changed
 
@@ -243,14 +243,14 @@ class Learning:
     Args:
         algorithm: the objectives, and the columns that they read.
         roles: the roles that learn and fill columns.
-        steps: of the stage.
+        steps: the number of steps of the stage.
         seed: the stage's seed.
-        lag: steps that sampling is ahead; without a lag the learner has the sampling weights, so log-probabilities must
-            agree.
+        lag: number of steps by which sampling is ahead; without a lag the learner has the sampling weights, so
+            log-probabilities must agree.
         streams: whether to sum gradients as groups arrive.
         followed: number of traced samples at the beginning of a step.
         meanwhile: called with a number of seconds while an update is in progress; works for at most this time, and
-            returns whether there is more to do.
+            returns whether more work is left.
 
     Raises:
         InputError: see `refuse_missing`.
@@ -276,7 +276,7 @@ class Learning:
             refuse_missing(algorithm, roles, step)
 
     def max_tokens(self, step: int, tokens: int) -> int:
-        """Return the maximum tokens that are trained on if the documents have `tokens`."""
+        """Return the maximum number of tokens that are trained on if the documents have `tokens` tokens."""
         return tokens * sum(update.epochs for update in self._algorithm.updates(step))
 
     def learn(
@@ -288,7 +288,7 @@ class Learning:
         groups: Sequence[ScoredGroup] = (),
         form: Form | None = None,
     ) -> Learned:
-        """Fill columns, give credit, update.
+        """Fill the columns, assign credit, and update the roles that learn.
 
         Args:
             groups, form: see `Columns.fill`.
@@ -320,13 +320,13 @@ class Learning:
         return replace(learned, metrics={**_distance(batch), **stale, **learned.metrics})
 
     def forget(self, step: int | None = None) -> None:
-        """Drop the computations of groups that will not be trained on, of a step or of all steps."""
+        """Drop the computations for a step, or for all steps, because their groups will not be trained on."""
         self.columns.forget(step)
         if self.gradients:
             self.gradients.forget(step)
 
     def measure(self, batch: TokenBatch) -> dict[str, float]:
-        """Return `probe/loss` of the stage's own model on a batch, and the objective's other metrics; train nothing."""
+        """Return `probe/loss` of the stage's own model on a batch and the objective's other metrics; do not train."""
         role = next(iter(self._roles.learners))
         batch = replace(batch, provenance=Provenance(role=role))
         batch = credited(self._algorithm, ask(self._roles, batch, self._algorithm.requires(0)).filled())
@@ -422,8 +422,8 @@ def _distance(batch: TokenBatch) -> dict[str, float]:
 def _staleness(batch: TokenBatch) -> dict[str, float]:
     """Return how far the policy at the step's beginning is from the sampling policy, if both are available.
 
-    `lag/kl`: KL(μ ‖ π) (k3, mean over tokens). `lag/ess`: (Σ w)² / (n · Σ w²) of the weights w = π/μ: the effective
-    sample size of their weighted mean, as a share of the tokens.
+    `lag/kl` is KL(μ ‖ π) (k3, mean over tokens). `lag/ess` is (Σ w)² / (n · Σ w²) for the weights w = π/μ: the
+    effective sample size of a mean with these weights, as a share of the tokens.
     """
     columns, mask = batch.token_columns, batch.response_mask
     if not {"proximal_logprobs", "behaviour_logprobs"} <= columns.keys() or not bool(mask.any()):

@@ -4,16 +4,17 @@ The backbone is the same for every head. Packing is a capability: it is tried on
 documents one by one, and used only if the results agree. A module that fails keeps its original attention, and its
 batches are padded directly before the module's forward.
 
-The cost model estimates the computation and the memory that a document costs a model; batches are split by cost or by
+The cost model estimates the computation and the memory that a document requires; batches are split by cost or by
 memory.
 
 Attention over packed documents is registered with transformers under the name `posttrain_packed`. The dense layers of a
 packed model see one row of T tokens. Only attention depends on document boundaries: it gathers documents of similar
 length into right-padded blocks [n, L], attends causally (so padding on the right is never seen), and scatters the
-result back. One block per document would also be exact, but many short documents would cost too many calls.
+result back. One block per document would also be exact, but many short documents would need too many calls.
 
 The plan of a batch is passed as the keyword argument `packing_plan` of the model's forward: no state outlives the call,
-and a recomputation in backward uses the same plan. Without a plan the function computes transformers' padded attention.
+and a recomputation in the backward pass uses the same plan. Without a plan, the function computes transformers' padded
+attention.
 """
 
 import math
@@ -44,7 +45,7 @@ _UNSUPPORTED = ("s_aux", "position_bias", "cache")  # attention sinks, learned p
 Packing = Literal["packed", "padded"]
 Forward = Callable[..., Tensor]  # keyword arguments of a transformers model → [rows, tokens, features]
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value; coarser types get the default
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest value; coarser dtypes get the default
 _COARSE_TOLERANCE = 5e-2
 
 
@@ -144,7 +145,7 @@ def packed_attention(
         key, value: like `query`, with key-value heads (grouped-query attention).
         attention_mask: ignored with a plan; otherwise the result of `sdpa_mask`.
         scaling: factor on the scores; None: 1/sqrt(head_dim).
-        sliding_window: number of tokens to which a query attends, itself included.
+        sliding_window: number of tokens to which a query attends, including its own token.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
 
     Returns:
@@ -260,7 +261,7 @@ def _padded_attention(
     softcap: float | None,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute transformers' attention of a padded batch, with soft-capping, which its SDPA path rejects."""
+    """Compute transformers' attention of a padded batch, with soft-capping, which transformers' SDPA path rejects."""
     if softcap is None:
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **arguments
@@ -314,13 +315,13 @@ class Backbone:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """The dtype of the weights."""
         dtype: torch.dtype = next(self.module.parameters()).dtype
         return dtype
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of a prompt with its response."""
+        """The maximum number of tokens in a prompt with its response."""
         length = getattr(self.config, "max_position_embeddings", None)
         return int(length) if length else 2**31
 
@@ -331,7 +332,7 @@ class Backbone:
         return {"padding": f"{type(self.module).__name__} does not pack: every batch is padded to its longest document"}
 
     def check_length(self, tokens: int) -> None:
-        """Raise for a document that does not fit the context.
+        """Raise for a document that does not fit in the context.
 
         Raises:
             InputError: the document has more tokens than `context_length`.
@@ -378,7 +379,7 @@ class Backbone:
 
 
 def last_hidden_states(module: PreTrainedModel) -> Forward:
-    """Return the pass through the base model only."""
+    """Return the forward pass through the base model only."""
     base = module.base_model
 
     def forward(**inputs: Any) -> Tensor:
@@ -395,7 +396,7 @@ def choose_packing(module: PreTrainedModel, forward: Forward) -> Packing:
     not change the second, and every sliding-window layer requests its window.
 
     Args:
-        module: in evaluation mode; if packing is incorrect, its attention stays unchanged.
+        module: a module in evaluation mode; if packing is incorrect, the module's attention stays unchanged.
         forward: the pass whose results are compared.
     """
     own = module.config._attn_implementation
@@ -407,7 +408,7 @@ def choose_packing(module: PreTrainedModel, forward: Forward) -> Packing:
 
 
 def probe_documents(module: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two documents of 9 and 6 tokens, and one of 9 that differs from the first everywhere."""
+    """Return documents of 9 and 6 tokens, and a third of 9 tokens that differs from the first at every position."""
     size = int(module.config.get_text_config().vocab_size)
     device = next(module.parameters()).device
     step = max(1, math.isqrt(size))
@@ -416,7 +417,7 @@ def probe_documents(module: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def agree(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of their type."""
+    """Return whether two tensors are equal up to the rounding of their dtype."""
     tolerance = _TOLERANCE.get(left.dtype, _COARSE_TOLERANCE)
     scale = float(right.abs().max())
     return bool(((left - right).abs().max() <= tolerance * max(scale, 1e-12)).item())
@@ -468,11 +469,13 @@ def _windows_honoured(config: Any, asked: list[int | None]) -> bool:
 
 
 def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
-    """Return a cost model: dense layers cost by tokens, attention by Σ length²; without known sizes only tokens count.
+    """Return a cost model: the cost of dense layers grows with tokens, the cost of attention with Σ length².
+
+    If the sizes of the model are unknown, only tokens count.
 
     Args:
-        module: a transformer of transformers.
-        parameters: total number; None: count them, which must happen before sharding.
+        module: a model of the library transformers.
+        parameters: total number of parameters; None: they are counted, which must happen before sharding.
     """
     layers, heads, width = _attention(_text_config(module))
     if not (layers and heads and width):
@@ -482,7 +485,7 @@ def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
 
 
 def key_value_bytes(module: nn.Module) -> int | None:
-    """Return the bytes of one token's keys and values in all layers, in the module's type; None: sizes are unknown."""
+    """Return the bytes of one token's keys and values in all layers, in the module's dtype; None: sizes are unknown."""
     text = _text_config(module)
     layers, heads, width = _attention(text)
     if not (layers and heads and width):

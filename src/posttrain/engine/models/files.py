@@ -9,7 +9,7 @@ A worker opens its model in its own process, from a folder that every rank can r
 
 Chat templates, prompts and demonstrations become token ids. Rows are canonical (`posttrain.data.rows`): `prompt` [+
 `completion`], `messages`, or `text`. Model output is never decoded and encoded again. Rows are rendered by
-`domain.rendering`, which the plan uses as well.
+`domain.rendering`, which the plan also uses.
 """
 
 import json
@@ -86,7 +86,7 @@ Row = Mapping[str, Any]
 
 
 def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> LanguageModel:
-    """Load a causal language model and check its capabilities. No network, no pickle, no code from the folder.
+    """Load a causal language model and check its capabilities, without network, pickle or code from the folder.
 
     Args:
         dtype: float32, bfloat16, float16 or float64.
@@ -105,13 +105,13 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
 def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> ScalarModel:
     """Load a value or reward model.
 
-    The folder has a sequence classifier of one label, loaded as saved, or a causal language model, whose backbone gets
-    a head of zeros.
+    The folder has a sequence classifier with one label, which is loaded as saved, or a causal language model, whose
+    backbone gets a head of zeros.
 
     Raises:
         NotFoundError: the folder or its `config.json` does not exist.
         InputError: see `load_model`; transformers has no sequence classifier of this architecture; the classifier's
-            head is not one linear layer without bias on the last token.
+            head is not one linear layer without bias, applied to the last token.
     """
     _check_folder(folder)
     if is_sequence_classifier(folder):
@@ -176,7 +176,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise InputError(
             f"tokenizer in {folder} cannot be loaded: {_first_line(error)}; check tokenizer.json"
         ) from error
-    # Otherwise the load arguments would be saved with the tokenizer, and change its bytes.
+    # Otherwise the load arguments would be saved with the tokenizer, and would change the saved bytes.
     for argument in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(argument, None)
     return tokenizer
@@ -192,12 +192,12 @@ def save_model(
 ) -> None:
     """Write weights, configuration and tokenizer. Equal weights are written as equal bytes.
 
-    The configuration names the type of the written weights.
+    The configuration names the dtype of the written weights.
 
     Args:
         folder: created if missing.
-        gathered: whole weights to write instead of the module's (which may be sharded, or of a different type); tied
-            weights once.
+        gathered: whole weights to write instead of the module's weights, which may be sharded or have a different
+            dtype; tied weights occur once.
         write: False on ranks that only took part in the gathering.
     """
     if not write:
@@ -212,7 +212,7 @@ def save_model(
 
 
 def _name_dtype(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write this type into the configuration: the module's type may have been widened by sharding for the optimiser."""
+    """Write this dtype into the configuration; sharding may have widened the module's dtype for the optimiser."""
     for part in (config, config.get_text_config()):
         part.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
@@ -261,7 +261,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def initial_model(config: InitModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """Return a model with random weights in float32 on the CPU.
 
-    The same (config, seed) gives the same bytes. The global generator stays unchanged.
+    The same (config, seed) gives the same bytes. The global random generator stays unchanged.
     """
     config_class, model_class = _ARCHITECTURES[config.architecture]
     special = {
@@ -351,7 +351,7 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *
 
 
 def decode_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Return a response of a sample with several as text, without special tokens, which may end it."""
+    """Return one of several responses of a sample as text, without special tokens, such as those that end it."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 

@@ -50,7 +50,7 @@ class OutputHead:
 class LanguageModel(Backbone):
     """A loaded model, e.g. `LanguageModel(module=Qwen3ForCausalLM, packing="packed", head=OutputHead(…))`."""
 
-    head: OutputHead | None  # None: not reproducible, so logits come from the module only
+    head: OutputHead | None  # None: no head reproduces the module's logits, so the module computes them
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
@@ -62,7 +62,7 @@ class LanguageModel(Backbone):
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits."""
+        """The number of logits."""
         return int(self.config.vocab_size)
 
     @property
@@ -153,7 +153,7 @@ class ScalarModel(Backbone):
 
 
 def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
-    """Return V before each response token, differentiable: the head on the hidden state of the preceding token.
+    """Return V before each response token, differentiable: the head applied to the preceding token's hidden state.
 
     The first response token's value is V(prompt). A batch without response tokens also runs through the model, because
     every rank must take part in collectives.
@@ -176,7 +176,7 @@ def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
 
 
 def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
-    """Return the head on the hidden state of each document's last token, differentiable.
+    """Return the head applied to the hidden state of each document's last token, differentiable.
 
     Returns:
         [documents] float32.
@@ -197,7 +197,7 @@ def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
 
 
 def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
-    """Return a sequence classifier of one label with the backbone of `module` and a head of zeros.
+    """Return a sequence classifier with one label, the backbone of `module` and a head of zeros.
 
     With a head of zeros, a critic begins with value 0, and a reward model without a preference.
 
@@ -210,7 +210,7 @@ def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
     name, backbone = type(module).__name__, module.base_model
     module.config.num_labels = 1
     try:
-        with torch.device("meta"):  # without memory: backbone and head are replaced
+        with torch.device("meta"):  # allocates no memory, because backbone and head are replaced
             shell: PreTrainedModel = AutoModelForSequenceClassification.from_config(module.config)
     except ValueError as error:
         raise InputError(
@@ -233,7 +233,7 @@ def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
     """Detect a sequence classifier's capabilities and wrap the module, which is put into evaluation mode.
 
     Raises:
-        InputError: the head is not a linear layer with one output and no bias on the last token.
+        InputError: the head is not a linear layer with one output and no bias, applied to the last token.
     """
     module.eval()
     if not _has_scalar_head(module) or not _is_read_at_the_end(module):

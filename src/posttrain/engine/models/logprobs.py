@@ -24,12 +24,12 @@ from posttrain.engine.models.language_model import (
 )
 from posttrain.engine.wide import TopK
 
-# More logits than this (128 MiB in float32) are computed in chunks, and again in backward: this takes 0.3 of the memory
-# with a vocabulary of 32 k, 0.2 with 150 k. For fewer logits the plain path is faster. A head in half precision always
-# uses chunks, because the plain path to float32 logits would keep a float32 copy of the head.
+# More logits than this (128 MiB in float32) are computed in chunks, and again in the backward pass: this takes 0.3 of
+# the memory with a vocabulary of 32 k, and 0.2 with 150 k. For fewer logits the plain path is faster. A head in half
+# precision always uses chunks, because the plain path to float32 logits would keep a float32 copy of the head.
 CHUNKED_ABOVE = 2**25
-# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which exists anyway. Every chunk
-# reads and writes the whole gradient, so few chunks are fast. The bounds:
+# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which exists anyway, within these
+# bounds. Every chunk reads and writes the whole gradient, so few chunks are fast.
 CHUNK_BYTES = (2**27, 2**31)
 _BYTES_PER_LOGIT = 16  # logits, scaled logits, probabilities and their gradient in float32
 Model = LanguageModel | ScalarModel
@@ -99,11 +99,11 @@ def likeliest_tokens(
     Logits are computed in chunks, unless the model's output head is not a plain matrix.
 
     Args:
-        vocabulary: number of tokens to consider: a smaller model does not have later tokens. The probability of later
-            tokens is assigned to no token.
+        vocabulary: number of tokens to consider, for a smaller model whose vocabulary does not have the later tokens.
+            The probability of the later tokens is not assigned to any other token.
 
     Returns:
-        [R, top] of the R response tokens.
+        [R, top], one row for each of the R response tokens.
 
     Raises:
         InputError: see `token_logprobs`; `top` is larger than the vocabulary.
@@ -195,7 +195,9 @@ def _warmths(batch: TokenBatch, index: Tensor, temperature: float) -> float | Te
 def logprobs_of(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """[N, V] logits, [N, K] tokens → [N, K] log-probabilities, [N] entropies, in float32 and by plain autograd.
+    """Return the log-probabilities [N, K] of the tokens [N, K], and the entropies [N], from the logits [N, V].
+
+    The results are in float32, and their gradients are those of plain autograd.
 
     Args:
         temperature: one number for all rows, or [N, 1].
@@ -317,7 +319,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add leftᵀ right to total in float32 (float64 for float64), whatever the type of the factors."""
+    """Add leftᵀ right to total in float32 (float64 for float64), whatever the dtype of the factors."""
     if total.is_cuda and left.dtype.itemsize < 4 and hasattr(torch.ops.aten.mm, "dtype"):
         total += torch.mm(left.t(), right, out_dtype=torch.float32)  # on tensor cores
     else:
@@ -327,7 +329,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Return soft-capped logits divided by the temperature, in float32, and their derivative by the raw logits."""
+    """Return soft-capped logits divided by the temperature, in float32, and their derivative in the raw logits."""
     logits = float32_logits(hidden, weight, bias)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype)
@@ -349,8 +351,8 @@ def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: f
         temperature: for log-probabilities and entropies.
 
     Raises:
-        InputError: the model does not predict a need; a document is longer than its context; the temperature is not
-            positive; `candidates` are needed and the batch has none.
+        InputError: the model does not predict a need; a document is longer than the model's context; the temperature is
+            not positive; `candidates` are needed but the batch has no column `candidates`.
     """
     can = predictable(model)
     if odd := sorted(needs - can):

@@ -1,17 +1,17 @@
 """Distribution of a trainable module over ranks, sequence parallelism, exported weights, activation checkpointing.
 
-A trainable module is whole on one rank of its pool, or sharded over all of them by FSDP2. Losses are weighted by totals
-of the whole step, so gradients are *summed* over ranks, never averaged.
+A trainable module is whole if its pool has one rank, and is otherwise sharded over all ranks by FSDP2. Losses are
+weighted by totals of the whole step, so gradients are *summed* over ranks, never averaged.
 
 Sequence parallelism follows Ulysses (arXiv 2309.14509), for packed batches. The ranks of a sequence group share the
 tokens of one batch. In the dense layers each rank computes a slice of the packed row. For attention, tokens and heads
 are swapped (all-to-all): each rank gets all tokens of its share of the heads, so documents may cross the borders of
 slices. The swap is then reversed. Losses are unaffected: log-probabilities and values of all tokens arrive on every
-rank, and the gradient of each goes to the rank that computed it.
+rank, and the gradient of each token goes to the rank that computed the token.
 
 A training engine exports weights as canonical tensors by name, in the pieces that its ranks have.
 
-Activation checkpointing stores only the input of a decoder layer, and recomputes the rest in backward.
+Activation checkpointing stores only the input of a decoder layer, and recomputes the rest in the backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ M = TypeVar("M")
 class Entry:
     """A canonical tensor in a reader's layout: `Entry("lm_head.weight", (151936, 1024), torch.bfloat16)`."""
 
-    name: str  # of the Hugging Face module's parameter; tied parameters once, by their first name
+    name: str  # of the Hugging Face module's parameter; tied parameters occur once, under their first name
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -52,10 +52,10 @@ class Shard:
 
     name: str
     shape: tuple[int, ...]  # shape of the whole tensor
-    tensor: Tensor  # the piece, [rows, …]; a copy only if its type was converted
+    tensor: Tensor  # the piece, [rows, …]; a copy only if its dtype was converted
     row: int = 0  # first row of the piece in the whole tensor
     column: int = 0  # first column; for engines that split matrices by columns
-    frozen: bool = False  # training never changes it
+    frozen: bool = False  # True: training never changes the tensor
 
     def matrix(self) -> Tensor:
         """Return the piece as [rows, columns]."""
@@ -80,7 +80,7 @@ def module_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]:
-    """Return the type that each tensor of a sender has at the reader.
+    """Return the dtype in which the reader has each tensor of a sender.
 
     Raises:
         IntegrityError: names or shapes differ from the reader's.
@@ -97,7 +97,7 @@ def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]
 
 @torch.no_grad()
 def put(into: Mapping[str, Tensor], shard: Shard) -> None:
-    """Copy a piece into the reader's tensor, in the reader's type."""
+    """Copy a piece into the reader's tensor, converted to the reader's dtype."""
     target = as_matrix(into[shard.name])
     piece = shard.matrix()
     target[shard.row : shard.row + piece.shape[0], shard.column : shard.column + piece.shape[1]].copy_(piece)
@@ -105,7 +105,7 @@ def put(into: Mapping[str, Tensor], shard: Shard) -> None:
 
 @final
 class Unsharded:
-    """One rank. Parameters below float32 have a float32 master copy, which `parameters` returns."""
+    """A whole module on one rank. Parameters in half precision have a float32 copy, which `parameters` returns."""
 
     rank, ranks = 0, 1
 
@@ -119,11 +119,11 @@ class Unsharded:
         return self._trained
 
     def rows(self) -> Mapping[str, tuple[int, int]]:
-        """Return parameter → the rows [start, stop) of this rank; empty if the rank has all rows."""
+        """Return a map from parameter to the rows [start, stop) of this rank; empty if the rank has all rows."""
         return {}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
-        """Run a forward. Collective."""
+        """Run a forward pass. Collective."""
         return forward(micro)
 
     def rounds(self, mine: int) -> int:
@@ -135,7 +135,7 @@ class Unsharded:
         return values
 
     def collect_gradients(self) -> None:
-        """Add the module's gradients to those of `parameters`, after a backward."""
+        """Add the module's gradients to those of `parameters`, after a backward pass."""
         for name, trained in self._trained.items():
             live = self._live[name]
             if trained is not live and live.grad is not None:
@@ -144,7 +144,7 @@ class Unsharded:
                 live.grad = None
 
     def clip_gradients(self, limit: float) -> float:
-        """Scale all gradients to a global norm of at most `limit`; return the norm before. Collective."""
+        """Scale all gradients to a global norm of at most `limit`; return the norm before scaling. Collective."""
         return float(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
 
     def write_back(self) -> None:
@@ -154,7 +154,7 @@ class Unsharded:
                 self._live[name].copy_(trained)
 
     def export(self) -> Iterator[Shard]:
-        """Yield this rank's pieces of the module's parameters, at the optimiser's precision. Not copies."""
+        """Yield this rank's pieces of the module's parameters, at the optimiser's precision, without copying them."""
         for name, parameter in self._module.named_parameters():
             held = self._trained.get(name, parameter).detach()
             yield Shard(name, tuple(parameter.shape), held, frozen=name not in self._trained)
@@ -184,8 +184,8 @@ class _Root(nn.Module):
 class FullySharded:
     """FSDP2 over the process group: every decoder layer is gathered when it computes, other parameters with the root.
 
-    Trained parameters are float32 shards; frozen parameters keep their type. On CUDA, and with a frozen base, the
-    layers compute in the module's type. A layer is widened when it is sharded, so no rank has the whole model in
+    Trained parameters are float32 shards; frozen parameters keep their dtype. On CUDA, and with a frozen base, the
+    layers compute in the module's dtype. A layer is widened when it is sharded, so no rank has the whole model in
     float32.
 
     Raises:
@@ -209,7 +209,7 @@ class FullySharded:
         self._sharded_root: FSDPModule = fully_shard(self._root, **options)
         _widen(module)
         self._module, self._device = module, torch.device(device)
-        # stored here, because after a forward without backward the module has whole parameters in their place
+        # stored here, because after a forward pass without a backward pass the module has whole parameters instead
         self._held = dict(module.named_parameters())
         self._parameters = {name: p for name, p in self._held.items() if p.requires_grad}
 
@@ -222,7 +222,7 @@ class FullySharded:
         return {name: self._rows(parameter) for name, parameter in self._parameters.items()}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
-        """See `Unsharded`. FSDP averages over ranks, so the loss is multiplied by their number to give a sum."""
+        """See `Unsharded`. FSDP averages over ranks, so the loss is multiplied by the number of ranks to give a sum."""
 
         def inner() -> tuple[Tensor, dict[str, Tensor]]:
             parts = forward(micro)
@@ -252,7 +252,10 @@ class FullySharded:
         return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def write_back(self) -> None:
-        """Drop gathered copies of parameters that a forward without backward left; the shards are the module's own."""
+        """Drop gathered copies of parameters that a forward pass without a backward pass left.
+
+        Nothing is written: the optimiser updates the module's own shards.
+        """
         self._sharded_root.reshard()
 
     def export(self) -> Iterator[Shard]:
@@ -280,7 +283,7 @@ class FullySharded:
         return whole
 
 
-# The placement of a learner's parameters. `compute` gives the forward whole parameters; gradients of all ranks and
+# The placement of a learner's parameters. `compute` gives the forward pass whole parameters; gradients of all ranks and
 # micro-batches add up in `parameters`; a "collective" method is called by every rank or by none
 Sharding = Unsharded | FullySharded
 
@@ -293,7 +296,7 @@ def _widen(module: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded tensor, or the tensor if it is not sharded. Not a copy."""
+    """Return this rank's rows of a sharded tensor, or the tensor if it is not sharded, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -329,7 +332,10 @@ class SequenceGroup:
         return whole.index_copy(0, torch.arange(start, stop, device=part.device), part)[:total]
 
     def sum(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks. All compute the same loss; backward gives each rank the gradient of its part."""
+        """Return the sum over ranks.
+
+        All ranks compute the same loss; the backward pass gives each rank the gradient of its part.
+        """
         summed: Tensor = _SumOnce.apply(part, self.group)  # type: ignore[no-untyped-call]
         return summed
 
@@ -344,7 +350,7 @@ class SequenceGroup:
         return swapped
 
     def shared_heads(self, states: Tensor) -> Tensor:
-        """Return key-value heads, repeated if they are fewer than ranks.
+        """Return key-value heads, repeated if there are fewer heads than ranks.
 
         Raises:
             InputError: heads cannot be divided evenly among ranks.
@@ -391,7 +397,7 @@ _Way = Callable[[Tensor, Any, int], Tensor]
 
 
 class _Swapped(torch.autograd.Function):
-    """Swaps tokens and heads in forward; the reverse swap for gradients in backward."""
+    """Swaps tokens and heads in the forward pass, and reverses the swap for gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: Any, size: int, way: _Way, back: _Way) -> Tensor:
@@ -420,7 +426,9 @@ def _to_tokens(states: Tensor, group: Any, size: int) -> Tensor:
 
 
 def checkpoint_activations(module: nn.Module) -> None:
-    """Recompute every decoder layer in backward. Names and parameters do not change; must be called before sharding.
+    """Recompute every decoder layer in the backward pass. Names and parameters do not change.
+
+    The call must precede sharding.
 
     Source: Chen et al., arXiv 1604.06174.
 

@@ -35,7 +35,7 @@ class PromptSource:
     max_tokens: int  # of a response
     temperature: float = 1.0  # stored with each sample; the learner divides its logits by it
     refills: int = 0  # maximum refills of a dropped group's place
-    turns: int = 1  # maximum responses per sample, with an observation between two
+    turns: int = 1  # maximum responses per sample, with an observation between two responses
     observed: int = 0  # maximum tokens of one observation
     stop: tuple[str, ...] = ()  # strings that end a response
 
@@ -60,12 +60,12 @@ class RowSource:
 @final
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that the loop fills before credit is given: `Column("values", role="critic", need="values")`."""
+    """A column that the loop fills before credit is assigned: `Column("values", role="critic", need="values")`."""
 
     name: str
     role: str
     need: Need
-    wide: int = 0  # numbers per token, which stay on the workers and travel as a handle; 0: one number, in the batch
+    wide: int = 0  # numbers per token, which stay on the workers (the batch has handles); 0: one number, in the batch
 
 
 REFERENCE = Column("reference_logprobs", "reference", "logprobs")
@@ -99,7 +99,7 @@ class ScoredGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt, read once, and generated tokens; further responses read their history again."""
+        """The prompt's tokens, once, the generated tokens, and the tokens that further responses read again."""
         again = sum(sample.last.read_again for sample in self.group.samples)
         return len(self.prompt.tokens) + again + sum(sample.generated for sample in self.group.samples)
 
@@ -109,7 +109,7 @@ class ScoredGroup:
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
-        """Rewards, [samples], NaN without a score."""
+        """The rewards, [samples], NaN without a score."""
         return np.array([np.nan if s.score is None else s.score for s in self.scores], dtype=np.float64)
 
 
@@ -139,11 +139,11 @@ class Update:
     objective: Callable[[Totals], Objective]  # totals of a mini-batch → objective
     epochs: int = 1  # passes over the batch
     mini_batches: int = 1  # optimiser steps per pass
-    # the field of `Totals` that divides every term of the loss, if credit is given to each group separately: gradients
-    # may then be summed as groups arrive; None: they may not
+    # the field of `Totals` that divides every term of the loss, if credit is assigned to each group separately:
+    # gradients may then be summed as groups arrive; None: they may not
     streamable: Literal["tokens", "sequences"] | None = None
     computes: Callable[[TokenBatch], Sequence[int]] = every_item  # items that have a gradient
-    clip: tuple[float, float] | None = None  # clip of the ratio below and above 1, for traces; None: none
+    clip: tuple[float, float] | None = None  # clip of the ratio below and above 1, for traces; None: no clip
 
 
 R_contra = TypeVar("R_contra", contravariant=True)
@@ -153,7 +153,7 @@ class Algorithm(Protocol):
     """The interface of every algorithm."""
 
     def requires(self, step: int) -> Sequence[Column]:
-        """Return the columns that `credit` and the objectives read in addition to the samples'; default: none."""
+        """Return the columns that `credit` and the objectives read besides those of the samples; default: none."""
         return ()
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
@@ -170,7 +170,8 @@ class RolloutAlgorithm(Algorithm, Protocol):
     # whether `form` forms the documents of each group separately, in order: columns of a step are then filled while its
     # groups are sampled
     groupwise: bool = False
-    # whether tokens are credited with the scores earned at them, if a reward reports these; otherwise their sum counts
+    # whether a token is credited with the score earned at that token, if the reward reports scores by token; otherwise
+    # only the sum of the scores counts
     reads_token_scores: bool = False
 
     @property
@@ -222,7 +223,7 @@ def pack(
     `token_scores` if a reward reports scores by token.
 
     Args:
-        which: selects the samples of a group; by default all whose environment did not fail.
+        which: selects the samples of a group; by default all samples whose environment did not fail.
 
     Returns:
         None if no sample is selected.

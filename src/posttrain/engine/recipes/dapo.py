@@ -30,7 +30,10 @@ class DAPO(GroupBaseline[DAPOConfig]):
         return replace(super().source, refills=self.config.refills)
 
     def keep(self, group: ScoredGroup) -> Drop | None:
-        """Apply dynamic sampling: drop a group of equal rewards (without the length penalty); it has no gradient."""
+        """Apply dynamic sampling: drop a group whose rewards, without the length penalty, are equal.
+
+        Such a group has no gradient.
+        """
         return None if with_signal(group) else Drop("group without signal")
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:

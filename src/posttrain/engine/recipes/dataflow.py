@@ -1,12 +1,12 @@
-"""A user-defined algorithm, run by the same loop.
+"""A user-defined algorithm, run by the same loop as the built-in algorithms.
 
 ::
 
     # best_of_n.py, next to run.yaml; the stage has `kind: dataflow` and `recipe: best_of_n:BestOfN`
     class BestOfN(Dataflow): ...
 
-Its methods must be functions of their arguments, as in every algorithm. It is then resumed, budgeted, placed and traced
-like the built-in algorithms.
+The methods of the class must be functions of their arguments, as in every algorithm. The algorithm is then resumed,
+budgeted, placed and traced like a built-in algorithm.
 """
 
 import importlib
@@ -51,7 +51,7 @@ def load_dataflow(file: Path, entry: str) -> Entry:
         entry: a name in the module: a class, or a function that returns an algorithm for the stage's configuration.
 
     Raises:
-        InputError: the module cannot be imported; it has no such name; the object does not accept a configuration.
+        InputError: the module cannot be imported, or lacks the name; the object does not accept a configuration.
     """
     sys.path.insert(0, str(file.parent))
     try:

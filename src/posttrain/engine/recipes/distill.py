@@ -16,7 +16,7 @@ from posttrain.engine.recipes.policy_gradient import Sampling
 
 @final
 class Distill(Sampling[DistillConfig]):
-    """Distillation from a frozen teacher, which reads samples while others are sampled."""
+    """Distillation from a frozen teacher, which reads samples while other samples are generated."""
 
     groupwise = True
 
@@ -25,7 +25,7 @@ class Distill(Sampling[DistillConfig]):
         return (Column(CANDIDATES, "teacher", "topk", wide=self.config.top_k),)
 
     def updates(self, step: int) -> Sequence[Update]:
-        """Return the policy's update, on all its samples."""
+        """Return the policy's update, on all samples."""
         return (Update("policy", self.objective, mini_batches=self.config.mini_batches),)
 
     def objective(self, totals: Totals) -> DistillationObjective:

@@ -1,7 +1,7 @@
-"""DPO: the policy learns to prefer the chosen response by more than its reference does, without a reward model.
+"""DPO: the policy learns to prefer the chosen response by more than the reference does, without a reward model.
 
-Source: Rafailov et al., arXiv 2305.18290, eq. 7; for noisy labels its conservative form, which assumes that a share ε
-of the labels is inverted.
+Source: Rafailov et al., arXiv 2305.18290, eq. 7. For noisy labels, the loss has its conservative form, which assumes
+that a share ε of the labels is inverted.
 """
 
 from collections.abc import Sequence

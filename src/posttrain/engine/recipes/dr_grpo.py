@@ -19,7 +19,7 @@ class DrGRPO(GroupBaseline[GroupConfig]):
     estimator: ClassVar[Estimator] = staticmethod(dr_grpo)
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """Return the mean over responses of token sums, divided by the token limit."""
+        """Return the objective: the mean over responses of the sum over tokens, divided by the token limit."""
         return replace(
             super().objective(totals), aggregation="seq-mean-token-sum-norm", norm=self.config.sampled_tokens
         )

@@ -3,8 +3,8 @@
 The sampling policy is the trained policy, so the recorded log-probabilities are the "old" log-probabilities of the PPO
 ratio for every mini-batch of the step; there is no further importance weight. Responses without advantage (their group
 has no signal, or they have no score) have no policy gradient and are not computed. The loss is still divided by the
-totals of all samples, so leaving them out does not change it. Source: DeepSeekMath, arXiv 2402.03300; clip-higher:
-DAPO, arXiv 2503.14476.
+totals of all samples, so leaving these responses out does not change the loss. Source: DeepSeekMath, arXiv 2402.03300;
+clip-higher: DAPO, arXiv 2503.14476.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class GRPO(GroupBaseline[GRPOConfig]):
     """GRPO over groups of samples."""
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """Return the samples that the loss's denominator counts: all, or those with a signal."""
+        """Return the samples that the loss's denominator counts: all samples, or those of groups with a signal."""
         return pack(groups, with_signal) if self.config.denominator == "signal" else pack(groups)
 
     def credit(self, batch: TokenBatch) -> TokenBatch:

@@ -1,4 +1,4 @@
-"""The common base of clipped policy gradients, and of those whose baseline is the response's group."""
+"""The base of clipped policy gradients, and the base of those whose baseline is computed from the response's group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -61,7 +61,7 @@ class PolicyGradient(Sampling[C]):
     groupwise = True
 
     def requires(self, step: int) -> Sequence[Column]:
-        """Return the reference's column, with a KL penalty, and the proximal column, if a different policy sampled."""
+        """Return the reference's column if there is a KL penalty, and the proximal column if another policy sampled."""
         lag = self.config.lag
         proximal = (PROXIMAL,) if lag and lag.correction != "bypass" else ()
         return (*proximal, *((REFERENCE,) if "reference" in self.config.roles() else ()))

@@ -1,9 +1,9 @@
 """PPO with four roles: a policy and a critic that learn, a frozen reference, and a judge (a reward model or function).
 
 The score is at a response's last token, or at the tokens where the reward was earned; a KL penalty against the
-reference is in the reward of every token, or in the loss, never in both. Advantages are generalised (GAE) over the
-critic's values before the updates. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward
-model: InstructGPT, arXiv 2203.02155.
+reference is in the reward of every token, or in the loss, never in both. Advantages are computed by GAE from the
+critic's values before the updates. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; PPO with a reward model:
+InstructGPT, arXiv 2203.02155.
 """
 
 from collections.abc import Sequence

@@ -20,5 +20,5 @@ class RLOO(GroupBaseline[GroupConfig]):
     estimator: ClassVar[Estimator] = staticmethod(rloo)
 
     def objective(self, totals: Totals) -> PolicyObjective:
-        """Return the mean over responses of A · Σ log π: a response is one action."""
+        """Return the objective: the mean over responses of A · Σ log π, as a response is one action."""
         return replace(super().objective(totals), aggregation="seq-mean-token-sum-norm")

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximise log π(completion | prompt), token mean over the batch."""
+"""Supervised fine-tuning: maximise log π(completion | prompt), averaged over the tokens of the batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from posttrain.engine.recipes.algorithm import RowAlgorithm, RowSource, Update
 @final
 @dataclass(frozen=True, slots=True)
 class SFT(RowAlgorithm[Document]):
-    """SFT over demonstrations: prompt and completion tokens, end of sequence included."""
+    """SFT over demonstrations: prompt and completion tokens, including the end of sequence."""
 
     config: SFTConfig
 

@@ -2,10 +2,10 @@
 
 They run on one rank, or on all ranks of a process group together (`context.collective` is then true)::
 
-    bench = Bench(open_mine, RankContext(), folder)  # open_mine(context, seed) -> TrainEngine; a seed is its weights
+    bench = Bench(open_mine, RankContext(), folder)  # open_mine(context, seed) -> TrainEngine; seed decides the weights
     for held in HELD:
         held(bench)  # AssertionError names the broken guarantee
-    learned(bench)  # whole weights: one rank and any number of ranks learn the same up to rounding
+    learned(bench)  # returns whole weights; one rank and several ranks must learn the same weights, up to rounding
 
 The model is any language model over `VOCABULARY` tokens or more, without dropout, in float32.
 """
@@ -36,7 +36,7 @@ _CLOSE = 1e-5  # maximum difference of a weight or log-probability between ways 
 
 @dataclass(frozen=True)
 class Bench:
-    """The surroundings of an engine on one rank."""
+    """The test bench on one rank: a function that opens an engine, the rank's context, and a folder."""
 
     open: Callable[[RankContext, int], TrainEngine]
     context: RankContext
@@ -47,7 +47,7 @@ class Bench:
         return self.open(self.context, seed)
 
     def shard(self) -> TokenBatch:
-        """Return this rank's documents: every n-th for n ranks, so that ranks have different numbers of them."""
+        """Return this rank's documents: every n-th for n ranks, so that ranks have different numbers of documents."""
         batch = whole_batch()
         return batch.select_items(range(self.context.rank, len(batch), self.context.size))
 
@@ -88,7 +88,7 @@ def whole_batch() -> TokenBatch:
 
 
 def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
-    """For any micro-batches, each document gets the same predictions as alone; the weights do not change."""
+    """For any micro-batches, each document gets the same predictions as by itself; the weights do not change."""
     engine, batch = bench.engine(), whole_batch()
     before = bench.weights(engine)
     found = engine.forward(batch, {"logprobs"}).of("logprobs")
@@ -115,7 +115,7 @@ def refuses_what_it_cannot_predict(bench: Bench) -> None:
 def exports_every_element_once(bench: Bench) -> None:
     """Hashes of the ranks' pieces add up to the hash of the whole: a duplicate or missing element changes the sum.
 
-    This is also tested after a forward, which may leave parameters gathered.
+    This is also tested after a forward pass, which may leave parameters gathered.
     """
     engine = bench.engine()
     bench.train(engine, range(1))
@@ -171,7 +171,7 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
 
 
 def sums_what_comes_in_parts(bench: Bench) -> None:
-    """A mini-batch in parts, of which one is empty, gives the whole's update and metrics, after the last part."""
+    """A mini-batch in parts, one of them empty, gives the whole mini-batch's update and metrics after the last part."""
     whole, parted = bench.engine(), bench.engine()
     one = bench.train(whole, range(1))
     mine, before = bench.shard(), bench.weights(parted)

@@ -32,7 +32,7 @@ from posttrain.pacing.balance import micro_batches
 _MICRO_BATCH_TOKENS = {
     "cpu": 4096,
     "cuda": 16384,
-}  # on a CPU, 16384 is 15 % slower with 1 M parameters: it exceeds the caches
+}  # on a CPU, 16384 is 15 % slower with 1 M parameters, because it exceeds the caches
 _SAVED = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -73,7 +73,7 @@ def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: 
 
 
 class DivergedError(JobFailedError):
-    """Training produced NaN or infinity; the role's weights and moments are those before the mini-batch."""
+    """Training produced NaN or infinity; the role's weights and moments are as they were before the mini-batch."""
 
     failure_class: ClassVar[FailureClass] = FailureClass.DIVERGED
 
@@ -88,15 +88,15 @@ def micro_batch_tokens(runtime: RuntimeConfig, device: str) -> int:
 class Learner:
     """A module's optimiser.
 
-    Parameters below float32 get a float32 master copy, which the optimiser updates: at post-training learning rates,
-    most updates of a bfloat16 weight would be rounded away.
+    Parameters in half precision get a float32 master copy, which the optimiser updates: at post-training learning
+    rates, most updates of a bfloat16 weight would be rounded away.
 
     Args:
         context: the rank's context; with several ranks the parameters are sharded over them.
         module: updated in place, so every zero-copy reader reads the new weights immediately.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget, sequence parallelism, activation checkpointing.
-        steps: of the whole stage, for the schedule.
+        steps: number of steps of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
         dropout: whether dropout is active in training. It is off for policy gradients: the ratio of a policy to itself
             must be 1.
@@ -145,7 +145,7 @@ class Learner:
         """
         placed = batch if batch.device == self._device else batch.to(self._device)
         lengths = placed.item_lengths
-        if lengths and sum(lengths) <= self.token_budget:  # everything fits one micro-batch
+        if lengths and sum(lengths) <= self.token_budget:  # everything fits in one micro-batch
             return (tuple(range(len(lengths))),), [placed]
         shards = micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
         return shards, [placed] if len(shards) == 1 else [placed.select_items(shard) for shard in shards]
@@ -177,8 +177,8 @@ class Learner:
             divide: the divisor of gradients and sums, including those kept from earlier parts.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank;
-            empty with `more`.
+            `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, each computed over all
+            ranks; empty with `more`.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite on any rank; no rank has changed weights or moments, and
@@ -217,7 +217,7 @@ class Learner:
     def evaluate(
         self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Mapping[str, Tensor]]
     ) -> list[Mapping[str, Tensor]]:
-        """Return the results of `forward` for each micro-batch of this rank, by name, without gradients and dropout.
+        """Return the results of `forward` for each micro-batch of this rank, by name, without gradients or dropout.
 
         Every rank calls `forward` the same number of times.
         """
@@ -232,7 +232,7 @@ class Learner:
             self._module.train(self._dropout)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return trained parameters by name at the optimiser's precision: whole, or this rank's rows (not copies)."""
+        """Return trained parameters by name at the optimiser's precision, whole or this rank's rows (not copies)."""
         return {name: local(p.detach()) for name, p in self.sharding.parameters().items()}
 
     def moments(self) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ class Learner:
         return {f"{name}/{key}": local(state[p][key]) for name, p in trained.items() if p in state for key in _MOMENTS}
 
     def save(self, path: Path, role: str) -> dict[str, str]:
-        """Write this rank's part of a checkpoint; return file name → digest."""
+        """Write this rank's part of a checkpoint; return a map from file name to digest."""
         sharding = self.sharding
         return write_role(path, role, sharding.rank, sharding.ranks, self.parameters(), self.moments(), sharding.rows())
 
@@ -292,7 +292,7 @@ class Learner:
             return {"loss": 0.0}
         names = sorted(sums)
         stacked = torch.stack([sums[name].detach().double() for name in names])
-        summed = self.sharding.total(stacked) / self._sequence_parallel  # they computed the same loss
+        summed = self.sharding.total(stacked) / self._sequence_parallel  # ranks of a sequence group have the same loss
         return dict(zip(names, summed.tolist(), strict=True))
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from posttrain.engine.models.sharding import Shard
 @final
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The divisors of the sums of an update in parts, applied after its last part."""
+    """The divisors for the sums of an update that is computed in parts; they are applied after the last part."""
 
     loss: float  # divides the loss and the gradient
     metrics: float
@@ -30,7 +30,7 @@ class Division:
 class Update:
     """One optimiser step: `Update({"loss": 0.31, "grad_norm": 1.2, "learning_rate": 1e-5, "clip_fraction": 0.01})`.
 
-    Metrics are those of the whole mini-batch, equal on every rank.
+    The metrics are those of the whole mini-batch, and are equal on every rank.
     """
 
     metrics: Mapping[str, float]
@@ -52,18 +52,18 @@ class TrainEngine(Protocol):
 
     * is called by all ranks in the same order (`forward`, `step` and `write_model` are collective, even for a rank with
       an empty shard), and predicts and updates as one rank with all shards would, up to rounding;
-    * sums gradients over ranks and micro-batches: the objective has divided them by the totals of the whole;
+    * sums gradients over ranks and micro-batches: the objective has divided them by the totals of the mini-batch;
     * sums the gradients of a mini-batch that arrives in parts (`more`), and divides them once;
     * changes no weight, moment or gradient when a step diverges;
     * exports each element of each tensor from exactly one rank, under the names and in the layout of the Hugging Face
-      module, tied tensors once: tensors that are fused, transposed or split inside are exported in their original form;
+      module, tied tensors once; tensors that the engine fuses, transposes or splits are exported in original form;
     * continues from a checkpoint bit for bit with the same number of ranks, and up to rounding with a different number.
 
     `contract` tests this list for any engine.
     """
 
     def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
-        """Return the model's current predictions, without gradients and dropout, in the order of the batch.
+        """Return the model's current predictions, without gradients or dropout, in the order of the batch.
 
         Raises:
             InputError: the model does not predict a need.
@@ -80,7 +80,7 @@ class TrainEngine(Protocol):
         more: bool = False,
         divide: Division | None = None,
     ) -> Update:
-        """Do one optimiser step of all ranks on a mini-batch; this rank has a shard of it.
+        """Do one optimiser step of all ranks on a mini-batch; this rank has a shard of the mini-batch.
 
         Args:
             batch: the shard.
@@ -99,10 +99,10 @@ class TrainEngine(Protocol):
         """
 
     def export(self) -> Iterator[Shard]:
-        """Yield this rank's pieces, at the optimiser's precision. Not copies, and not collective."""
+        """Yield this rank's pieces, at the optimiser's precision, without copies. Not collective."""
 
     def save(self, path: Path, role: str) -> dict[str, str]:
-        """Write this rank's part of a checkpoint, durably; return file name → digest."""
+        """Write this rank's part of a checkpoint, durably; return a map from file name to digest."""
 
     def restore(self, path: Path, role: str) -> None:
         """Continue from a verified checkpoint, written by any number of ranks.
@@ -112,7 +112,7 @@ class TrainEngine(Protocol):
         """
 
     def write_model(self, folder: Path) -> None:
-        """Write weights and configuration in Hugging Face format, in the stage's type."""
+        """Write weights and configuration in Hugging Face format, in the stage's dtype."""
 
     @property
     def model(self) -> Model:

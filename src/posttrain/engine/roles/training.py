@@ -1,8 +1,8 @@
 """Workers of trainable and frozen roles, and the columns of their predictions.
 
-A role that learns is the policy, a critic or a reward model; its worker does not depend on its engine. The
-torch `TrainEngine` has whole parameters on one rank, and uses FSDP2 on several, according to its learner's `Sharding`.
-Frozen roles, such as reference and teacher, are whole on every rank, and sleep between their phases.
+A role that learns is the policy, a critic or a reward model; the worker of such a role does not depend on the engine.
+The torch `TrainEngine` has whole parameters on one rank, and uses FSDP2 on several ranks, according to the `Sharding`
+of its learner. Frozen roles, such as reference and teacher, are whole on every rank, and sleep between their phases.
 
 A prediction is written to its column of the batch.
 """
@@ -153,7 +153,7 @@ class TrainWorker:
         optimizer: AdamW and schedule.
         runtime: micro-batch budget and other settings.
         name: the role, which names the files in a checkpoint: policy, critic, reward_model.
-        steps: of the whole stage, for the schedule.
+        steps: number of steps of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
         dropout: whether dropout is active in training (`Learner`).
         temperature: the sampling temperature at which log-probabilities are computed.
@@ -216,7 +216,7 @@ class TrainWorker:
         return self.engine.step(whole, objective, step=step, part=part, record=record, more=more, divide=divide)
 
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
-        """Return the batch with a column of the model's current predictions, without gradients and dropout."""
+        """Return the batch with a column of the model's current predictions, without gradients or dropout."""
         found = self.engine.forward(batch, {need}).of(need)
         return with_prediction(batch, column, need, found).seen_by(self._role, self._rank)
 
@@ -229,11 +229,11 @@ class TrainWorker:
         return self._source.attest(layout)
 
     def bucket(self) -> Bucket:
-        """Return the next bucket of the weights attested last; after the last bucket, an empty one."""
+        """Return the next bucket of the weights attested last; after the last bucket, an empty bucket."""
         return self._source.bucket()
 
     def save(self, path: Path) -> dict[str, str]:
-        """Write this rank's part of a checkpoint; return file name → digest."""
+        """Write this rank's part of a checkpoint; return a map from file name to digest."""
         return self.engine.save(path, self._role)
 
     def restore(self, path: Path) -> None:
@@ -257,7 +257,7 @@ class TrainWorker:
         return self.engine.model.fallbacks()
 
     def epsilon(self) -> float:
-        """Return the machine epsilon of the compute type, which may be lower in precision than the optimiser's copy."""
+        """Return the machine epsilon of the compute dtype, which may be less precise than the optimiser's copy."""
         return self._epsilon
 
     def vocabulary(self) -> int:
@@ -265,7 +265,7 @@ class TrainWorker:
         return int(self.engine.model.config.vocab_size)
 
     def context_length(self) -> int:
-        """Return the maximum tokens of a prompt with its response."""
+        """Return the maximum number of tokens in a prompt with its response."""
         return self.engine.model.context_length
 
 
@@ -274,14 +274,14 @@ class FrozenWorker:
     """One rank of a frozen role: a whole model with separate storage, which sleeps between phases.
 
     A sleeping model on a GPU moves to the host's memory. On the CPU, a model from a folder is dropped, and read again
-    when needed (its pages are in the file cache); a model that cannot be read again stays.
+    when needed (its pages are in the file cache); a model that cannot be read again stays in memory.
 
     Args:
         context: the rank's context.
         model: a folder, or, in the controller's process, a model, which is copied before it changes.
         name: the role, for the provenance of the columns that it fills: reference, reward_model, teacher.
         temperature: the sampling temperature at which log-probabilities are computed.
-        micro_batch_tokens: maximum tokens per forward.
+        micro_batch_tokens: maximum tokens per forward pass.
         vocabulary: size of the learner's vocabulary, which limits the likeliest tokens; None: the model's own.
     """
 
@@ -319,7 +319,7 @@ class FrozenWorker:
     def hold(self, batch: TokenBatch, width: int) -> WideRows:
         """Return the `width` likeliest tokens at every response token, with their log-probabilities.
 
-        The rows stay on this rank; processes that need them fetch them (`WorkerGroup.map_stored`).
+        The rows stay on this rank; processes that need the rows fetch them (`WorkerGroup.map_stored`).
 
         Raises:
             InputError: the model is not a language model, or its vocabulary has fewer than `width` tokens.
@@ -337,12 +337,12 @@ class FrozenWorker:
         return WideRows(held, tuple(counts))
 
     def predicts(self) -> frozenset[Need]:
-        """Return the predictions that the model supports; for a language model also its likeliest tokens (`hold`)."""
+        """Return the predictions that the model supports, including likeliest tokens (`hold`) for a language model."""
         likeliest = frozenset[Need]({"topk"})
         return self._predicts | likeliest if "logprobs" in self._predicts else self._predicts
 
     def context_length(self) -> int:
-        """Return the maximum tokens of a prompt with its response."""
+        """Return the maximum number of tokens in a prompt with its response."""
         return self._awake().context_length
 
     def fallbacks(self) -> dict[str, str]:
@@ -359,7 +359,7 @@ class FrozenWorker:
         return self.resident_bytes()
 
     def resident_bytes(self) -> int:
-        """Return the bytes of weights on this rank's device (on a CPU: in its memory)."""
+        """Return the bytes of weights on this rank's device (on a CPU: in this rank's memory)."""
         parameters = self._model.module.parameters() if self._model else ()
         return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
 

@@ -1,4 +1,4 @@
-"""An engine from a function that decodes one batch to its end; work that arrives during a batch waits."""
+"""An engine built from a function that decodes one batch to its end; work that arrives during a batch waits."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -9,20 +9,21 @@ from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.schedule import Intake
 from posttrain.engine.samples import Trajectory
 
-Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # equal sampling for all; answers in order
+Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # sampling is equal for all; answers are in order
 
 
 class BatchedEngine:
     """`RolloutEngine` with a function that answers a batch.
 
     `completed` decodes one batch of waiting work to its end: generations with equal sampling, shortest prompts first,
-    at most `batch_size` rows and as many as fit the cache. Every response is therefore sampled with one version of the
-    weights.
+    at most `batch_size` rows and no more than fit in the cache. Every response is therefore sampled with one version of
+    the weights.
 
     Args:
         kv_cache: maximum bytes of a batch's keys and values; None: no limit.
         token_bytes: bytes of one token's keys and values in all layers; None: unknown, so `kv_cache` has no effect.
-        reads_text: whether `decode` ends responses at `sampling.stop`; if not, such generations are rejected.
+        reads_text: whether `decode` ends responses at `sampling.stop`; if not, generations with stop strings are
+            rejected.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class BatchedEngine:
             )
 
     def _holding(self, batch: list[Generation]) -> list[Generation]:
-        """Return the first generations, shortest prompts first, whose padded keys and values fit the cache."""
+        """Return the first generations, shortest prompts first, whose padded keys and values fit in the cache."""
         if self._cached is None:
             return batch
         budget, token_bytes = self._cached

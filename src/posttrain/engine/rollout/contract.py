@@ -42,7 +42,7 @@ _LEVEL = 1e4  # a temperature so high that the random number alone decides the t
 
 
 class Bench:
-    """The surroundings of an engine; derive from `contract.RolloutEngineContract`."""
+    """The test bench of an engine; derive test classes from `contract.RolloutEngineContract`."""
 
     prompts: Sequence[tuple[int, ...]] = ((5, 4, 3), (7, 8), (9,), (4, 4, 6, 5, 8, 9, 7))
     limit = 7
@@ -50,7 +50,7 @@ class Bench:
     tolerance = 1e-4  # allowed difference of a log-probability between batches; 0: bit-identical
     ends: Collection[int] = ()  # end-of-sequence tokens of the policy; tokens that end responses are added
     draws = True  # False: responses do not depend on random numbers, as in a script
-    in_place = True  # whether weights change where the engine reads them; False: it loads each version
+    in_place = True  # whether weights change where the engine reads them; False: the engine loads each version
     unheard: Collection[str] = ()  # tensors without effect on the answers to `prompts`, e.g. unused experts
 
     def open_engine(self) -> RolloutEngine:
@@ -101,7 +101,7 @@ class Bench:
         return self.drain(engine, len(work))
 
     def tell(self, engine: RolloutEngine, version: str) -> None:
-        """Sample with this version from now on; the engine is idle."""
+        """Make an idle engine sample with this version from now on."""
         engine.pause()
         engine.update("", version)
         engine.resume()
@@ -160,7 +160,7 @@ class DrawContract(Bench):
     """The tests of draws."""
 
     def test_seed_key_sample_and_token_each_change_what_is_drawn(self) -> None:
-        """With one prompt, at a temperature at which only the random number decides."""
+        """Tested with one prompt, at a temperature so high that the random number alone decides the token."""
         if not self.draws:
             return
         engine = self.open_engine()
@@ -178,7 +178,7 @@ class DrawContract(Bench):
         require(not repeats, f"every token must have its own random number, got {found['it']}")
 
     def test_a_response_ends_at_the_first_end_of_sequence_token(self) -> None:
-        """With `ignore_eos` a response ends only at its limit; up to the end token both have the same tokens."""
+        """With `ignore_eos` a response ends only at its limit, with the same tokens as before up to the end token."""
         engine = self.open_engine()
         whole = self.ask(engine, self.work(limit=self.long, ignore_eos=True))
         for name, answer in whole.items():
@@ -261,7 +261,7 @@ class DrawContract(Bench):
 
 
 def _both(one: Seen, other: Seen) -> Iterator[tuple[Mapping[int, float], Mapping[int, float], list[int]]]:
-    """For every context in both, yield the log-probabilities of both and the tokens that both drew."""
+    """For every context in `one` and `other`, yield the log-probabilities in each, and the tokens drawn in both."""
     for context, mine in one.items():
         tokens = sorted(mine.keys() & other.get(context, {}).keys())
         if tokens:
@@ -278,7 +278,7 @@ class WeightContract(Bench):
         return list(places.values())
 
     def test_what_it_shows_is_what_it_decodes_with(self) -> None:
-        """Changing one tensor changes the answers, and restoring it restores them."""
+        """Changing one tensor changes the answers, and restoring the tensor restores the answers."""
         engine = self.open_engine()
         work = self.work(samples=1, greedy=True)
         before = self.ask(engine, work)
@@ -307,7 +307,7 @@ class WeightContract(Bench):
             require(said is None, f"logits that are not finite must end in JobFailedError, got {said} answers")
 
     def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
-        """Other updates are rejected and change nothing, also updates of a policy that the engine does not serve."""
+        """Other updates, even of a policy that the engine does not serve, are rejected and change nothing."""
         engine = self.open_engine()
         self.tell(engine, _OLD)
         if self.in_place:
@@ -356,7 +356,7 @@ class WeightContract(Bench):
         return [asked for asked in work if asked.id not in answered]
 
     def _goes_on(self, name: str, whole: Trajectory, found: Trajectory, *, finished: bool) -> None:
-        """Check a response that one version began and another continued; `finished`: with `in_flight="finish"`."""
+        """Check a response that one version began and another continued; `finished`: `in_flight` was "finish"."""
         versions = found.versions
         require(versions in ((_OLD,), (_OLD, _NEW), (_NEW,)), f"{name} was sampled by {versions}")
         require(len(versions) == 1 or not finished, f"{name} must be finished by the version that began it")
@@ -402,7 +402,7 @@ def _fill(held: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _noisy(held: Tensor) -> Tensor:
-    """Return values of similar or larger scale; not a multiple, because a norm would undo it."""
+    """Return values of similar or larger scale, but not a multiple, because a norm would cancel the factor."""
     noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(held.numel())).to(held)
     return held + noise * (0.1 + held.abs().mean())
 
@@ -435,7 +435,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
     """
 
     def test_every_generation_is_answered_once_and_as_promised(self) -> None:
-        """Prompt, length, log-probabilities, status; counters never decrease."""
+        """Check prompt, length, log-probabilities and status of the answers; counters never decrease."""
         engine = self.open_engine()
         before = dict(engine.counts())
         work = self.work()
@@ -473,7 +473,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
             require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
 
     def test_a_stop_string_ends_a_response_or_is_refused(self) -> None:
-        """A response ends with the token that completes the string, also next to others without stop strings."""
+        """A response ends with the token that completes the string, even next to responses without stop strings."""
         engine = self.open_engine()
         work = self.work()
         if self.says([]) is None:
@@ -510,7 +510,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         require(found.status == wanted, f"{name} must have ended as {wanted}, got {found.status}")
 
     def test_what_is_aborted_completes_with_what_it_has(self) -> None:
-        """An aborted response is a beginning of the whole response; the others continue."""
+        """An aborted response is a beginning of the whole response; the other responses continue."""
         engine = self.open_engine()
         work = self.work()
         whole = self.ask(engine, work)
@@ -523,7 +523,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
                 require(answer.response.tolist() == beginning, f"{name} is not the beginning of its response")
             else:
                 same(name, answer, whole[name], self.tolerance)
-        self.ask(engine, work)  # ids are free again
+        self.ask(engine, work)  # the ids can be used again
 
     def test_a_paused_engine_computes_nothing_and_goes_on(self) -> None:
         """Pause before the first token."""

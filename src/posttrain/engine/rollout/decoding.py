@@ -4,18 +4,18 @@ The loop draws tokens, ends rows, drops ended rows, and steps the model. A back-
 contains the key-value cache of the rows. Rows occupy slots 0 … n - 1; when rows end, rows from the last slots move into
 the free slots, so the model computes unfinished rows only.
 
-A response can end at a string. The search for it runs token by token, at a bounded cost. The text of a response is the
-text that the tokenizer decodes from it, special tokens included. A row stores only the tail of its text in which a
-string could still end:
+A response can end at a string. The search for the string runs token by token, at a bounded cost. The text of a response
+is the text that the tokenizer decodes from the response, special tokens included. A row stores only the tail of its
+text in which a string could still end:
 
 - Tokens of a byte-level or plain vocabulary are bytes, independent of their neighbours, so the tail is bytes. A string
   ends in the tail where it ends in the text: UTF-8 is self-synchronising, and a character that is split between
   tokens is complete after its last byte.
 - In other decoders the text of a token depends on its neighbours (a word's first space, bytes that make a character),
   so the last tokens are decoded again for each new token. Tokens leave this window only if the end of the text is
-    decoded unchanged without them.
+  decoded unchanged without them.
 
-  The matches in a tail depend only on the row's own tokens.
+The matches in a tail depend only on the row's own tokens.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Window:
 
 @final
 class _Pieces(dict[int, bytes]):
-    """Token → its bytes, filled on demand; empty for an id outside the tokenizer's vocabulary."""
+    """A map from token to bytes, filled on demand; no bytes for an id outside the tokenizer's vocabulary."""
 
     def __init__(self, token_of: Callable[[int], str | None], bytes_of: Callable[[str], bytes]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
 
 
 def _signs() -> dict[str, int]:
-    """Return character → byte, as in GPT-2: printable bytes are themselves, the others follow from U+0100 in order."""
+    """Return a map from character to byte, as in GPT-2: printable bytes are themselves, others follow from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -253,7 +253,7 @@ class _Outcome:
     tokens: Tensor  # [rows, limit] int64
     logprobs: Tensor  # [rows, limit] float32
     lengths: Tensor  # [rows] int64
-    ended: Tensor  # [rows] bool: whether a token or string ended the row, also exactly at its limit
+    ended: Tensor  # [rows] bool: whether a token or string ended the row, even exactly at its limit
 
     @classmethod
     def empty(cls, rows: int, limit: int, device: torch.device) -> _Outcome:

@@ -2,14 +2,14 @@
 
 A page has a fixed number of positions. A row's block table lists its pages, which may be anywhere. A growing row takes
 one more page without copying, so its memory exceeds its need by less than a page. A kept prompt also consists of pages.
-Rows that begin with the prompt share its full pages, and each row has a copy of the last page if that is not full; a
-page without holders is free. Block tables and sharing: Kwon et al., "Efficient memory management for large language
+Rows that begin with the prompt share its full pages, and each row has a copy of the last page if that page is not full.
+A page without holders is free. Block tables and sharing: Kwon et al., "Efficient memory management for large language
 model serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.
 
 A decode step on CUDA is recorded once per size and replayed: one launch instead of about a thousand. Rows and the pages
 that they read are padded to a few sizes. A size is recorded after it has been requested for some steps, because a
 recording costs about as much as these steps. A recording has its own input tensors, into which each step is copied. It
-reads weights, rotations and pages in place, so it is dropped when they are reallocated.
+reads weights, rotations and pages in place, so the recording is dropped when any of these is reallocated.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
 PAGE = 128  # positions
 _NOBODYS = 0  # the padding page, never assigned to a row
-_STEP = 32  # looks are padded to multiples of this, which gives element-wise kernels whole vectors
+_STEP = 32  # looks (`Looks`) are padded to multiples of this, which gives element-wise kernels whole vectors
 _SIZES = 4  # number of sizes per power of two
 Run = Callable[[], Tensor]
 _AFTER = 32  # steps of a size before the size is recorded
@@ -310,7 +310,7 @@ class GraphedSteps:
 
 
 def cuda_recorder() -> Callable[[Run], Run]:
-    """Return a recorder of CUDA graphs that share memory, because no two of them run at the same time."""
+    """Return a recorder of CUDA graphs that share memory, because no two graphs run at the same time."""
     pool = torch.cuda.graph_pool_handle()
     living: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 

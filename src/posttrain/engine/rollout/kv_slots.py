@@ -69,7 +69,7 @@ class _Part:
     width: int  # positions attended over
     views: list[_View]
     together: int  # the position at which all rows write, unless `places` is set
-    places: Tensor | None  # [rows * 2 * kv_heads] of keys and values in the flat view
+    places: Tensor | None  # [rows * 2 * kv_heads] places of keys and values in the flat view
     bias: Tensor | None  # [rows, 1, 1, width]; None: all write at one position
 
 
@@ -124,7 +124,7 @@ class SlotStore:
         self._kept |= {prompt: (pairs, begin, end) for prompt, (begin, end) in prompts.items()}
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """See `KVStore.forget`; the remaining prompts of a pack are copied out of it."""
+        """See `KVStore.forget`; the remaining prompts of a pack are copied out of the pack."""
         for prompt in prompts:
             del self._kept[prompt]
         for prompt, (pairs, begin, end) in self._kept.items():

@@ -1,8 +1,8 @@
 """The computation of a Llama-style model during generation, and the weights that it shares with the optimiser.
 
 Prompts are packed; then each row gets one token per step. The operations are few and large: one product for query, key
-and value and one for gate and up; the residual is added inside the product; scores are one batched product in which the
-query heads of a key-value head form a matrix, so keys and values are never repeated.
+and value, and one for gate and up; the residual is added inside the product; scores are one batched product in which
+the query heads of a key-value head form a matrix, so keys and values are never repeated.
 
 On the CPU in float32, a row's numbers do not depend on the other rows, bit for bit. For this, products are padded to
 enough rows (`_fewest_rows` finds the number with the model's matrices; one or two rows use a different kernel);
@@ -57,7 +57,7 @@ class FusedLinear:
     transposed: Tensor  # a view of the weight, [inputs, outputs]
 
     def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the slices of the fused weight, by the names of their layers; `sizes` has their rows."""
+        """Yield the slices of the fused weight, by the names of their layers; `sizes` has the rows of each slice."""
         for part, held in (("weight", self.weight), ("bias", self.bias)):
             for name, rows, end in zip(names, sizes, accumulate(sizes), strict=True):
                 if held is not None:
@@ -261,7 +261,7 @@ class LlamaDecoder:
         self._factors = self._factors or found
 
     def prefill(self, prompts: Sequence[Sequence[int]], past: Prefix | None = None) -> Prefix:
-        """Compute prompts; with `past`, the next tokens of its single prompt. The result includes `past`."""
+        """Compute prompts or, with `past`, the next tokens of the single prompt in it. The result includes `past`."""
         begin = past.spans[0][1] if past is not None else 0
         lengths = [len(prompt) for prompt in prompts]
         positions = np.concatenate([np.arange(begin, begin + n) for n in lengths])
@@ -285,7 +285,7 @@ class LlamaDecoder:
         return Prefix(pairs, x[[end - 1 for end in ends]], spans)
 
     def chunk(self, begin: int) -> int:
-        """Return how many tokens of a prompt to compute after `begin`: attention scores, if stored, must fit memory."""
+        """Return how many tokens of a prompt to compute after `begin`, so that attention scores fit in memory."""
         return _CHUNK if self._varlen else longest_chunk(begin, _CHUNK, self._heads)
 
     def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
@@ -305,7 +305,7 @@ class LlamaDecoder:
 
     @property
     def rotations(self) -> int:
-        """Number of positions in the rotary tables, which are reallocated when it changes."""
+        """The number of positions in the rotary tables, which are reallocated when this number changes."""
         return len(self._cosine)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class LlamaDecoder:
         return self._logits(self._padded(hidden, self.rows(len(hidden))))[: len(hidden)]
 
     def rows(self, count: int) -> int:
-        """Return the number of rows with padding."""
+        """Return the number of rows including padding, for `count` rows."""
         return -(-max(count, self._fewest) // self._multiple) * self._multiple
 
     def _padded(self, x: Tensor, rows: int) -> Tensor:
@@ -393,7 +393,7 @@ class LlamaDecoder:
         return x.mul(inverse).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return logits in float32, also for weights in bfloat16."""
+        """Return logits in float32, even for weights in bfloat16."""
         return float32_logits(self._rms_norm(x, self._weights.final_norm), self._weights.head)
 
 
@@ -407,7 +407,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _fewest_rows(weights: FusedWeights) -> int:
-    """Return the least number of rows from which a row of a product always has the same bits, found by trial."""
+    """Return the smallest number of rows at which a row of a product always has the same bits, found by trial."""
     layer = weights.layers[0]
     matrices = (layer.qkv.weight, layer.output.weight, layer.gate_up.weight, layer.down.weight, weights.head)
     return next(

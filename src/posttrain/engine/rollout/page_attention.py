@@ -1,20 +1,20 @@
 """Attention over pages of keys and values, one query per row, and over packed prompts: plain torch, varlen on CUDA.
 
-Every page that a row reads is a separate short sequence: its attention is returned with its log-sum-exp, and the parts
-of a row are summed with weights from these. Any page size works, long rows spread over the whole device, keys and
-values are read in place, and `torch.nn.attention.varlen` suffices. (Its block tables need a further library,
-FlashAttention 3; torch 2.13 rejects them without it.) Splitting and merging: Dao et al., "Flash-Decoding for
-long-context inference", 2023.
+Every page that a row reads is a separate short sequence. The attention over each page is returned with its log-sum-exp,
+and the parts of a row are summed with weights computed from these numbers. Any page size works, long rows spread over
+the whole device, keys and values are read in place, and `torch.nn.attention.varlen` suffices. (The block tables of
+`varlen` need a further library, FlashAttention 3; without this library, torch 2.13 rejects block tables.) Splitting and
+merging: Dao et al., "Flash-Decoding for long-context inference", 2023.
 
 On a CPU, prefill is causal attention over prompts that are computed together, in plain torch. Prompts of similar length
 are grouped in blocks. A block's tokens and mask are the same in every layer and computed once.
 
-The bits of a prompt do not depend on the other prompts: a row of the batched products has the same bits for any other
-rows. Libraries choose the order of a sum by the size of the whole. Measured with torch 2.13 on the CPU in float32 (the
-test is tests/unit/test_rollout_kernels.py): a product of one or two rows uses a different kernel, and so do the last
-columns of scores whose width is not a multiple of 4; a sum over more than 192 terms is cut into pieces whose size
-depends on the number of terms. Therefore widths are multiples of 16, sums over positions are cut every 128, and no
-piece is narrower than 32.
+The results of a prompt do not depend, bit for bit, on the other prompts: a row of the batched products has the same
+bits for any other rows. Libraries choose the order of a sum by the size of the whole sum. Measurements with torch 2.13
+on the CPU in float32 (the test is tests/unit/test_rollout_kernels.py) show that a product of one or two rows uses a
+different kernel, and so do the last columns of scores whose width is not a multiple of 4, and that a sum over more than
+192 terms is cut into pieces whose size depends on the number of terms. Therefore widths are multiples of 16, sums over
+positions are cut every 128, and no piece is narrower than 32.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def fits_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 
 
 def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """Return the largest difference of both paths, over pages in any order and for a partly computed prompt."""
+    """Return the largest difference between varlen and plain torch, for shuffled pages and a partly computed prompt."""
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 3, 16, 2, head_dim, generator=generator).to(device, dtype)
     query = (torch.randn(2, 4, head_dim, generator=generator) * head_dim**-0.5).to(device, dtype)
@@ -89,7 +89,7 @@ def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
 
 
 def attend_pages(query: Tensor, keys: Tensor, values: Tensor, looks: Looks, *, varlen: bool) -> Tensor:
-    """Attend: [rows, heads, head_dim] over pages [pages, positions, kv_heads, head_dim] → [rows, heads * head_dim].
+    """Attend over pages: [rows, heads, head_dim], [pages, positions, kv_heads, head_dim] → [rows, heads * head_dim].
 
     The query is already scaled; query heads of a key-value head are adjacent.
     """
@@ -194,7 +194,7 @@ def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], 
 
 
 def padded_width(positions: int) -> int:
-    """Return the number of positions to attend over for `positions` visible ones; the others are masked."""
+    """Return the number of positions to attend over for `positions` visible positions; the rest is masked."""
     step = _STEP if positions <= _PIECE else _NARROWEST
     return max(_NARROWEST, -(-positions // step) * step)
 
@@ -217,8 +217,8 @@ class _Block:
 
     length: int  # maximum tokens per prompt
     asked: Tensor  # [prompts, queries] indices of the query tokens
-    seen: Tensor  # [prompts * width] indices of the tokens that they attend to
-    ahead: Tensor  # [queries, width] whether a position is after the query's
+    seen: Tensor  # [prompts * width] indices of the tokens that the prompts attend to
+    ahead: Tensor  # [queries, width] whether a position is after the query's position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,12 +230,12 @@ class PromptPlan:
 
 
 def longest_chunk(begin: int, most: int, heads: int) -> int:
-    """Return how many tokens of a prompt to compute after `begin`, at most `most`; their scores must fit memory."""
+    """Return how many tokens to compute of a prompt after `begin`, at most `most`, so that the scores fit in memory."""
     return max(_FEWEST_QUERIES, min(most, _SCORES // (heads * (begin + most))))
 
 
 def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.device) -> PromptPlan:
-    """Return the plan for prompts of these lengths, in blocks whose scores fit memory.
+    """Return the plan for prompts of these lengths, in blocks whose scores fit in memory.
 
     Args:
         begin: tokens of the single prompt that are already computed; 0 for several prompts.

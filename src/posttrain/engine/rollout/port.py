@@ -36,15 +36,16 @@ class SamplingParams:
     """
 
     max_new_tokens: int
-    temperature: float = 1.0  # divides logits; log-probabilities are at it, greedy or not
-    greedy: bool = False  # draw the likeliest token; of equals, the one with the lower index
+    temperature: float = 1.0  # divides logits; log-probabilities are at this temperature, greedy or not
+    greedy: bool = False  # draw the likeliest token; of equally likely tokens, the one with the lower index
     seed: int = 0
     batch_size: int = 256  # rows decoded together; changes speed and memory, never the draws
     ignore_eos: bool = False  # always decode to the limit; for measurements
-    top_k: int = 0  # draw from the k likeliest tokens; 0: all. The next two apply after it. Never in training
-    top_p: float = 1.0  # of those, from the likeliest tokens with this share of the probability
-    min_p: float = 0.0  # of those, from tokens with at least this share of the likeliest token's probability
-    stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these
+    # three filters, applied in this order and never in training
+    top_k: int = 0  # keeps the k likeliest tokens; 0: all
+    top_p: float = 1.0  # keeps the likeliest of the remaining tokens, up to this share of the probability
+    min_p: float = 0.0  # keeps the remaining tokens with at least this share of the likeliest token's probability
+    stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these strings
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):
@@ -84,7 +85,7 @@ class Generation:
     sampling: SamplingParams
     limit: int  # maximum tokens of the response
     sample: int = 0  # number among the samples of its prompt
-    policy: str = ""  # "": the policy in training; others are adapters, opponents, older versions
+    policy: str = ""  # "": the policy in training; other names are of adapters, opponents, older versions
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -139,7 +140,7 @@ class RolloutEngine(Protocol):
       a string of `sampling.stop`. The token is kept as sampled, even if its text continues after the string; the status
       is `ok` and the sequence is `stopped`. Later tokens are dropped. An engine without a tokenizer rejects such
       generations;
-    - answers every generation once, each sampled segment with the version that sampled it.
+    - answers every generation once, and records in each sampled segment the version that sampled it.
 
     `contract.RolloutEngineContract` tests this list and the docstrings below for any engine.
     """
@@ -150,7 +151,7 @@ class RolloutEngine(Protocol):
 
     @property
     def context_length(self) -> int:
-        """The maximum tokens of a prompt with its response."""
+        """The maximum number of tokens in a prompt with its response."""
 
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
         """Return the tensors that the engine decodes with (not copies), unfused, by Hugging Face parameter names.
@@ -162,9 +163,9 @@ class RolloutEngine(Protocol):
     def counts(self) -> Mapping[str, int]:
         """Return the engine's counters since it was opened; empty if it has none.
 
-        They are: `prefilled_tokens` of prompts, `steps` of decoding, `decoded_tokens` (rows times steps),
-        `preemptions`, `recomputed_tokens` (read again after a preemption or an update), `discarded_tokens` after the
-        end of a response.
+        The counters are `prefilled_tokens` of prompts, `steps` of decoding, `decoded_tokens` (rows times steps),
+        `preemptions`, `recomputed_tokens` (read again after a preemption or an update), and `discarded_tokens` after
+        the end of a response.
         """
 
     def submit(self, work: Sequence[Generation]) -> None:
@@ -172,13 +173,13 @@ class RolloutEngine(Protocol):
 
         Raises:
             InputError: an id is already in use; the engine does not serve the policy; a prompt and its limit do not fit
-                the context; there are stop strings and the engine has no tokenizer. None of `work` is then accepted.
+                in the context; there are stop strings but the engine has no tokenizer. None of `work` is then accepted.
         """
 
     def completed(self, timeout: float) -> list[Completion]:
-        """Return the responses that have ended since the last call, in the order of their ends; wait for the first.
+        """Return the responses that have ended since the last call, in the order of their ends; wait for at least one.
 
-        Returns an empty list after `timeout` seconds, and immediately if the engine is idle or paused.
+        The list is empty after `timeout` seconds without a response, and immediately if the engine is idle or paused.
 
         Raises:
             JobFailedError: the model returned logits that are not finite.
@@ -186,7 +187,7 @@ class RolloutEngine(Protocol):
         """
 
     def abort(self, ids: Collection[str]) -> None:
-        """End these generations: they complete with their tokens so far, status `aborted`. Ignore unknown ids."""
+        """End these generations, which complete with their tokens so far and the status `aborted`; skip unknown ids."""
 
     def pause(self) -> None:
         """Stop computing until `resume`; keep submitted work."""
@@ -203,8 +204,8 @@ class RolloutEngine(Protocol):
                 are computed again; `keep_kv`: they continue with keys and values of the old weights.
 
         Raises:
-            InputError: the engine reads weights in place, and is not paused or has begun responses to `finish`; the
-                engine does not serve the policy.
+            InputError: the engine reads weights in place, and is not paused or would have to `finish` begun responses;
+                the engine does not serve the policy.
         """
 
 
@@ -278,13 +279,13 @@ class Rollouts:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens."""
+        """The number of generated tokens."""
         return sum(sample.generated for group in self.groups for sample in group.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of one position of one row."""
+    """The size of the keys and values at one position of one row."""
 
     layers: int
     kv_heads: int
@@ -301,7 +302,7 @@ class KVShape:
 class KVStore(Protocol):
     """Keys and values of kept prompts and of rows that begin with these prompts.
 
-    Before adding or extending rows, a caller reads their size (`row_bytes`, `growth_bytes`) and stays within the
+    Before adding or extending rows, a caller reads the rows' size (`row_bytes`, `growth_bytes`) and stays within the
     budget. Rows are identified by numbers, prompts by their tokens. `order` is the order of the rows in a step.
     """
 
@@ -347,7 +348,7 @@ class KVStore(Protocol):
         """Make room for more positions of these rows; the order may change."""
 
     def remove(self, rows: Collection[int]) -> None:
-        """Remove rows; the order of others may change."""
+        """Remove rows; the order of the other rows may change."""
 
     def clear(self) -> None:
         """Remove everything and free the memory."""

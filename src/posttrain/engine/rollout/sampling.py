@@ -58,14 +58,14 @@ def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
     """Return the numbers for tokens `first` … `first + count - 1` of each row, [rows, count] float64 in [0, 1).
 
     Args:
-        first: number of the first token: one for all rows, or [rows].
+        first: the number of the first token, the same for all rows, or [rows].
     """
     tokens = torch.arange(count, device=keys.device) + (first[:, None] if isinstance(first, Tensor) else first)
     return ((_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF).double() * 2.0**-32
 
 
 def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token per row from softmax(logits / temperature), by inverting its distribution function.
+    """Draw one token per row from softmax(logits / temperature), by inverting the distribution function.
 
     The function is inverted in two steps, first over blocks of tokens, then inside the block, with a single pass over
     the vocabulary and sums in float64. A small vocabulary needs one step, with fewer operations.
@@ -95,7 +95,10 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index where the distribution function of `weights` passes `uniform`, [rows, 1], and the function."""
+    """Return the index where the distribution function of `weights` passes the target, the function, and the target.
+
+    The target is `uniform` times the sum of the weights, [rows, 1].
+    """
     steps = weights.cumsum(-1, dtype=torch.float64)
     target = (uniform * steps[:, -1])[:, None]
     # The index right of equal values, so a token of probability zero is never drawn. The bound matters for NaN only.
@@ -134,7 +137,7 @@ def most_likely(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Choose one token per row as `sampling` specifies; return it and its log-probability."""
+    """Choose one token per row as `sampling` specifies; return the tokens and their log-probabilities."""
     if sampling.greedy:
         return most_likely(logits, sampling.temperature)
     if sampling.truncates:
@@ -177,7 +180,7 @@ class RowDraws:
         self._used = 0
 
     def _found_alike(self) -> list[tuple[SamplingParams, Tensor | None]]:
-        """Return the rows of each distinct sampling; None: all rows have the same."""
+        """Return the rows of each distinct sampling; None: all rows have the same sampling."""
         if all(other is self._sampling[0] for other in self._sampling):
             return [(self._sampling[0], None)]
         alike: dict[SamplingParams, list[int]] = {}
@@ -195,7 +198,7 @@ class RowDraws:
         self._numbers = self._numbers.index_select(0, torch.tensor(rows, device=self._device))
 
     def join(self, others: RowDraws) -> None:
-        """Append the rows of `others`; the number of draws left is the minimum of both."""
+        """Append the rows of `others`; the number of draws left is the smaller of the two numbers."""
         left = min(self.left, others.left)
         parts = [draws._numbers.narrow(1, draws._used, left) for draws in (self, others)]
         self._numbers, self._used = torch.cat(parts), 0
@@ -208,7 +211,7 @@ class RowDraws:
         return self._numbers.shape[1] - self._used
 
     def next(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the next token of every row; return it and its log-probability."""
+        """Draw the next token of every row; return the tokens and their log-probabilities."""
         uniform = self._numbers[:, self._used]
         self._used += 1
         if len(self._alike) == 1:

@@ -1,13 +1,15 @@
-"""The schedule of decoded rows, the intake of an engine, and the table of rows. No tensors.
+"""The schedule of decoded rows, the intake of an engine, and the table of rows, without tensors.
 
-Schedule: a queue in stream order, admission by memory, preemption of the youngest row. The schedule decides when a row
-is decoded, never its tokens. Rows are admitted only from the head of the queue, and the youngest are preempted first,
-so decoded rows always precede waiting rows in stream order, and the oldest always progresses.
+The schedule is a queue in stream order, with admission by memory and preemption of the youngest row. The schedule
+decides when a row is decoded, never the row's tokens. Rows are admitted only from the head of the queue, and the
+youngest rows are preempted first, so decoded rows always precede waiting rows in stream order, and the oldest row
+always progresses.
 
-Intake: the state that every engine in this process has: ids in use, whether it is paused, the sampling version.
+The intake is the state that every engine in this process has: the ids in use, whether the engine is paused, and the
+sampling version.
 
-Table: the decoded rows as arrays: the tokens of each row, and the number of them that the model has read. A step
-touches every row, so the table loops over rows only where they enter, leave, or have a text to check.
+The table contains the decoded rows as arrays: the tokens of each row, and how many of these tokens the model has read.
+A step touches every row, so the table loops over rows only where rows enter, leave, or have a text to check.
 """
 
 import math
@@ -104,7 +106,7 @@ class Schedule:
             self._next += 1
 
     def wanted(self, prompt: tuple[int, ...]) -> bool:
-        """Whether a waiting row has this prompt."""
+        """Return whether a waiting row has this prompt."""
         return self._wanted[prompt] > 0
 
     def refill(self) -> int:
@@ -117,7 +119,7 @@ class Schedule:
         return max(0, min(free, len(self.waiting))) if enough else 0
 
     def admit(self, count: int) -> list[Row]:
-        """Move the first `count` rows of the queue to the decoded ones."""
+        """Move the first `count` rows of the queue to the decoded rows."""
         rows = [self.waiting.popleft() for _ in range(count)]
         for row in rows:
             self._wanted[row.asked.tokens] -= 1
@@ -151,7 +153,7 @@ class Schedule:
 
 @final
 class Intake:
-    """Checks submitted work by the port's rules, for engines that read one policy in place, updated while paused.
+    """Checks submitted work by the port's rules, for engines that read one policy in place and are updated when paused.
 
     Args:
         reads_text: whether the engine has a tokenizer, which stop strings require.
@@ -195,7 +197,7 @@ class Intake:
         self._ids.difference_update(ids)
 
     def update(self, policy: str, version: str, in_flight: InFlight, begun: int) -> None:
-        """See `RolloutEngine.update`; `begun`: whether there are begun responses."""
+        """See `RolloutEngine.update`; `begun` is the number of begun responses."""
         self._served(policy)
         if not self.paused:
             raise InputError(
@@ -222,11 +224,11 @@ _NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches
 class RowTable:
     """The decoded rows, in the order that `arrange` sets.
 
-    The tokens of a row are in one line of two matrices, which the row keeps until it leaves. All other values are
-    vectors
-    over the rows: the line, the number of prompt tokens, the limit, the tokens generated, the tokens read by the model,
-    the positions that the store has for the row, whether tokens can end it, whether its text can. Steps that need no
-    action are buffered and written together: with few rows, a numpy call costs more than its work.
+    The tokens of a row are in one line of two matrices; the row keeps this line until it leaves. All other values are
+    vectors over the rows: the line, the number of prompt tokens, the limit, the tokens generated, the tokens read by
+    the model, the positions that the store has for the row, whether tokens can end the row, and whether its text can
+    end the row. Steps that need no action are buffered and written together: with few rows, a numpy call costs more
+    than its work.
 
     Args:
         ends: tokens that end a response.
@@ -277,9 +279,9 @@ class RowTable:
         return int((self._limit - self.read).max()) - 1
 
     def known(self, count: int) -> Indices | None:
-        """Return the known tokens that the model rereads, [count, rows], -1 where a token is drawn, or None.
+        """Return the known tokens that the model rereads, [count, rows], and -1 where a token is drawn.
 
-        The first line follows the next token that is read.
+        The first line has the tokens after the next tokens that the model reads. None: no row rereads tokens.
         """
         if self._even:
             return None
@@ -288,7 +290,7 @@ class RowTable:
         return np.where(at < self._said, found, -1).astype(np.int64)
 
     def outgrowing(self, count: int) -> dict[int, int]:
-        """Return row → positions that it needs for `count` more tokens, for rows that lack room."""
+        """Return a map from each row that lacks room to the positions that the row needs for `count` more tokens."""
         if self._steps + count <= self._roomy_steps:
             return {}
         needed = self.positions + count
@@ -363,7 +365,7 @@ class RowTable:
             row.mark(version, said)
 
     def leave(self, rows: Iterable[Row]) -> None:
-        """Remove rows, which keep their tokens; the caller arranges the others again."""
+        """Remove rows, which keep their tokens; the caller arranges the remaining rows again."""
         self._write()
         for row in rows:
             place = self._place.pop(row.number)

@@ -1,10 +1,11 @@
 """The rollout role, the choice of its engine for a model, and a checked call to any engine.
 
-The role samples responses with the policy's own weights if both share a process, else with a copy.
+The role samples responses with the policy's own weights if rollout and policy share a process, and otherwise with a
+copy of the weights.
 
 One call computes trajectories for prompts with any engine, and checks the answers. Without the checks, errors of a
 third-party engine would enter the training: a response from different weights, an answer that is too long,
-log-probabilities that are not finite. Each error ends the call with one line that names the sample.
+log-probabilities that are not finite. On any such error, the call fails with a one-line error that names the sample.
 """
 
 import time
@@ -94,7 +95,7 @@ def generate(
         version: the policy version that must have sampled.
 
     Raises:
-        InputError: there is no prompt; a prompt is empty, or does not fit the context with its response; counts do
+        InputError: there is no prompt; a prompt is empty, or does not fit in the context with its response; counts do
             not match.
         EngineError: an answer is unrequested, repeated, too long or empty.
         SilentError: there is no answer in time.
@@ -213,7 +214,7 @@ def _next(
     """Return the next answers, or none after `look` seconds; skip late answers to earlier calls.
 
     Raises:
-        SilentError: there is no answer until `end`.
+        SilentError: there is no answer by `end`.
     """
     asked, until = next(iter(waiting)), time.monotonic() + look
     while True:
@@ -230,7 +231,7 @@ def _next(
 
 
 def _of_an_earlier_call(found: str, asked: str) -> bool:
-    """Return whether an id is of an earlier call: ids begin with the number of their call (`plan_generations`)."""
+    """Return whether an id is from an earlier call; ids begin with the number of their call (`plan_generations`)."""
     numbers = [name.partition(".")[0] for name in (found, asked)]
     return all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
 
@@ -266,7 +267,7 @@ def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, ver
 
 
 def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
-    """Return the fault of an answer, log-probabilities aside; None if it has none."""
+    """Return the fault of an answer, except in its log-probabilities; None if there is no fault."""
     if answer.prompt is not prompt and not np.array_equal(answer.prompt, prompt):
         return f"must continue its {len(prompt)} tokens, got another beginning"
     if not 1 <= answer.generated <= asked.limit:
@@ -320,8 +321,8 @@ def open_rollout(
 def decoding_fallbacks(model: LanguageModel) -> dict[str, str]:
     """Return the slower paths in use, each with its reason.
 
-    `module_decoder`: `open_rollout` uses the module itself; `plain_attention`: the native decoder attends with plain
-    torch on CUDA.
+    `module_decoder` means that `open_rollout` uses the module itself, and `plain_attention` that the native decoder
+    attends with plain torch on CUDA.
     """
     why = why_not_fusable(model.module)
     if why is not None:
@@ -337,8 +338,8 @@ class RolloutWorker:
     Args:
         context: the rank's context. If a `LanguageModel` is lent there, the rank decodes in place; if only a
             `WeightSource` is lent, its shards are gathered.
-        source: the folder of the rank's own copy if no model is lent; also of the tokenizer, for stop strings.
-        engine: used instead of the engine that fits the model, in the controller's process.
+        source: the folder of the tokenizer, for stop strings, and of the model that the rank loads if none is lent.
+        engine: an engine in the controller's process, used instead of the engine that fits the model.
         kv_cache: maximum bytes of keys and values; None: no limit.
         patience: seconds without any answer after which the call fails.
     """
@@ -388,7 +389,7 @@ class RolloutWorker:
         return self._view
 
     def layout(self) -> Layout:
-        """Return names, shapes and types of the weights that the engine decodes with, which publications must match."""
+        """Return names, shapes and dtypes of the weights that the engine decodes with; publications must match them."""
         return layout_of(self._module)
 
     def fallbacks(self) -> dict[str, str]:
@@ -399,7 +400,7 @@ class RolloutWorker:
         """Sample as `version` from now on. An alias first checks that it still reads the policy's memory.
 
         Raises:
-            IntegrityError: the engine decodes with a tensor that is not the policy's and not equal to it.
+            IntegrityError: the engine decodes with a tensor that is neither the policy's tensor nor equal to it.
         """
         views = self._engine.views() if self._view == "alias" else None
         if views is not None and self._neighbour is not None:
@@ -462,7 +463,7 @@ class RolloutWorker:
         """Return `samples` responses to every prompt.
 
         Raises:
-            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see the function `generate` above.
         """
         _refuse_truncated(sampling)
         provenance = Provenance(role="rollout", rank=self._rank)
@@ -482,12 +483,12 @@ class RolloutWorker:
         return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
 
     def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
-        """Add prompts to the unanswered ones, and yield groups as they end, or an empty answer after a moment.
+        """Add prompts to the unanswered prompts, and yield groups as they end, or no groups if none ends for a moment.
 
         Unanswered prompts stay, paused until the next call.
 
         Raises:
-            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see the function `generate` above.
         """
         _refuse_truncated(sampling)
         if prompts.first:

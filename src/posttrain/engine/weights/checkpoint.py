@@ -9,7 +9,7 @@ A checkpoint contains everything that a resumed job needs to continue bit for bi
         policy-optimizer-00001-of-00002.safetensors  AdamW: <parameter>/exp_avg, /exp_avg_sq, /step
         critic-…                one such pair per rank of every role that learns
         best/                   the best model before this step, if the stage keeps it
-        state.json              TrainState: step, data cursor, tokens spent, the fingerprint of its stage
+        state.json              TrainState: step, data cursor, tokens spent, the stage's fingerprint
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
 COMMIT is written once, after every shard and the folder are durable; readers ignore a folder without COMMIT. The
@@ -22,7 +22,7 @@ The best model of a stage is one folder in Hugging Face format, next to the chec
 
     best/step-00000040/           the model after 40 steps; replaced as a whole when a later model is better
     checkpoints/step-00000050/
-        best/…                    the same files (hard links where the disk has them), named in COMMIT
+        best/…                    the same files (hard links if the disk supports them), named in COMMIT
 
 A job that continues from a checkpoint therefore has the best model of the earlier steps, in any folder or workspace.
 The disk has one such model and, for a moment, its replacement.
@@ -56,7 +56,7 @@ _DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _WRITE_BYTES = 1 << 22  # bytes per write
-KEEP = 2  # the newest may be incompletely published when the next begins
+KEEP = 2  # checkpoints; the newest one may not be completely published when the next one begins
 COMMIT = "COMMIT"
 _STATE = "state.json"
 _CHUNK = 1 << 20
@@ -116,7 +116,7 @@ def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dic
         rows: name → the rows [start, stop) to read; `NAME/exp_avg` uses NAME. Other tensors are read whole.
 
     Returns:
-        Name → rows; scalars from the first file.
+        A map from name to rows; scalars are read from the first file.
     """
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for file in files:
@@ -173,15 +173,15 @@ class TrainState:
     fingerprint: str  # digest of kind, parameters, seed and inputs; other stages' checkpoints are rejected
     step: int  # steps completed
     consumed: int  # documents read from the data stream (journal)
-    tokens: int  # spent so far, including those of the attempts that this one resumes
+    tokens: int  # spent so far, including the tokens of the attempts that this attempt resumes
     metrics: Mapping[str, float]  # of the last step
     incarnation: int = 0  # number of earlier resumes
-    probes: Mapping[str, Any] | None = None  # state of the probes (`engine.loop.controller`); None: they decide nothing
-    updated: bool = True  # whether a step changed weights; True for older releases, which did not record it
+    probes: Mapping[str, Any] | None = None  # the probes' state (`engine.loop.controller`); None: probes decide nothing
+    updated: bool = True  # whether a step changed weights; True if an older version of Posttrain did not record it
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path | None:
-    """Create the folder for the checkpoint of `step`; return None if a committed one exists.
+    """Create the folder for the checkpoint of `step`; return None if a committed checkpoint exists.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -212,7 +212,7 @@ def write_role(
         rows: parameter → this rank's rows [start, stop); empty: all rows.
 
     Returns:
-        File name → digest, for `commit_checkpoint`.
+        A map from file name to digest, for `commit_checkpoint`.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoint then does not exist.
@@ -227,7 +227,7 @@ def write_role(
 
 
 def commit_checkpoint(path: Path, state: TrainState, shards: Mapping[str, str]) -> None:
-    """Commit the written files as a checkpoint, then drop all but the newest two.
+    """Commit the written files as a checkpoint, then drop all checkpoints but the newest two.
 
     Args:
         shards: the results of every `write_role`.
@@ -249,7 +249,7 @@ def commit_checkpoint(path: Path, state: TrainState, shards: Mapping[str, str]) 
 
 
 def read_state(path: Path) -> TrainState:
-    """Verify a committed checkpoint, every shard against COMMIT, and read its state.
+    """Verify every shard of a committed checkpoint against COMMIT, and return the checkpoint's state.
 
     Raises:
         IntegrityError: there is no COMMIT; the format is unknown; a shard is missing, unlisted or altered.
@@ -349,7 +349,7 @@ class BestModel:
         self._files: dict[str, str] = {}  # path below the folder → digest
 
     def keep(self, step: int) -> None:
-        """Write the current model, and drop the previous one.
+        """Write the current model, and drop the previous model.
 
         Raises:
             OSError: the disk is full or read-only; the previous model still exists.
@@ -371,7 +371,7 @@ class BestModel:
         self._hold(place)
 
     def put_into(self, checkpoint: Path) -> dict[str, str]:
-        """Add the model to a checkpoint that is being written; return path in the checkpoint → digest."""
+        """Add the model to a checkpoint that is being written; return a map from path in the checkpoint to digest."""
         if self.path is None:
             return {}
         for name in self._files:
@@ -387,7 +387,7 @@ class BestModel:
         return {f"{_INSIDE}/{name}": digest for name, digest in self._files.items()}
 
     def take_from(self, checkpoint: Path | None, step: int = 0) -> None:
-        """Take the model of a verified checkpoint as the best; delete all other files, e.g. of a lost process.
+        """Take the model of a verified checkpoint as the best model; delete all other files, e.g. of a lost process.
 
         Args:
             checkpoint: the checkpoint; None: the stage starts from its beginning.

@@ -1,31 +1,30 @@
 """Weights in buckets from sender to reader, and their attestation.
 
-A bucket contains a limited number of bytes of a sender's weights, in the reader's types:
+A bucket contains a limited number of bytes of a sender's weights, in the reader's dtypes:
 
 ::
 
     engine's pieces ──▶ bucket 0 ──▶ carried ──▶ copied into place
                         bucket 1 …       at most one exists at a sender, and one at a reader
 
-                        A bucket is one contiguous block of memory, so it travels as one message. A larger tensor spans
-                        several buckets, split by rows.
+A bucket is one contiguous block of memory, so it travels as one message. A larger tensor spans several buckets, split
+by rows.
 
-                        `PolicyVersion` identifies a state of the policy; `AttestedWeights` records the attested state
-                        of a reader.
+`PolicyVersion` identifies a state of the policy; `AttestedWeights` records the attested state of a reader.
 
-                        An attestation is a hash of weights: ranks hash their pieces, and the sum is the hash of the
-                        whole. For every tensor, viewed as a matrix (`models.sharding.Shard`), with x[r, c] the bits of
-                        an element as an integer::
+An attestation is a hash of weights: ranks hash their pieces, and the sum is the hash of the whole. For every tensor,
+viewed as a matrix (`models.sharding.Shard`), with x[r, c] the bits of an element as an integer::
 
     h = Σ_r R_r (T + Σ_c C_c x[r, c])   mod 2^64, in two lanes with separate keys
 
-R_r is an odd pseudo-random number of (name, row), C_c of the column, T of name, shape and type, counted once per row. A
-piece can be hashed without the other pieces. An element that is altered, moved or left out changes the sum: one altered
-bit always does (odd factors never cancel a difference); for other alterations the sum is unchanged with a probability
-of about 2^-32 in each lane (multilinear hashing, Carter and Wegman 1979). The hash detects defects; it is not a
-signature against an attacker who chooses weights to deceive.
+R_r, C_c and T are odd pseudo-random numbers: R_r is derived from the name and the row, C_c from the column, and T from
+name, shape and dtype; T is counted once per row. A piece can be hashed without the other pieces. An element that is
+altered, moved or left out changes the sum: a single altered bit always changes it, because odd factors never cancel a
+difference; for other alterations the sum is unchanged with a probability of about 2^-32 in each lane (multilinear
+hashing, Carter and Wegman 1979). The hash detects defects; it is not a signature against an attacker who chooses
+weights to deceive.
 
-Elements are hashed *after* conversion to the type that the reader decodes with, so sender and reader hash the same
+Elements are hashed *after* conversion to the dtype with which the reader decodes, so sender and reader hash the same
 bits. `python -m benchmarks.weights` measures the cost.
 """
 
@@ -51,7 +50,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # byte
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64, Steele et al. 2014
 Lanes = tuple[int, int]
 BUCKET_BYTES = 64 << 20  # a host with 8 ranks has at most 1 GB of buckets: each rank sends one and receives one
-_ALIGNED = 16  # bytes; alignment for any type
+_ALIGNED = 16  # bytes; alignment for any dtype
 View = Literal["alias", "neighbour", "copy"]
 
 
@@ -71,11 +70,11 @@ class Attestation:
         return Attestation(parts)
 
     def __str__(self) -> str:
-        """Return 32 hexadecimal digits: the sum over all tensors, whose names are in their keys."""
+        """Return 32 hexadecimal digits: the sum over all tensors; each hash depends on the tensor's name."""
         return "".join(f"{sum(lanes[i] for lanes in self.parts.values()) & _MASK:016x}" for i in (0, 1))
 
     def differing(self, other: Attestation) -> list[str]:
-        """Return the names of tensors that differ, or are in only one of the two."""
+        """Return the names of tensors that differ, or are in only one of the two attestations."""
         names = self.parts.keys() | other.parts.keys()
         return sorted(name for name in names if self.parts.get(name) != other.parts.get(name))
 
@@ -84,7 +83,7 @@ class Attestation:
 def attest(shards: Iterable[Shard]) -> Attestation:
     """Return the attestation of these pieces, each counted once.
 
-    For a tensor that several views of an engine have, such as a tied head, see `attest_views`.
+    If an engine has several views of a tensor, such as a tied head, see `attest_views`.
     """
     sums: dict[str, Tensor] = {}
     for shard in shards:
@@ -187,7 +186,7 @@ def _column_keys(first: int, count: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _keys(seed: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers of (seed, first + i), [count], by SplitMix64."""
+    """Return odd pseudo-random numbers, [count], derived by SplitMix64 from (seed, first + i)."""
     index = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     z = index * _signed(_GOLDEN) + _signed(seed)
     z = (z ^ _right(z, 30)) * _signed(_MIX_1)
@@ -211,7 +210,7 @@ def _signed(value: int) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The place in its tensor of a part of a bucket."""
+    """A part of a bucket, and the place of this part in a tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -247,7 +246,7 @@ class Bucket:
 def buckets(shards: Iterable[Shard], dtypes: Mapping[str, torch.dtype], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Yield converted pieces in buckets of at most `limit` bytes (more if a single row is longer).
 
-    The reader must release a bucket before requesting the next, or two exist at a time.
+    The reader must release a bucket before requesting the next one; otherwise two buckets exist at the same time.
     """
     for plan in _plans(shards, dtypes, limit):
         yield _filled(plan)
@@ -283,7 +282,7 @@ def _filled(plan: _Plan) -> Bucket:
     data = torch.empty(last.start + last.size, dtype=torch.uint8, device=plan[0][1].device)
     bucket = Bucket(tuple(piece for piece, _ in plan), data)
     for shard, (_, source) in zip(bucket.shards(), plan, strict=True):
-        shard.tensor.copy_(source)  # converts the type
+        shard.tensor.copy_(source)  # converts the dtype
     return bucket
 
 
@@ -319,7 +318,9 @@ def carried(module: nn.Module) -> AdapterOnly | None:
 
 @final
 class WeightSource:
-    """One rank's weights for readers: attested, and in buckets. A rollout in the same pool borrows it from its context.
+    """One rank's weights for readers, attested and in buckets.
+
+    A rollout in the same pool borrows this object from the rank context.
 
     Args:
         export: yields this rank's pieces; see `TrainEngine.export`.
@@ -341,7 +342,7 @@ class WeightSource:
         self._open: Iterator[Bucket] = iter(())
 
     def attest(self, layout: Layout) -> tuple[Attestation, int]:
-        """Attest this rank's pieces in the reader's types; return the attestation, and the number of buckets.
+        """Attest this rank's pieces in the reader's dtypes; return the attestation, and the number of buckets.
 
         Raises:
             IntegrityError: names or shapes differ from the reader's.
@@ -352,14 +353,14 @@ class WeightSource:
         return found, sum(1 for _ in _plans(self._travelling(), self._dtypes, self._limit))
 
     def bucket(self) -> Bucket:
-        """Return the next bucket of the weights attested last; after the last bucket, an empty one."""
+        """Return the next bucket of the weights attested last; after the last bucket, an empty bucket."""
         return next(self._open, Bucket())
 
     def _travelling(self) -> Iterator[Shard]:
         return (shard for shard in self.export() if self.carries is None or not shard.frozen)
 
     def _converted(self) -> Iterator[Shard]:
-        """Yield every piece in the reader's type; at most a bucket of pieces exists at a time."""
+        """Yield every piece in the reader's dtype; at most one bucket of pieces exists at a time."""
         for shard in self.export():
             if shard.tensor.dtype == self._dtypes[shard.name]:
                 yield shard
@@ -375,7 +376,7 @@ def exchange(source: WeightSource, count: int, take: Callable[[Bucket], None]) -
     Args:
         source: this rank's attested weights.
         count: largest number of buckets of a rank.
-        take: called with every bucket; must keep no reference to its memory.
+        take: called with every bucket; must keep no reference to the bucket's memory.
     """
     for _ in range(count):
         mine = source.bucket()
@@ -423,5 +424,5 @@ class AttestedWeights:
     """The weights that one rank of the rollout decodes with, as its engine attested them."""
 
     found: Attestation
-    before: str | None  # the version served before; None: unpublished weights
+    before: str | None  # the version before this one; None: unpublished weights
     changed: bool  # whether the weights differ from those of `before`

@@ -85,7 +85,7 @@ class EmailSink(NetworkSink):
                 user, password = (secret(name, None, self.where) for name in (self._user, self._password))
                 session.login(user, password)
             session.send_message(_message(notice, self._from, self._to))
-            with suppress(smtplib.SMTPException, OSError):  # the server has accepted it: errors of QUIT do not matter
+            with suppress(smtplib.SMTPException, OSError):  # the message was accepted: errors of QUIT do not matter
                 session.quit()
 
     def _refusal(self, error: Exception) -> str:

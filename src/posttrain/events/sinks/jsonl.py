@@ -1,4 +1,4 @@
-"""Events as lines of a file: one JSON object each, appended whole, and on the disk before the cursor moves."""
+"""Events as lines of a file; each is one JSON object, is appended whole, and is on the disk before the cursor moves."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ _LONGEST = 1 << 24  # maximum bytes of a line: a longer tail is not an incomplet
 
 
 class JsonLinesSink:
-    """The `Sink` of one file. The file may be moved away (logrotate): the next lines create a new one.
+    """The `Sink` of one file. The file may be moved away (logrotate); the next lines then create a new file.
 
     Args:
         settings: `path`, absolute.
@@ -64,11 +64,11 @@ class JsonLinesSink:
                 written += os.write(handle, lines[written:])
             os.fsync(handle)
         except OSError:
-            os.ftruncate(handle, size)  # a full disk: whole lines or none
+            os.ftruncate(handle, size)  # if the disk is full, no part of a line remains
             raise
 
     def _mend(self, handle: int) -> int:
-        """Repair the end of the file; return its size, after a whole line.
+        """Repair the end of the file; return the size of the file, which then ends with a whole line.
 
         Raises:
             SinkError: the file has content that is not events.

@@ -35,8 +35,8 @@ from posttrain.events.ports import (
 )
 
 PREFIX = "whsec_"  # prefix of secrets in Standard Webhooks' format, followed by base64
-LEAST = 16  # bytes of a secret
-_READ = 4096  # bytes of an answer that are read; the rest is ignored
+LEAST = 16  # minimum bytes of a secret
+_READ = 4096  # maximum bytes of an answer that are read; the rest is ignored
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -67,8 +67,8 @@ class WebhookSink(NetworkSink):
     """The `Sink` of one URL.
 
     Args:
-        settings: `url`, or `url_env`, the name of a variable that contains it; `secret_env` or `secret_file`.
-        now: seconds since the epoch.
+        settings: `url`, or `url_env`, the name of a variable that contains the URL; `secret_env` or `secret_file`.
+        now: returns the seconds since the epoch.
     """
 
     kind: ClassVar[str] = "webhook"

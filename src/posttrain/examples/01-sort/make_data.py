@@ -1,11 +1,11 @@
-"""Writes the data of the sorting example: train, heldout and failures .jsonl.
+"""Writes the data of the sorting example: train.jsonl, heldout.jsonl and failures.jsonl.
 
     python make_data.py --seed 7 --out DIR
 
-The task: `Q: sort 8372` → `A: 2378`, three to five digits. Half of the demonstrations come from a teacher who sorts
-the wrong way, and most put a needless word before the answer. A digit string belongs to training or to evaluation by
-its hash, whatever the seed, so no evaluation prompt was ever trained on, in this run or in an earlier one. The
-failures are the cases an earlier model got wrong: five digits with a digit that appears twice, or already in order.
+The task is to sort three to five digits: `Q: sort 8372` → `A: 2378`. Half of the demonstrations come from a teacher
+who sorts in the wrong direction, and most have a needless word before the answer. The hash of a digit string determines
+whether the string is used for training or for evaluation, with any seed. So no run trains on an evaluation prompt. The
+failures are cases in which an earlier model was wrong: five digits that contain a digit twice or are already in order.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from pathlib import Path
 
 TRAIN, HELDOUT, FAILURES = 4000, 700, 200  # rows
 WRONG_TEACHER, VERBOSE = 0.5, 0.85  # shares of the demonstrations
-EVALUATION_SHARE = 5  # one digit string in five is kept for evaluation
+EVALUATION_SHARE = 5  # one digit string in five is reserved for evaluation
 
 
 def for_evaluation(digits: str) -> bool:
-    """Which side a digit string belongs to."""
+    """Return whether a digit string is reserved for evaluation."""
     return hashlib.sha256(digits.encode()).digest()[0] % EVALUATION_SHARE == 0
 
 
 def draw(rng: random.Random, lengths: tuple[int, ...], wanted: Callable[[str], bool], taken: set[str]) -> Iterator[str]:
-    """Digit strings without repetition, and none of `taken`."""
+    """Yield digit strings that are not in `taken`, each once."""
     while True:
         digits = "".join(rng.choices("0123456789", k=rng.choice(lengths)))
         if digits not in taken and wanted(digits):
@@ -35,24 +35,24 @@ def draw(rng: random.Random, lengths: tuple[int, ...], wanted: Callable[[str], b
 
 
 def hard(digits: str) -> bool:
-    """A repeated digit, or nothing to do."""
+    """Return whether digits contain a repeated digit or are already in order."""
     return len(set(digits)) < len(digits) or list(digits) == sorted(digits)
 
 
 def row(digits: str) -> dict[str, object]:
-    """Prompt and reference answer."""
+    """Return a row with a prompt and its reference answer."""
     return {"prompt": [{"role": "user", "content": f"Q: sort {digits}"}], "answer": "".join(sorted(digits))}
 
 
 def demonstration(digits: str, rng: random.Random) -> dict[str, object]:
-    """A row with one of the two teachers' answers."""
+    """Return a row with the answer of one of the two teachers."""
     answer = "".join(sorted(digits, reverse=rng.random() < WRONG_TEACHER))
     text = f"sorted A: {answer}" if rng.random() < VERBOSE else f"A: {answer}"
     return {**row(digits), "completion": [{"role": "assistant", "content": text}]}
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
-    """One JSON object per line."""
+    """Write rows to a file, one JSON object per line."""
     path.write_text("".join(json.dumps(r, sort_keys=True) + "\n" for r in rows), encoding="utf-8")
 
 

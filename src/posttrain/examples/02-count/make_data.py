@@ -1,11 +1,11 @@
-"""Writes the data of the counting example: train, heldout and failures .jsonl.
+"""Writes the data of the counting example: train.jsonl, heldout.jsonl and failures.jsonl.
 
     python make_data.py --seed 7 --out DIR
 
-The task: `Q: count 3 in 53133` → `333 A: 3`: write the counted digits, then their number; three to five digits. Half
-of the demonstrations come from a teacher who counts one too many. A question belongs to training or to evaluation by
-its hash, whatever the seed, so no evaluation prompt was ever trained on. The failures are the cases an earlier model
-got wrong: nothing to count, or five digits.
+The task is to write the counted digits and then their number, for three to five digits: `Q: count 3 in 53133` →
+`333 A: 3`. Half of the demonstrations come from a teacher who counts one too many. The hash of a question determines
+whether the question is used for training or for evaluation, with any seed. So no run trains on an evaluation prompt.
+The failures are cases in which an earlier model was wrong: questions with nothing to count, or with five digits.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from pathlib import Path
 
 TRAIN, HELDOUT, FAILURES = 4000, 700, 200  # rows
 WRONG_TEACHER = 0.5  # share of the demonstrations
-EVALUATION_SHARE = 5  # one question in five is kept for evaluation
+EVALUATION_SHARE = 5  # one question in five is reserved for evaluation
 
 
 def for_evaluation(question: str) -> bool:
-    """Which side a question belongs to."""
+    """Return whether a question is reserved for evaluation."""
     return hashlib.sha256(question.encode()).digest()[0] % EVALUATION_SHARE == 0
 
 
 def task(rng: random.Random) -> tuple[str, int]:
-    """A question and how often its digit occurs, every number equally often."""
+    """Return a question and how often its digit occurs; for each length, all counts are equally likely."""
     digit, length = rng.choice("0123456789"), rng.randint(3, 5)
     count = rng.randint(0, length)
     others = [d for d in "0123456789" if d != digit]
@@ -36,7 +36,7 @@ def task(rng: random.Random) -> tuple[str, int]:
 
 
 def draw(rng: random.Random, wanted: Callable[[str, int], bool], taken: set[str]) -> Iterator[tuple[str, int]]:
-    """Questions without repetition, and none of `taken`."""
+    """Yield questions that are not in `taken`, each once."""
     while True:
         question, count = task(rng)
         if question not in taken and wanted(question, count):
@@ -45,24 +45,24 @@ def draw(rng: random.Random, wanted: Callable[[str, int], bool], taken: set[str]
 
 
 def hard(question: str, count: int) -> bool:
-    """Nothing to count, or the longest string."""
+    """Return whether a question has nothing to count or has the longest string."""
     return count == 0 or len(question.rpartition(" ")[2]) == 5
 
 
 def row(question: str, count: int) -> dict[str, object]:
-    """Prompt and reference answer."""
+    """Return a row with a prompt and its reference answer."""
     return {"prompt": [{"role": "user", "content": question}], "answer": str(count)}
 
 
 def demonstration(question: str, count: int, rng: random.Random) -> dict[str, object]:
-    """A row with one of the two teachers' answers."""
+    """Return a row with the answer of one of the two teachers."""
     counted = question.split()[2] * count
     text = f"{counted} A: {count + (rng.random() < WRONG_TEACHER)}".lstrip()
     return {**row(question, count), "completion": [{"role": "assistant", "content": text}]}
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
-    """One JSON object per line."""
+    """Write rows to a file, one JSON object per line."""
     path.write_text("".join(json.dumps(r, sort_keys=True) + "\n" for r in rows), encoding="utf-8")
 
 

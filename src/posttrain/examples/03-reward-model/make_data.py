@@ -1,10 +1,10 @@
-"""Writes the data of the reward-model example: train, pairs and heldout .jsonl.
+"""Writes the data of the reward-model example: train.jsonl, pairs.jsonl and heldout.jsonl.
 
     python make_data.py --seed 7 --out DIR
 
-The task and its demonstrations are those of the sorting example. Each pair holds two answers and the one that
-people preferred: the right one over one that is sorted the wrong way, has a wrong, missing or doubled digit, or does
-not follow the form. No rule defines "right"; the reward model has to learn it.
+The task and its demonstrations are those of the sorting example. Each pair contains two answers, of which people
+preferred the first: a right answer, and an answer that is sorted in the wrong direction, has a wrong, missing or
+doubled digit, or does not follow the form. No rule defines "right"; the reward model has to learn what is right.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from pathlib import Path
 
 TRAIN, HELDOUT, PAIRS = 4000, 700, 8000  # rows
 WRONG_TEACHER, VERBOSE = 0.5, 0.85  # shares of the demonstrations
-EVALUATION_SHARE = 5  # one digit string in five is kept for evaluation
+EVALUATION_SHARE = 5  # one digit string in five is reserved for evaluation
 FORMS = ("A: ", "sorted A: ")
 OTHER_FORMS = ("", "A: A: ", "A:", "sorted ", "sorted sorted A: ", "A: sorted ")
 
 
 def for_evaluation(digits: str) -> bool:
-    """Which side a digit string belongs to."""
+    """Return whether a digit string is reserved for evaluation."""
     return hashlib.sha256(digits.encode()).digest()[0] % EVALUATION_SHARE == 0
 
 
 def draw(rng: random.Random, lengths: tuple[int, ...], wanted: Callable[[str], bool], taken: set[str]) -> Iterator[str]:
-    """Digit strings without repetition, and none of `taken`."""
+    """Yield digit strings that are not in `taken`, each once."""
     while True:
         digits = "".join(rng.choices("0123456789", k=rng.choice(lengths)))
         if digits not in taken and wanted(digits):
@@ -36,24 +36,24 @@ def draw(rng: random.Random, lengths: tuple[int, ...], wanted: Callable[[str], b
 
 
 def row(digits: str) -> dict[str, object]:
-    """Prompt and reference answer."""
+    """Return a row with a prompt and its reference answer."""
     return {"prompt": [{"role": "user", "content": f"Q: sort {digits}"}], "answer": "".join(sorted(digits))}
 
 
 def demonstration(digits: str, rng: random.Random) -> dict[str, object]:
-    """A row with one of the two teachers' answers."""
+    """Return a row with the answer of one of the two teachers."""
     answer = "".join(sorted(digits, reverse=rng.random() < WRONG_TEACHER))
     text = f"sorted A: {answer}" if rng.random() < VERBOSE else f"A: {answer}"
     return {**row(digits), "completion": [{"role": "assistant", "content": text}]}
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
-    """One JSON object per line."""
+    """Write rows to a file, one JSON object per line."""
     path.write_text("".join(json.dumps(r, sort_keys=True) + "\n" for r in rows), encoding="utf-8")
 
 
 def altered(digits: str, rng: random.Random) -> str:
-    """The digits in a wrong order, or an ordering with up to three slips."""
+    """Return the digits in a wrong order, or sorted with up to three mistakes."""
     choice = rng.random()
     if choice < 0.25:
         return "".join(sorted(digits, reverse=True))
@@ -75,7 +75,7 @@ def altered(digits: str, rng: random.Random) -> str:
 
 
 def pair(digits: str, rng: random.Random) -> dict[str, object] | None:
-    """A right answer and a worse one; None when the second came out right as well."""
+    """Return a row with a right answer and a worse answer; None if the second answer is right too."""
     answer, form = "".join(sorted(digits)), rng.choice(FORMS)
     other = form if rng.random() < 0.84 else rng.choice(OTHER_FORMS)
     worse = altered(digits, rng) if other in FORMS or rng.random() < 0.5 else answer

@@ -1,1 +1,1 @@
-"""One file per place where a job can run. They do not import each other."""
+"""One module for each place where a job can run. These modules do not import each other."""

@@ -30,15 +30,15 @@ _TERMINATED, _NODE = -15, "somewhere"
 
 @dataclass
 class Hostility:
-    """Failures of a remote scheduler; seconds are of the fake's clock, counts are decremented.
+    """Failures of a remote scheduler; seconds are by the fake's clock.
 
-    Each loss counts once: `lose_answers=2` loses the next two answers.
+    Each failure decrements its count: `lose_answers=2` loses the next two answers.
     """
 
     idempotent: bool = True  # False: a name that is submitted twice becomes two jobs
     visible_after: float = 0.0  # seconds from a submission until the job is visible
     settles_after: float = 0.0  # seconds from a submission until the absence of the job is certain
-    purges_after: float | None = None  # seconds from its end until a job is forgotten
+    purges_after: float | None = None  # seconds from the end of a job until the job is dropped
     lose_answers: int = 0  # submissions that arrive but get no answer
     lose_requests: int = 0  # submissions that never arrive
     late_requests: int = 0  # submissions that arrive after `late_after` and get no answer
@@ -56,15 +56,15 @@ class _Job:
     begun: float
     ended: float | None = None
     before: float = 0.0  # seconds that earlier incarnations ran
-    culprit: str = ""  # the pod that ended it
+    culprit: str = ""  # the pod that ended the job
 
 
 class FakeExecutor:
     """Jobs in memory.
 
     A submitted job is RUNNING until `finish` or `lose`, or until `on_launch` ends it immediately. `on_launch` gets each
-    new job's spec, may write into its attempt folder like a job (results, facts), and returns the exit code, or None if
-    the job continues. `hostility` may be changed at any time.
+    new job's spec, may write into the job's attempt folder as a job does (results, facts), and returns the exit code,
+    or None if the job continues. `hostility` may be changed at any time.
     """
 
     name: ClassVar[str] = "fake"
@@ -128,7 +128,7 @@ class FakeExecutor:
             folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:
-        """See `Executor.kill`; does not wait."""
+        """See `Executor.kill`; the call does not wait."""
         self._arrive()
         if self._take("deaf"):
             return
@@ -148,21 +148,21 @@ class FakeExecutor:
         return read_log(AttemptFolder(Path(job.attempt_dir)).log, cursor)
 
     def capacity(self) -> Capacity:
-        """See `Executor.capacity`: set by the test; no devices by default."""
+        """See `Executor.capacity`; the test sets the capacity, which is no devices by default."""
         return self.room
 
     def finish(self, name: str, exit_code: int = 0, number: int | None = None) -> None:
-        """End the jobs of that name, or only the one with this start `number`, counted from 0."""
+        """End the jobs with this name, or only the job with this start `number`, counted from 0."""
         self._over(name, Observation(JobState.EXITED, exit_code=exit_code), number)
 
     def lose(self, name: str, cause: Cause | None = None, number: int | None = None, pod: str = "") -> None:
-        """Lose the jobs of that name, or one of these; in a gang the loss of `pod` ends the other pods."""
+        """Lose the jobs with this name, or one of these; in a gang, the loss of `pod` ends the other pods."""
         for job in self._those(name, number):
             job.culprit = pod
         self._over(name, Observation(JobState.LOST, detail="its supervisor has ended", cause=cause), number)
 
     def requeue(self, name: str, number: int | None = None) -> None:
-        """Restart the jobs of that name, or one of these, under the same name, as a scheduler's requeue does."""
+        """Restart the jobs with this name, or one of these, under the same name, as a scheduler's requeue does."""
         now = self._now()
         for job in self._those(name, number):
             job.before += (now if job.ended is None else job.ended) - job.begun

@@ -1,5 +1,6 @@
-"""Executors of installed packages (entry points `posttrain.executors`): loaded when a workspace names one, and checked
-against the port.
+"""Executors of installed packages (entry points `posttrain.executors`).
+
+An executor is loaded when a workspace names it, and is checked against the port.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,11 @@ _FLAGS = ("attests", "idempotent")
 class InstalledExecutor:
     """A package's executor. The package is not imported before a job is submitted or observed.
 
-    After an unexpected exception of its code, a submission returns Unknown, since the job may exist; every other call
-    raises `InfrastructureError` and is retried.
+    After an unexpected exception in the package's code, a submission returns Unknown, since the job may exist; every
+    other call raises `InfrastructureError` and is retried.
 
     Args:
-        own: Posttrain's own executors, for hints.
+        own: the names of Posttrain's own executors, for hints in errors.
         runs: the folder that contains the attempt folders.
     """
 
@@ -32,7 +33,7 @@ class InstalledExecutor:
         self._made: tuple[Plugin, Executor] | None = None
 
     def load(self) -> Executor:
-        """Return the executor of the package, which is imported now.
+        """Import the package and return its executor.
 
         Raises:
             InputError: no package has this executor, or the entry point does not return an executor.
@@ -105,7 +106,7 @@ class InstalledExecutor:
 
     @contextmanager
     def _asked(self, verb: str) -> Iterator[Executor]:
-        """Yield the executor; turn its unexpected exceptions into `InfrastructureError`."""
+        """Yield the executor; turn the executor's unexpected exceptions into `InfrastructureError`."""
         try:
             plugin, made = self._load()
         except InputError as error:  # the package may have been uninstalled while its jobs still run

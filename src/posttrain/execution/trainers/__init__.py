@@ -1,1 +1,1 @@
-"""One file per engine that can run a stage. They do not import each other."""
+"""One module for each engine that can run a stage. These modules do not import each other."""

@@ -32,7 +32,7 @@ class FakeTrainer:
         return digest_json({"trainer": self.name, "module": self._module})
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
-        """See `Trainer.check`; rejects only parameters that are not JSON."""
+        """See `Trainer.check`; only parameters that are not JSON are rejected."""
         try:
             digest_json(dict(params))
         except InputError as error:
@@ -48,7 +48,7 @@ class FakeTrainer:
         )
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """See `Trainer.devices`; returns its parameter `devices`."""
+        """See `Trainer.devices`; the number is the stage's parameter `devices`."""
         return int(params.get("devices", 0))
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:

@@ -1,5 +1,6 @@
-"""Trainers of installed packages (entry points `posttrain.trainers`): loaded when a run names one, and checked against
-the port.
+"""Trainers of installed packages (entry points `posttrain.trainers`).
+
+A trainer is loaded when a run names it, and is checked against the port.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ _VERBS = ("code_digest", "check", "devices", "compile", "collect")
 
 
 class InstalledTrainer:
-    """A package's trainer. Exceptions of its code become one line that names the package.
+    """A package's trainer. An exception in the package's code becomes a one-line error that names the package.
 
     The package's sources and version are always part of its code digest.
 
@@ -26,7 +27,7 @@ class InstalledTrainer:
         plugin: the entry point: a class or function that returns the trainer and needs no arguments.
 
     Raises:
-        InputError: the entry point returns no valid trainer, or one with another name.
+        InputError: the entry point returns no valid trainer, or a trainer with another name.
     """
 
     def __init__(self, plugin: Plugin) -> None:
@@ -42,7 +43,7 @@ class InstalledTrainer:
             raise InputError(f"{plugin}: its trainer must be named like the entry point, got {called!r}")
 
     def code_digest(self) -> str:
-        """See `Trainer.code_digest`: includes its package."""
+        """See `Trainer.code_digest`; the digest includes the package."""
         with self.plugin.calling("code_digest"):
             own = str(self._trainer.code_digest())
         return digest_json({"own": own, "package": self.plugin.code_digest(type(self._trainer).__module__)})
@@ -71,9 +72,9 @@ class InstalledTrainer:
 
 
 class Trainers(Mapping[str, Trainer]):
-    """The available trainers: `own`, and those of installed packages, each loaded on first access.
+    """The available trainers: `own`, and the trainers of installed packages, each loaded on first access.
 
-    Access to a trainer of a broken package raises InputError, not KeyError; the others remain available.
+    Access to a trainer of a broken package raises InputError, not KeyError; the other trainers remain available.
     """
 
     def __init__(self, own: Sequence[Trainer]) -> None:

@@ -96,7 +96,7 @@ class NativeTrainer:
         )
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
-        """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting costs 9x)."""
+        """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting is 9x slower)."""
         kind = kind_of(order.kind)
         if not kind.module:
             raise InputError(f"kind {order.kind!r} must be installed; install its package")
@@ -108,9 +108,9 @@ class NativeTrainer:
         )
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """Return 1 for a single process, else the number of GPUs of its pools.
+        """Return 1 for a single process, else the number of GPUs of the stage's pools.
 
-        0 for a stage on a named cluster or on CPUs, or of an installed kind without `runtime.device`.
+        The number is 0 for a stage on a named cluster or on CPUs, or of an installed kind without `runtime.device`.
         """
         runtime = params.get("runtime") or {}
         unasked = kind not in OWN and "device" not in runtime  # the needs of an installed kind are unknown
@@ -120,7 +120,7 @@ class NativeTrainer:
         return 1 if placement.is_inline else sum(pool.resources.gpus for pool in placement.pools().values())
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
-        """Return the result that the job wrote; None: no result yet."""
+        """Return the result that the job wrote; None: there is no result yet."""
         return attempt.read_result()
 
 
@@ -128,7 +128,7 @@ def _installed_contract(kind: str, params: Mapping[str, Any]) -> StageContract:
     """Return the contract of a stage whose kind an installed package defines.
 
     Raises:
-        InputError: no package defines the kind, or its package raises an error or returns an invalid contract.
+        InputError: no package defines the kind, or the package raises an error or returns an invalid contract.
     """
     found = installed_kind(kind)
     if found is None:
@@ -179,7 +179,7 @@ def gpu_visible() -> bool:
 
 
 def _accelerator() -> list[str]:
-    """Return an empty list without a device file (CUDA, WSL, ROCm); else `there`, and variables that hide all devices.
+    """Return `there` and variables that hide all devices; empty if there is no device file (CUDA, WSL, ROCm).
 
     A job inherits these variables from the process that launches it.
     """
@@ -196,7 +196,7 @@ def _version(library: str) -> str:
 
 
 def _name_by_slot(config: StageConfig) -> dict[str, Any]:
-    params: dict[str, Any] = config.model_dump(mode="json", exclude={"epochs"})  # `steps` contains it
+    params: dict[str, Any] = config.model_dump(mode="json", exclude={"epochs"})  # `steps` contains the epochs
     for slot, (kind, _) in config.inputs().items():
         first, _, rest = slot.partition(".")
         if kind == "reward":
@@ -257,10 +257,10 @@ def _sure_steps(config: TrainingConfig) -> int:
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """Return the planner's factors: the maximum number of documents read or answered, and of those trained on.
+    """Return the planner's factors: the maximum numbers of documents that are read or answered, and trained on.
 
-    `least` is the stage's minimum of tokens, at one token for every document. The job does not start its last step
-    unless the budget has room for the price of that step (`recipes`).
+    `least` is the stage's minimum number of tokens, at one token for every document. The job does not start its last
+    step unless the budget has room for the cost of that step (`recipes`).
     """
     if isinstance(config, TrainingConfig) and not config.steps:
         return {}  # the plan calls this function again once the steps are known
@@ -272,7 +272,7 @@ def _work(config: StageConfig) -> dict[str, float]:
         prompts, generated = config.prompts_per_step, samples * config.response_tokens
         last = prompts + generated + passes * (samples + generated)
         before = (_sure_steps(config) - 1) * (prompts + samples)
-        if isinstance(config, DataflowConfig):  # its algorithm decides what it trains on
+        if isinstance(config, DataflowConfig):  # its algorithm decides which documents it trains on
             last, before = config.tokens_per_step or last, 0
         return {
             "steps": config.steps,

@@ -89,7 +89,7 @@ def body(job: Job) -> JobResult:
 def _judges(
     job: Job, config: EvaluateConfig, suites: Mapping[str, Sequence[Item]], stack: ExitStack
 ) -> dict[str, Judge]:
-    """Return the rewards that score suites, each tried on its first items before any token is generated.
+    """Return the rewards that score suites, each tried on its suite's first items before any token is generated.
 
     Raises:
         InputError: a reward cannot be opened (see `open_rewards`).

@@ -23,7 +23,7 @@ def open_rewards(
 
     Args:
         reward: the value in the stage's parameters: a name, or name → weight.
-        stack: closes the reward.
+        stack: the exit stack that closes the reward.
         timeout: seconds for one batch of completions, for each function.
         ranks: the number of processes of each function.
 

@@ -120,7 +120,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
 def _open_cluster_pools(
     config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
 ) -> dict[str, ResourcePool]:
-    """Return role → its pool of Ray processes. All pools are checked with the cluster before the first is created."""
+    """Return each role's pool of Ray processes. All pools are checked with the cluster before any pool is created."""
     roles, address = roles_of(config), config.runtime.ray_address
     pools = config.placement.pools(roles)
     ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
@@ -260,7 +260,7 @@ def body(job: Job) -> JobResult:
 
 
 def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, Controller, dict[str, float]]:
-    """Open models, data and rewards of the stage; also return the fall-backs of its models."""
+    """Open models, data and rewards of the stage; also return the fall-backs of the models."""
     recorder = Recorder(job.sink)
     trained = _open(job, config, stack.enter_context(open_pools(config, recorder, _costs(job))), stack)
     slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
@@ -299,7 +299,7 @@ def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -
 
 
 def _algorithm(job: Job, config: TrainingConfig) -> Any:
-    """Return the stage's algorithm: a user's own, or that of its kind."""
+    """Return the stage's algorithm: the user's own algorithm, or the algorithm of the stage's kind."""
     if isinstance(config, DataflowConfig):
         return _dataflow(job)(config)
     spec = kind_of(job.order.kind).algorithm
@@ -387,7 +387,7 @@ def _reward_function(
     placed: bool,
 ) -> Scorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
-    timeout = float(config.reward_timeout)  # settled (`settled`)
+    timeout = float(config.reward_timeout)  # `settled` has replaced `auto`
     opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
     name = ", ".join(job.label(place) for place in reward_slots("reward", reward))
     scorer = RewardScorer(
@@ -401,7 +401,7 @@ def _reward_function(
 def _environment(
     config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Environment | None:
-    """Return the environment that observes between two responses; None without one."""
+    """Return the environment that observes between two responses; None if there is no environment."""
     if not isinstance(config, TurnsConfig):
         return None
     observe = getattr(algorithm, "observe", None)

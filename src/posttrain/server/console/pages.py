@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.api.values import ChannelView, RunSummary
 
-COMPARED = 6  # runs side by side: more do not fit in a window
+COMPARED = 6  # maximum number of runs side by side; more do not fit in a window
 PAGE = 50  # runs, or moves of a channel, per page
-_QUEUE = 200  # unfinished runs of a kind that are shown
-_TABLE, _METRICS = 200, 6  # runs and metric columns of the table
+_QUEUE = 200  # maximum number of unfinished runs
+_TABLE, _METRICS = 200, 6  # maximum numbers of runs and of metric columns in the table
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
 _CONDITION = re.compile(r"([^<>=\s]+)(>=|<=|>|<|=)([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
 def run_list(visit: Visit) -> Response:
-    """Show the queue, and the newest runs that have ended."""
+    """Show the unfinished runs, and the newest runs that have ended."""
     words = visit.request.query_params
     wanted = words.get("q", "").strip()[:200]
     note = ""
@@ -58,9 +58,10 @@ def run_list(visit: Visit) -> Response:
 def run_table(visit: Visit) -> Response:
     """Show the newest runs as a table with a column for each metric, sorted and filtered by the query.
 
-    `sort` is a column, descending with `-`. `where` has conditions (`heldout/accuracy>=0.9`, `tokens<1e6`) and words
-    that must occur in name, id, owner, state or a tag. A run without the value comes after the others, and meets no
-    condition on it.
+    `sort` is a column name, with the prefix `-` for descending order. `where` contains conditions
+    (`heldout/accuracy>=0.9`, `tokens<1e6`) and words that must occur in a run's name, id, owner, state or tags. A run
+    without a value in the sorted column comes last. A run without a value in a condition's column does not meet the
+    condition.
     """
     words = visit.request.query_params
     where, sort, tag = (
@@ -85,7 +86,7 @@ def run_table(visit: Visit) -> Response:
 
 
 def _value(run: RunSummary, column: str) -> float | str | None:
-    """Return a run's value in a column; None: it has none."""
+    """Return a run's value in a column; None if the run has no value."""
     columns: dict[str, float | str] = {
         "name": run.name, "state": run.state, "owner": run.owner, "tokens": float(run.tokens),
         "seconds": run.seconds, "created": run.created_at,
@@ -95,7 +96,7 @@ def _value(run: RunSummary, column: str) -> float | str | None:
 
 
 def _test(word: str) -> Callable[[RunSummary], bool]:
-    """Return the condition that a word of `where` states."""
+    """Return a test for the condition that a word of `where` states."""
     found = _CONDITION.fullmatch(word)
     if found is None:
         text = word.lower()
@@ -110,26 +111,26 @@ def _test(word: str) -> Callable[[RunSummary], bool]:
 
 
 def _waiting(queue: Sequence[RunSummary], waits: bool) -> list[RunSummary]:
-    """Return the runs in the queue that have no running stage (`waits`), or the others."""
+    """Return the unfinished runs in the queue that have no running stage (if `waits`), or those that have one."""
     return [one for one in queue if waits != one.at_work and not is_final("run", one.state)]
 
 
 def run(visit: Visit) -> Response:
-    """Show a run's status; the page itself requests the report, which a worker renders."""
+    """Show a run's status. The page then requests the run's report, which a worker renders."""
     status = visit.control.status(visit.named("run"))
     return visit.page("run", live=f"run/{status.run.id}", status_of=status, over=is_final("run", status.run.state))
 
 
 def report(visit: Visit) -> Response:
-    """Show scores, gates, curves, samples, costs, lineage."""
-    run_id = visit.control.run(visit.named("run")).id  # an unknown run occupies no worker
-    part = "part" in visit.request.query_params  # a part of the run's page, which shows the stages itself
+    """Show the report of a run: scores, gates, curves, samples, costs and lineage."""
+    run_id = visit.control.run(visit.named("run")).id  # an unknown run is rejected before it occupies a worker
+    part = "part" in visit.request.query_params  # the report is part of the run's page, which already shows the stages
     drawn = visit.drawn("report", run_id=run_id, stages=not part)
     return visit.page("part" if part else "report", run_id=run_id, drawn=drawn)
 
 
 def card(visit: Visit) -> Response:
-    """Show the summary of a run for an approver; the page of a channel requests it."""
+    """Show the summary of a run for an approver; a channel's page requests this summary."""
     return visit.page("part", drawn=visit.drawn("card", run_id=visit.control.run(visit.named("run")).id))
 
 
@@ -150,7 +151,7 @@ def compare(visit: Visit) -> Response:
 
 
 def guarded(control: Control) -> list[str]:
-    """Return the channels that can have approval requests: protected ones, and those with a policy."""
+    """Return the channels that can have approval requests: those that are protected or have a policy."""
     return [one.name for one in control.channels() if one.protected or one.policy]
 
 
@@ -167,7 +168,7 @@ def audit(visit: Visit) -> Response:
 
 
 def channels(visit: Visit) -> Response:
-    """Show every channel, and its live release."""
+    """Show every channel with its live release."""
     live = {entry.channel: entry for entry in visit.control.live()}
     return visit.page("channels", live="channels", records=visit.control.channels(), entries=live)
 
@@ -200,19 +201,19 @@ def confirm_rollback(visit: Visit) -> Response:
 
 
 def roll_back(visit: Visit) -> Response:
-    """Roll back, with a reason."""
+    """Roll a channel back, with a reason."""
     found, form = _channel(visit), visit.form
     to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
     if not reason:
         return _confirmation(visit, found, to, "a rollback needs a reason, which is kept with its event; enter one")
     sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
-    sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed it, and required a reason
+    sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed the quarantine
     visit.worker("rollback", sent)
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
 
 
 def decide(visit: Visit) -> Response:
-    """Approve or reject a request."""
+    """Approve or reject a pending request."""
     found, form = _channel(visit), visit.form
     verdict, request = form.get("verdict", ""), form.get("request", "")
     if verdict not in ("approve", "reject") or not any(

@@ -1,4 +1,4 @@
-"""Parts of pages that a worker renders, since they load numpy, read files of jobs, or judge."""
+"""Parts of pages that a worker renders, because they load numpy, read files of jobs, or judge gates."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,11 +11,11 @@ from posttrain.domain.kinds import OWN
 from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
 
-_LINES = 400  # lines of a log that are shown
-_DATA = ("dataset", "model", "reward", "history", "import", "blob")  # kinds of nodes that made a model
+_LINES = 400  # maximum number of lines of each attempt's log
+_DATA = ("dataset", "model", "reward", "history", "import", "blob")  # kinds of nodes from which a model was made
 _EVIDENCE = ("gate", "policy", "evaluation")
 _MEASURING = frozenset(name for name, kind in OWN.items() if kind.measures)
-_USES = 500  # nodes of the uses of a model, the nearest first
+_USES = 500  # maximum number of nodes downstream of a model, nearest first
 
 
 def drawn(control: Control, sent: Mapping[str, Any]) -> str:
@@ -42,8 +42,8 @@ def _card(control: Control, run_id: str) -> str:
 def _audit(control: Control, of: str) -> str:
     """Render three facts about a model: the data that made it, its releases with their approvals, and the evidence.
 
-    The lineage contains the approvals of releases and the numbers of gates; the uses of the model's bytes add its
-    releases to other channels, and measurements in other runs.
+    The lineage contains the approvals of releases and the numbers of gates. The nodes downstream of the model's bytes
+    add the model's releases to other channels and its measurements in other runs.
     """
     root = control.lineage(of)
     nodes = _by_kind(root.walk())
@@ -63,7 +63,7 @@ def _audit(control: Control, of: str) -> str:
         "data": [one for kind in _DATA for one in made[kind]],
         "manifests": nodes["manifest"],
     }
-    # a node may be below several other nodes
+    # a node may occur below several other nodes, but is listed once
     each = {
         name: list({(one.kind, one.name, one.digest, one.details): one for one in listed}.values())
         for name, listed in shown.items()
@@ -79,7 +79,7 @@ def _by_kind(nodes: Iterable[Node]) -> defaultdict[str, list[Node]]:
 
 
 def _log(control: Control, run_id: str) -> str:
-    """Render the last lines of each attempt with output."""
+    """Render the last lines of output of each attempt."""
     found: dict[tuple[str, int], deque[str]] = {}
     for log, text in control.logs(run_id, None):
         lines = found.setdefault((log.stage, log.attempt), deque(maxlen=_LINES))

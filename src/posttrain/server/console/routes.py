@@ -1,15 +1,15 @@
 """Paths of the console, the handling of its requests, and streams that notify browsers of changed pages.
 
-A request passes checks of its session and form, and then gets its page:
+The server checks the session and the form of a request, and then returns the page:
 
 ::
 
     GET  page  ──▶ cookie ─▶ session ─▶ token ─▶ role ─▶ page           (else: /login)
     POST form  ──▶ the same, and Origin, and the form's own token ─▶ verb ─▶ GET of the page
 
-Pages follow changes by a stream: it notifies a browser that its page has changed, and the browser requests the page
-again. A notification has no content, so the stream contains nothing that a page would have to escape. Many viewers of
-the same page cost the same as one.
+A page follows changes through a stream: the stream notifies the browser that the page has changed, and the browser
+requests the page again. A notification has no content, so the stream contains nothing that would have to be escaped.
+Many viewers of the same page cost the same as one viewer.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from posttrain.server.streams import Followed, is_ending
 if TYPE_CHECKING:
     from posttrain.api.values import RunSummary
 
-MOST = 200  # concurrent followers; other browsers poll
+MOST = 200  # maximum number of concurrent followers; other browsers poll
 _EVERY = 1.0  # seconds between two checks for changes
 _AGAIN = 5.0  # seconds between two checks of the follower's permission
 _SILENT = 15.0  # seconds after which a comment keeps the connection open
-_STREAM_SECONDS = 900.0  # seconds of one stream; the browser opens another one
-_KEPT = 256  # cached marks
+_STREAM_SECONDS = 900.0  # seconds after which a stream ends; the browser then opens another
+_KEPT = 256  # maximum number of cached marks
 _RUN = "run/"
 PROJECT = "/projects/{project}"
 _Page = Callable[[Visit], Response]
@@ -73,11 +73,11 @@ _FORMS: dict[str, _Page] = {
     "/channels/{channel}/approvals": pages.decide,
 }
 _NOT_MODIFIED_SECONDS = 3600
-_LONGEST = 1000  # characters of a name
+_LONGEST = 1000  # maximum characters of a name
 
 
 class Live:
-    """Marks of the state of pages, shared by all followers."""
+    """Hashes of the state of pages, called marks, which all followers share."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
@@ -107,7 +107,7 @@ class Live:
         return found
 
     async def follow(self, request: Request, enter: Callable[[Request], Visit]) -> Response:
-        """Return a stream of events `changed`."""
+        """Return a stream of `changed` events for a page."""
         of = request.query_params.get("of", "")
         visit = await in_thread(READ, enter, request)
         if of.startswith(_RUN) and (found := await _elsewhere(visit, of.removeprefix(_RUN))):
@@ -141,7 +141,7 @@ class Live:
                 elif now - said >= _SILENT:
                     said = now
                     yield b": still here\n\n"
-        except PosttrainError:  # the stream ends: the browser requests the page, which shows why
+        except PosttrainError:  # the stream ends, and the browser requests the page, which shows the reason
             yield b"event: changed\ndata: {}\n\n"
         finally:
             self.followers -= 1
@@ -162,7 +162,7 @@ def _run(control: Control, run_id: str) -> Any:
     return status.run.generation, over, said, stages, status.signals, status.approvals, status.notes
 
 
-# each queries only data that every member may see, so a cached mark needs no further check
+# each function queries only data that every member may see, so a cached mark needs no further check
 _LOOKS: dict[str, Callable[[Control, str], Any]] = {
     "runs": lambda control, _: [_brief(one) for one in (*control.queue(pages.PAGE), *control.ls(pages.PAGE))],
     "run": _run,
@@ -193,7 +193,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 def _enter(server: Server, request: Request) -> Visit:
-    """Return the visit of a request, in the project of the path. It reads the ledger: call it in a thread.
+    """Return the visit for a request, in the project of the path. Call this in a thread, because it reads the ledger.
 
     Raises:
         AuthenticationError: there is no valid session for the project.
@@ -231,7 +231,7 @@ def _shown(server: Server, page: _Page, lane: str) -> Callable[[Request], Awaita
 
 
 async def _elsewhere(visit: Visit, run_id: str, *, computes: bool = False) -> Response | None:
-    """Return the answer of the server of the host with a run's jobs; None: this server has to answer."""
+    """Return the response of the server on the host with a run's jobs, or None if this server must respond."""
     server, who = visit.server, visit.asker
     found = await server.peers.answer(
         visit.request, lambda: server.authentication.ledger(who), run_id, who.identity, computes=computes
@@ -261,7 +261,7 @@ def _to_login(request: Request) -> Response:
 
 
 async def _first(server: Server, request: Request) -> Response:
-    """Redirect to the first project that this browser is logged in to."""
+    """Redirect to the first project to which this browser is logged in."""
     return redirect(await in_thread(READ, _home, server, request))
 
 
@@ -293,7 +293,7 @@ async def _log_in(server: Server, request: Request) -> Response:
         secret = visits.secret_of(request, visits.LOGIN, secure=server.secure)
         fields = await visits.read_form(request, secret, secure=server.secure)
         where = f"address {request.client.host if request.client else ''}"
-        async with server.limits.taken(where, LOGIN):  # guesses have few threads and do not block other users
+        async with server.limits.taken(where, LOGIN):  # few threads, so guesses do not block other users
             found = await in_thread(READ, visits.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")

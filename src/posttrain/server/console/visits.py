@@ -1,8 +1,8 @@
-"""Visits of browsers to the console: one request, its cookie and form, and the frame, headers and errors of pages.
+"""Requests of browsers to the console (visits), with cookies and forms, and the frame, headers and errors of pages.
 
 The cookie of each project contains the secret of a session (`access.authenticators.session`). The token of every form
-is derived from that secret, so only a page of this server can have made the form. The browser also sends the origin of
-the form, which must be this server.
+is derived from that secret, so only a page of this server can have made the form. The browser also sends the form's
+origin, which must be this server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "same-origin",  # with no-referrer, browsers would send `Origin: null` with our own forms
+    "referrer-policy": "same-origin",  # with no-referrer, browsers would send `Origin: null` with the console's forms
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
@@ -56,9 +56,9 @@ _TITLES = {
     422: "Invalid request",
     429: "Too many requests",
 }
-FIELD = "form_token"  # the field of the token in every form
-MOST_BYTES = 64 << 10  # of a form
-LOGIN = "_login"  # stands for a project in the cookie of the login form
+FIELD = "form_token"  # the field that contains the token in every form
+MOST_BYTES = 64 << 10  # maximum size of a form
+LOGIN = "_login"  # the name of the login form's cookie contains this instead of a project
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _PLACE = re.compile(r"/projects/[A-Za-z0-9/_.~%?=&:+-]*")
 _FORM = "application/x-www-form-urlencoded"
@@ -66,14 +66,14 @@ _FORM = "application/x-www-form-urlencoded"
 
 @functools.cache
 def asset(name: str) -> tuple[bytes, str]:
-    """Return the style or the script of all pages, and a tag that changes with it."""
+    """Return the style sheet or the script of all pages, and a tag that changes with its content."""
     body = template(f"console/{name}").render().encode()
     return body, hashlib.sha256(body).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request of a logged-in principal to one project."""
+    """A request by a logged-in principal to one project."""
 
     server: Server
     request: Request
@@ -89,7 +89,7 @@ class Visit:
         return self.asker.project
 
     def named(self, word: str) -> str:
-        """Return a part of the path."""
+        """Return the value of a path parameter."""
         return str(self.request.path_params[word])
 
     def sending(self, fields: Mapping[str, str]) -> Visit:
@@ -97,16 +97,16 @@ class Visit:
         return replace(self, form=fields)
 
     def may(self, needed: Role) -> bool:
-        """Return whether the principal has a role; `Control` checks again."""
+        """Return whether the principal has a role; `Control` checks the role again."""
         return self.role is not None and Role(self.role).covers(needed)
 
     def worker(self, verb: str, sent: Mapping[str, Any]) -> bytes:
-        """Return a worker's answer."""
+        """Carry out a verb in a worker; return the result as JSON."""
         return self.server.workers.ask(self.asker.to_json(), verb, sent, self.request.state.id)
 
     def drawn(self, page: str, **words: Any) -> Markup:
-        """Return a part of a page that a worker renders, since it computes or reads files."""
-        return Markup(json.loads(self.worker(CONSOLE, {"page": page, **words})))  # the template escapes it
+        """Return a part of a page that a worker renders, because rendering it computes or reads files."""
+        return Markup(json.loads(self.worker(CONSOLE, {"page": page, **words})))  # the worker's template escaped it
 
     def page(self, name: str, /, *, live: str = "", status: int = 200, **words: Any) -> Response:
         """Return a page.
@@ -123,7 +123,7 @@ class Visit:
         )  # fmt: skip
 
     def goes_to(self, place: str) -> Response:
-        """Redirect to a page of this project, by GET."""
+        """Return a redirect to a page of this project, which the browser requests with GET."""
         return redirect(f"/projects/{self.project}{place}")
 
 
@@ -141,12 +141,12 @@ _NOBODY: dict[str, Any] = {
 
 
 def redirect(place: str) -> Response:
-    """Redirect by GET."""
+    """Return a redirect that the browser follows with GET."""
     return RedirectResponse(place, 303, HEADERS)
 
 
 def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
-    """Return the page of an error; for an unexpected error it shows only the request's id."""
+    """Return the page for an error; for an unexpected error, the page shows only the request's id."""
     status = 401 if isinstance(error, AuthenticationError) else None
     document = error.document if isinstance(error, Refused) else logged_problem(error, request.state.id, status=status)
     status = int(document["status"])
@@ -155,7 +155,7 @@ def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
         return html("error", status, **words)
     try:
         return visit.page("error", status=status, **words)
-    except PosttrainError:  # the ledger is unreachable: this frame needs no data
+    except PosttrainError:  # the ledger is unreachable, so the page has a frame that needs no data
         return html("error", status, **words)
 
 
@@ -175,12 +175,12 @@ def projects(request: Request, *, secure: bool) -> list[str]:
 
 
 def secret_of(request: Request, project: str, *, secure: bool) -> str:
-    """Return the value of a project's cookie; empty: there is no cookie."""
+    """Return the value of a project's cookie; "" if there is no cookie."""
     return request.cookies.get(cookie(project, secure=secure), "")
 
 
 def asker(server: Server, secret: str, project: str) -> Asker:
-    """Return the principal of a session. It reads the ledger.
+    """Return the caller that a session represents, after reading the ledger.
 
     Raises:
         AuthenticationError: the session is not valid for this project.
@@ -214,12 +214,12 @@ def log_out(server: Server, secret: str) -> None:
 
 
 def form_token(secret: str) -> str:
-    """Return the token in forms of a session: it is derived from the session's secret and does not reveal it."""
+    """Return the token for a session's forms, which is derived from the session's secret but does not reveal it."""
     return hmac.new(secret.encode(), b"posttrain form", hashlib.sha256).hexdigest()
 
 
 async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str, str]:
-    """Return the fields of a form of this server and of a session.
+    """Return the fields of a submitted form, after checking that this server issued the form in this session.
 
     Raises:
         InputError: the body is not a form, or is too large.
@@ -241,10 +241,10 @@ async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str,
 
 
 def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, secure: bool) -> None:
-    """Reject a form of another site's page.
+    """Reject a form that comes from a page of another site.
 
     Args:
-        secure: whether pages are served only over TLS, so a page of this host without TLS is not this server's.
+        secure: whether pages are served only over TLS; if so, a page of this host without TLS is not this server's.
 
     Raises:
         AccessError: the form is not from a page of this server and this session.
@@ -260,7 +260,7 @@ def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, 
 
 
 def _origin(said: str) -> tuple[str, str]:
-    """Return scheme and host."""
+    """Return the scheme and host of an `Origin` header."""
     try:
         parts = urlsplit(said)
     except ValueError:
@@ -269,5 +269,5 @@ def _origin(said: str) -> tuple[str, str]:
 
 
 def place(word: str) -> str:
-    """Return the page to show after the login; empty: the requested page is not in the console."""
+    """Return the page to show after the login; "" if the requested page is not in the console."""
     return word if _PLACE.fullmatch(word) and "//" not in word else ""

@@ -1,4 +1,4 @@
-"""The blob back-ends, one file each, and their port. They do not import each other."""
+"""The port of the blob back-ends. Each back-end has a separate file and does not import the others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _CHUNK = 4 << 20  # bytes
 class Backend(ABC):
     """A place for objects, opened as an obstore store, with the methods that most back-ends share."""
 
-    url: str  # from which another process opens the same store
+    url: str  # another process opens the same store from this URL
 
     @abstractmethod
     def open(self) -> Any:
@@ -20,10 +20,10 @@ class Backend(ABC):
         """Return as soon as the object just written survives a power cut."""
 
     def touch(self, key: str, modified: float) -> bool:
-        """Renew the age of an object; return whether it was renewed or is young enough.
+        """Renew the age of an object; return whether the age was renewed or the object is young enough.
 
         Args:
-            modified: time of its last write (seconds since the epoch).
+            modified: time of the object's last write (seconds since the epoch).
         """
         return False
 

@@ -14,11 +14,11 @@ _OTHERS = 0o077  # permissions of everyone except the owner
 
 
 class LocalFolder(Backend):
-    """Durability for blobs below `folder`.
+    """A back-end that stores blobs durably below `folder`.
 
     obstore writes under a temporary name and renames or links the file, without fsync: after a power cut, a name could
-    refer to a file without its bytes. Therefore each blob is synced, and then the folders above it, before its digest
-    is returned.
+    refer to a file without its bytes. Therefore each blob is synced, and then the folders above the blob, before the
+    digest is returned.
     """
 
     def __init__(self, folder: Path) -> None:

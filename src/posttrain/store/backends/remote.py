@@ -1,9 +1,9 @@
 """Any object store that obstore opens by URL: `s3://bucket/prefix`, `gs://…`, `az://…`.
 
-Credentials come from the environment. Every request has a timeout, so an unreachable or slow store is an error within
-a minute. Large objects therefore take several requests: they are read in ranges and written in parts (multipart), few
-of which are in memory. A failed upload is aborted; the upload of a killed process is aborted by `posttrain gc`
-(`store.direct`).
+Credentials come from the environment. Every request has a timeout, so an unreachable or slow store causes an error
+within a minute. Large objects therefore take several requests: they are read in ranges and written in parts
+(multipart), with few parts in memory. A failed upload is aborted; the upload of a killed process is aborted by
+`posttrain gc` (`store.direct`).
 """
 
 import os
@@ -20,7 +20,7 @@ from posttrain.domain.errors import InputError
 from posttrain.store.backends import Backend
 from posttrain.store.external import refuse_no_endpoint
 
-YOUNG = 3600.0  # seconds; younger objects are deleted only on request
+YOUNG = 3600.0  # seconds; objects younger than this are deleted only on request
 PART = 8 << 20  # bytes of one request
 ANSWER_SECONDS = 30.0  # maximum duration of a request
 _COPIED = 16 << 20  # minimum bytes per second of a copy within a store
@@ -55,7 +55,7 @@ class Remote(Backend):
             ) from error
 
     def touch(self, _key: str, modified: float) -> bool:
-        """See `Backend.touch`: only a write renews an object, which is not needed while the object is young."""
+        """See `Backend.touch`. Only a write renews an object's age; a young object needs no renewal."""
         return time.time() - modified < YOUNG
 
     def pieces(self, store: Any, key: str) -> Iterator[bytes]:
@@ -78,7 +78,7 @@ class Remote(Backend):
         obstore.put(store, key, pieces, chunk_size=max(PART, -(-size // _MOST_PARTS)), max_concurrency=_AT_ONCE)
 
     def copy(self, source: str, target: str, size: int) -> None:
-        """Copy an object of `size` bytes within the store, in one request whose answer arrives after the copy."""
+        """Copy an object of `size` bytes within the store, in one request, which is answered after the copy."""
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
 
 

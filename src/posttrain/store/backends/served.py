@@ -1,4 +1,4 @@
-"""The inputs of one attempt, read from its server over HTTP: a server's job has no key to the store.
+"""The inputs of one attempt, read over HTTP from its server, because a job that a server launched has no store key.
 
 A job waits minutes for an unreachable server, and its log records the wait. Each try reads the server's address and the
 job's token again from the attempt's folder. The module uses only the standard library.

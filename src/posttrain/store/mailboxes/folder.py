@@ -32,7 +32,7 @@ class FolderObjects:
             raise _refused(path, error.__cause__) or error from error.__cause__
 
     def overwrite(self, key: str, data: bytes) -> None:
-        """See `MailboxObjects.overwrite`: not synced, because it is written with every segment."""
+        """See `MailboxObjects.overwrite`. The file is not synced, because it is written with every segment."""
         path = self._folder / key
         fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
@@ -50,7 +50,7 @@ class FolderObjects:
             return None
 
     def remove(self, key: str) -> None:
-        """See `MailboxObjects.remove`; not synced, because a file that a power cut restores is also in its pack."""
+        """See `MailboxObjects.remove`. Not synced: a file that a power cut restores is also in its pack."""
         (self._folder / key).unlink(missing_ok=True)
 
     def numbers(self, folder: str) -> list[int]:

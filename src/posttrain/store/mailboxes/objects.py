@@ -22,7 +22,7 @@ from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
 from posttrain.store.atomic import most_of
 from posttrain.store.external import refuse_no_endpoint
 
-_DIGITS = 16  # of a number
+_DIGITS = 16  # digits of an object's number
 _SECONDS = timedelta(seconds=30)  # maximum duration of a request, including obstore's retries
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": _SECONDS}
 
@@ -37,7 +37,7 @@ def checked_url(url: str) -> str:
     """Return the normal form of a URL for mailboxes, after a test of its store.
 
     Raises:
-        InputError: the URL is not of S3, or contains credentials; the store lacks conditional PUTs.
+        InputError: the URL is not an S3 URL, or contains credentials; or the store lacks conditional PUTs.
         UnavailableError: the store does not answer.
     """
     parts = urlsplit(url)
@@ -102,7 +102,7 @@ class ObjectStoreObjects:
                 size, most = found.meta["size"], most_of(key)
                 if size <= most:
                     return bytes(found.bytes())
-            except FileNotFoundError:  # obstore's NotFoundError is one
+            except FileNotFoundError:  # obstore's NotFoundError is a FileNotFoundError
                 return None
         raise IntegrityError(f"{self._url}/{key} must have at most {most} bytes, got {size}; it is damaged")
 

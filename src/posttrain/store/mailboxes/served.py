@@ -1,6 +1,7 @@
-"""An attempt's objects through its server: a server's job has no key to the store of the objects.
+"""An attempt's objects, accessed through the attempt's server, because a job that a server launched has no store key.
 
-Requests wait for an unreachable server, except the summary's, which is written again with the next segment.
+Requests wait for an unreachable server, except the request that writes the summary: the summary is written again with
+the next segment.
 """
 
 import http.client
@@ -17,7 +18,7 @@ TOO_MUCH = 413  # HTTP status: the attempt has written its maximum
 
 
 class ServedObjects:
-    """`MailboxObjects` of the attempt in a folder.
+    """`MailboxObjects` of the attempt with this folder.
 
     Args:
         patience: seconds that the server may be unreachable.

@@ -1,1 +1,1 @@
-"""Back-ends of the `Tracker` port, one file each."""
+"""Back-ends of the `Tracker` port, each in a separate file."""

@@ -9,7 +9,7 @@ from posttrain.telemetry.tracker import ChannelState, Cursor, Ending, Row, Track
 
 @dataclass
 class Target:
-    """The data that outlive a tracker: the points in the order of writing, endings, versions and aliases."""
+    """The data that outlives a tracker: the points in the order of writing, endings, versions and aliases."""
 
     points: list[tuple[str, str, int, float]] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
@@ -22,7 +22,7 @@ class FakeTracker(Tracker):
     """The `Tracker` of a `Target`.
 
     Args:
-        trouble: called before every write; raises to simulate a failing target.
+        trouble: called before every write; it can raise an error to simulate a failing target.
     """
 
     kind: ClassVar[str] = "fake"

@@ -1,9 +1,9 @@
-"""Points as metrics `stage/metric` of an MLflow run, released models as versions whose aliases are the channels.
+"""Points as metrics `stage/metric` of an MLflow run, and released models as versions with the channels as aliases.
 
-The MLflow run has the tag `posttrain.run`; its metrics are the existing points. Names use the characters that MLflow
-allows: `@` becomes `_at_`, any other character `_`. If the result does not determine the real name (a character became
-`_`, the name was cut, or it contains `_at_`), eight digits of the real name's SHA-256 follow. In a file store, a
-truncated line is removed.
+The MLflow run has the tag `posttrain.run`; its metrics are the existing points. Names contain only the characters that
+MLflow allows: `@` becomes `_at_`, and any other character becomes `_`. If the result does not determine the real name
+(a character became `_`, the name was cut, or the real name contains `_at_`), eight digits of the real name's SHA-256
+are appended. In a file store, a truncated line is removed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 RUN_TAG, DIGEST_TAG, WORKSPACE_TAG = "posttrain.run", "posttrain.digest", "posttrain.workspace"
 _SQLITE = "sqlite:///"
 _ALIEN = re.compile(r"[^\w.\- /]", re.ASCII)
-_NAME, _VALUE = 250, 6000  # MLflow's limits for characters of a name, of a parameter
-_LONGEST = _NAME - 70  # of a metric, which follows the stage's name
+_NAME, _VALUE = 250, 6000  # MLflow's maximum lengths of a name and of a parameter
+_LONGEST = _NAME - 70  # maximum length of a metric, which follows the stage's name
 _MARKED = re.compile(r"-[0-9a-f]{8}\Z")  # the end of a changed name
-_METRICS, _PARAMS = 500, 100  # in a request
+_METRICS, _PARAMS = 500, 100  # maximum numbers per request
 _STATUS = {"succeeded": "FINISHED", "rejected": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_RESERVED = re.compile(r"latest|[vV]\d+")  # MLflow does not allow these as aliases
-# MLflow would retry for minutes while a server is away, and send usage data to its makers
+_RESERVED = re.compile(r"latest|[vV]\d+")  # names that MLflow does not allow as aliases
+# by default, MLflow retries for minutes while a server is unreachable, and sends usage data to its makers
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
@@ -59,8 +59,8 @@ class MlflowTracker(Tracker):
     """The `Tracker` and `Registry` of an experiment.
 
     Args:
-        uri: of the tracking server, or `sqlite:///…`, or a folder.
-        experiment: created if it does not exist.
+        uri: the URI of the tracking server, `sqlite:///…`, or a folder.
+        experiment: the experiment's name; the experiment is created if it does not exist.
         model: the registered model whose versions are releases.
     """
 
@@ -93,7 +93,7 @@ class MlflowTracker(Tracker):
                 os.environ.setdefault(setting, value)
             from mlflow.tracking import MlflowClient, set_tracking_uri
 
-            set_tracking_uri(self._uri)  # a file store's registry reads the global URI: by default the current folder
+            set_tracking_uri(self._uri)  # a file store's registry reads the global URI, by default the current folder
             for library in ("mlflow", "alembic"):
                 logging.getLogger(library).setLevel(logging.WARNING)
             if self._folder is not None:
@@ -103,14 +103,14 @@ class MlflowTracker(Tracker):
 
     @property
     def _folder(self) -> Path | None:
-        """The folder of a store on this machine."""
+        """The folder of a store on this machine; None for a store on a server."""
         if self._uri.startswith(_SQLITE):
             return Path(self._uri.removeprefix(_SQLITE)).parent
         return None if "://" in self._uri or self._uri.startswith("databricks") else Path(self._uri)
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
-        if self._folder is not None:  # a server's runs are distinguished by their tag alone
+        if self._folder is not None:  # on a server, the tag alone distinguishes runs
             make_folder(self._folder)
             mark = hashlib.sha256(f"{self._uri} {self._experiment}".encode()).hexdigest()[:8]
             lock = self._folder / f".{run.id}.{mark}.writer"
@@ -146,7 +146,7 @@ class MlflowTracker(Tracker):
             artifacts = str(Path(str(self._folder)) / "mlartifacts" / self._experiment) if sqlite else None
             try:
                 return str(self._client.create_experiment(self._experiment, artifacts))
-            except MlflowException:  # another run's tracker has just created it
+            except MlflowException:  # another run's tracker has just created the experiment
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise

@@ -1,7 +1,8 @@
 """Points as a Parquet file, one for each run: columns run, stage, step, wall_time, metric, value.
 
-The file is replaced as a whole and never incomplete. During a run the file is rewritten when a quarter more points have
-arrived, so all writes amount to a few times its size; the rest is written at the run's end.
+The file is replaced as a whole and is never incomplete. During a run, the file is rewritten when a quarter more points
+have arrived, so all writes together amount to a few times the file's size. The remaining points are written at the end
+of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _PLACE = ["stage", "metric", "step"]
 _BATCH = 65536
 _SHARE = 4  # rewritten when a quarter more points have arrived
-_LEAST = 1000  # points
+_LEAST = 1000  # minimum number of new points for a rewrite
 
 
 class ParquetTracker(FileTracker):
@@ -29,14 +30,14 @@ class ParquetTracker(FileTracker):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._points = 0  # in the file
+        self._points = 0  # number of points in the file
         self._waiting: list[tuple[str, int, float, str, float]] = []
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
         found, name = Cursor(), f"{run.id}.parquet"
         self._own(run, self._folder / name, f".{name}.writer")
-        for left in self._folder.glob(f".{name}.*.tmp"):  # left by a killed writer; there is one writer at a time
+        for left in self._folder.glob(f".{name}.*.tmp"):  # left by a killed writer; only one writer runs at a time
             left.unlink(missing_ok=True)
         for batch in self._batches(_PLACE):
             self._points += batch.num_rows
@@ -68,7 +69,7 @@ class ParquetTracker(FileTracker):
             self._replace()
 
     def end(self, ending: Ending) -> None:
-        """See `Tracker.end`. Points of an unfinished run may stay in memory: a new process reads them again."""
+        """See `Tracker.end`. Points of an unfinished run may remain in memory; a new process reads them again."""
         if self._waiting:
             self._replace()
 

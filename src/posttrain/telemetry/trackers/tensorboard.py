@@ -1,7 +1,8 @@
-"""Points as scalars of TensorBoard's event files: a folder for each run, tags `stage/metric`.
+"""Points as scalars in TensorBoard's event files: a folder for each run, with tags `stage/metric`.
 
 There is one file for each run, to which records are appended; a truncated record is removed. Scalars are float32, as in
-TensorBoard. Format: TFRecord (length, its masked CRC-32C, data, its masked CRC-32C) of `Event` messages.
+TensorBoard. Format: TFRecord (the length, the length's masked CRC-32C, the data, the data's masked CRC-32C) of `Event`
+messages.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 _NAME = "events.out.tfevents.{created:.0f}.posttrain"
 _VERSION = "brain.Event:2"
-_ABOUT, _OUTCOME = "run/about", "run/outcome"  # texts
-_LENGTH, _CHECK = 8, 4  # bytes
-_LONGEST = 2**26  # bytes of a record: a larger length is damage
+_ABOUT, _OUTCOME = "run/about", "run/outcome"  # tags of texts
+_LENGTH, _CHECK = 8, 4  # bytes of a length and of a checksum
+_LONGEST = 2**26  # maximum bytes of a record; a larger length is damage
 
 
 class TensorBoardTracker(AppendedTracker):
@@ -41,7 +42,7 @@ class TensorBoardTracker(AppendedTracker):
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
         folder, found = self._folder / run.id, Cursor()
-        written = _NAME.partition("{")[0] + "*"  # another workspace's file has another time in its name
+        written = _NAME.partition("{")[0] + "*"  # the name of another workspace's file contains another time
         path = folder / _NAME.format(created=run.created_at)
         self._own(run, path, ".posttrain.writer", lambda: any(folder.glob(written)))
         if not self._mend(self._taken(found)):
@@ -53,7 +54,7 @@ class TensorBoardTracker(AppendedTracker):
         return found
 
     def _taken(self, found: Cursor) -> Iterator[int]:
-        """Yield the position after each whole record, and read its points and texts."""
+        """Yield the position after each whole record, after reading the record's points and texts."""
         for place, event in _events(self._path):
             for value in event.summary.value:
                 if value.tag in (_ABOUT, _OUTCOME):
@@ -64,7 +65,7 @@ class TensorBoardTracker(AppendedTracker):
             yield place
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`: one record for each row."""
+        """See `Tracker.log`. Each row becomes one record."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for row in rows:
@@ -103,8 +104,8 @@ class TensorBoardTracker(AppendedTracker):
 def _events(path: Path) -> Iterator[tuple[int, Event]]:
     """Yield the whole records of a file, each with the position after it; stop before a truncated or damaged record.
 
-    A removed record is written again. Only the last record's data are checked, because each earlier record was complete
-    when the next one was appended.
+    A removed record is written again. Only the last record's data is checked, because each earlier record was complete
+    when the next record was appended.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c

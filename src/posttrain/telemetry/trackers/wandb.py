@@ -1,7 +1,7 @@
-"""Points as history of a W&B run with the same id: keys `stage/metric` over `stage/step`.
+"""Points as the history of a W&B run with the same id: keys `stage/metric` over `stage/step`.
 
-Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. wandb cannot append to the folder, so
-the records of a run that continues after a kill are first copied into a new folder::
+Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. wandb cannot append to an existing
+folder, so the records of a run that continues after a kill are first copied into a new folder::
 
     offline-run-1-ID                            the only one: the target
     offline-run-1-ID (marked) offline-run-2-ID  copying; after a kill the marked folder is the target
@@ -26,22 +26,22 @@ from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.telemetry.tracker import Cursor, Ending, Row, TrackedRun, Tracker, hold, refuse_another
 
 STEP = "step"
-_MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one
-_DOT = ":"  # replaces a stage's dot; no name of a stage has one
+_MARK = "posttrain.copied"  # marks a folder whose records are being copied into a new folder
+_DOT = ":"  # replaces the dot in a stage's name; no stage's name contains a colon
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
-_ARRIVING = 300.0  # seconds until written records must be in the file
-_SERVICE = "WANDB_SERVICE"  # a different program's wandb service resolves paths itself, and may have ended
-_WORKSPACE = "posttrain_workspace"  # in the configuration
+_ARRIVING = 300.0  # seconds within which written records must be in the file
+_SERVICE = "WANDB_SERVICE"  # another program's wandb service resolves paths itself, and may have ended
+_WORKSPACE = "posttrain_workspace"  # key of the workspace's identity in the configuration
 
 
 class WandbTracker(Tracker):
     """The `Tracker` of a project.
 
     Args:
-        folder: in which wandb creates its folder `wandb`.
-        project: of the account.
-        entity: the account or team; None: the key's own.
+        folder: the folder in which wandb creates its folder `wandb`.
+        project: the project in the account.
+        entity: the account or team; None: the account of the key.
         mode: `offline` or `online`.
     """
 
@@ -51,8 +51,8 @@ class WandbTracker(Tracker):
         self._base, self._project, self._entity, self._mode = folder, project, entity, mode
         self._run: Any = None
         self._about: TrackedRun | None = None
-        self._old: Path | None = None  # the former target, until it is copied
-        self._known = 0  # rows of it that `begin` read
+        self._old: Path | None = None  # the former target, until its records are copied
+        self._known = 0  # number of rows that `begin` read from the former target
         self._cursor = Cursor()
         self._ended = ""
 
@@ -64,7 +64,7 @@ class WandbTracker(Tracker):
 
     def name(self, metric: str) -> str:
         """See `Tracker.name`."""
-        return f"{metric}_" if metric.rstrip("_") == STEP else metric  # `step_` too, or it would equal a renamed `step`
+        return f"{metric}_" if metric.rstrip("_") == STEP else metric  # `step_` too: distinct from a renamed `step`
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
@@ -84,7 +84,7 @@ class WandbTracker(Tracker):
         return Cursor(self._cursor)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`: wandb writes in the background, which `end` checks."""
+        """See `Tracker.log`. wandb writes in the background; `end` checks that the data has arrived."""
         self._open()
         for row in rows:
             self._say(row)
@@ -114,7 +114,10 @@ class WandbTracker(Tracker):
             self._check_arrived()
 
     def _check_arrived(self) -> None:
-        """Wait until the file contains all points: wandb writes it later, in another process, and hides a full disk."""
+        """Wait until the file contains all points.
+
+        wandb writes the file later, in another process, and does not report a full disk.
+        """
         target, wanted = self._target(), self._cursor
         until = time.monotonic() + _ARRIVING
         while True:
@@ -151,7 +154,7 @@ class WandbTracker(Tracker):
             write_atomic(self._old / _MARK, b"")
         named = f"wandb/offline-run-{{}}-{about.id}"
         while self._mode == "offline" and (self._base / named.format(time.strftime("%Y%m%d_%H%M%S"))).exists():
-            time.sleep(0.05)  # names have a resolution of seconds
+            time.sleep(0.05)  # folder names contain whole seconds
         os.environ.pop(_SERVICE, None)
         quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
         self._run = wandb.init(
@@ -162,7 +165,7 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
         )  # fmt: skip
         os.environ.pop(_SERVICE, None)
-        if self._mode == "online":  # a resumed run has the service's configuration
+        if self._mode == "online":  # a resumed run has the configuration from the service
             try:
                 refuse_another(str(self._run.config.get(_WORKSPACE, "")), about, self.where)
             except WorkspaceError:
@@ -174,16 +177,16 @@ class WandbTracker(Tracker):
             self._run.define_metric(f"{stage}/{STEP}", hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/{STEP}")
         if self._old is not None:
-            for row in islice(self._rows(self._old), self._known):  # a killed writer's wandb may still append to it
+            for row in islice(self._rows(self._old), self._known):  # a killed writer's wandb may still append rows
                 self._say(row)
             self._old.rename(self._old.with_name(f".old-{self._old.name}"))
             self._old = None
             self._target(tidy=True)
 
-    # --- points present ----------------------------------------------------------------------------------------------
+    # --- existing points ---------------------------------------------------------------------------------------------
 
     def _target(self, *, tidy: bool = False) -> Path | None:
-        """Return the run's folder. `tidy`: delete the folders that a killed writer left next to it."""
+        """Return the run's folder; with `tidy`, delete the folders that a killed writer left next to it."""
         if self._about is None:
             return None
         found = sorted((self._base / "wandb").glob(f"offline-run-*-{self._about.id}"))
@@ -234,7 +237,7 @@ class WandbTracker(Tracker):
 
 
 def _row(said: Mapping[str, Any]) -> Row | None:
-    """Return the row from which a line of history was written; None if the line is not a row."""
+    """Return the row that a line of the history contains; None if the line contains no row."""
     step = next((key for key in said if key.endswith(f"/{STEP}") and key.count("/") == 1 and said[key] is not None), "")
     stage = step.removesuffix(f"/{STEP}")
     values = {key.removeprefix(f"{stage}/"): value for key, value in said.items() if key.startswith(f"{stage}/")}
@@ -246,6 +249,6 @@ def _row(said: Mapping[str, Any]) -> Row | None:
 
 
 def _told(name: str) -> str:
-    """Return `stage` or `stage/metric` for wandb, which reads a stage's dot as nesting and then finds no step."""
+    """Return `stage` or `stage/metric` with `:` for a dot in the stage, which wandb would read as nesting."""
     stage, slash, metric = name.partition("/")
     return f"{stage.replace('.', _DOT)}{slash}{metric}"

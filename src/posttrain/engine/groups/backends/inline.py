@@ -1,7 +1,7 @@
 """Workers in the controller's own process and thread: no copies, no processes, the same semantics.
 
-With several ranks, calls run one after the other, so there are no collectives; that suits tests and measurements of
-dispatch. A worker with collectives runs inline on one rank.
+With several ranks, calls run one after the other, so there are no collectives; this suffices for tests and for
+measurements of dispatch. A worker with collectives runs inline on one rank.
 """
 
 import os
@@ -88,9 +88,9 @@ class InlineBackend:
     """`Backend` inside this process.
 
     Args:
-        ranks: number of ranks; with more than one there are no collectives.
+        ranks: number of ranks; with more than one rank there are no collectives.
         device: the device of every rank context.
-        pool: its name.
+        pool: the pool's name.
     """
 
     name = "inline"
@@ -118,7 +118,7 @@ class InlineBackend:
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[R]]:
-        """See `Backend.submit`; runs the calls one after the other before it returns."""
+        """See `Backend.submit`; the calls run one after the other before this method returns."""
         return [self._run(role, rank, method, args, kwargs) for rank in ranks]
 
     def submit_stored(
@@ -139,13 +139,13 @@ class InlineBackend:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Flow[R]]:
-        """See `Backend.submit_stream`; starts nothing."""
+        """See `Backend.submit_stream`; a generator starts only when its first answer is taken."""
         self._refuse_closed(role, ranks[0])
         name = method.__name__
         return [InlineFlow(role, r, name, iter(method(self._workers[role, r], *args, **kwargs))) for r in ranks]
 
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
-        """See `Backend.take`; computes the next answer of each rank in turn, without a time limit."""
+        """See `Backend.take`; each rank computes its next answer in turn, without a time limit."""
         for flow in flows:
             assert isinstance(flow, InlineFlow)
             while not flow.ended:

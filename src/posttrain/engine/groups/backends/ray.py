@@ -1,10 +1,10 @@
 """Workers in Ray actors, one process per rank on one machine or many, and a pool's resources in a Ray cluster.
 
-An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray schedules processes, transports
-values and detects deaths. Ray restarts nothing. Where ranks work together, a lost rank means a lost pool, and the job
-resumes from a checkpoint; where ranks work alone, `replace` starts a lost rank again.
+An actor is a `Host`, an ordinary class; methods and arguments reach the host as values. Ray schedules processes,
+transports values and detects deaths. Ray restarts nothing. If ranks work together, a lost rank means a lost pool, and
+the job resumes from a checkpoint; if ranks work alone, `replace` starts a lost rank again.
 
-A pool reserves one bundle of resources per rank in the cluster: either all bundles or none.
+A pool reserves one bundle of resources per rank in the cluster, and gets either all bundles or none.
 """
 
 import os
@@ -38,7 +38,7 @@ from posttrain.engine.groups.port import (
 )
 
 _ACCELERATOR = "accelerator_type:"
-_TRACE = 0.001  # the amount by which Ray marks a node with this accelerator; also the CPUs where none are reserved
+_TRACE = 0.001  # requested amount of an accelerator's marker resource, and of CPUs if none are reserved
 _PREFIX = "posttrain-"
 R = TypeVar("R")
 _SMALL = 64 * 1024  # bytes; Ray copies smaller arguments into each call anyway
@@ -69,7 +69,7 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
     """Reserve a placement group with one bundle per rank, close together where possible.
 
     Raises:
-        InputError: the cluster could not hold the pool even if it were empty; nothing was created.
+        InputError: the cluster could not hold the pool even if the cluster were empty; nothing was created.
         InfrastructureError: the cluster had no room for `seconds`.
     """
     offered = ray.cluster_resources()
@@ -112,15 +112,15 @@ class RayBackend:
     Args:
         pool: the pool's name.
         ranks: number of processes.
-        resources: of each process.
-        threads: of torch and OpenMP in each process.
+        resources: the resources of each process.
+        threads: number of threads of torch and OpenMP in each process.
         sequence_parallel: number of consecutive ranks that work on one shard.
         start_seconds: maximum wait for room in the cluster, and the same again for the processes to start.
         collective_seconds: maximum duration of one collective.
-        collective: whether the ranks form a process group. Only without one can a rank be replaced.
+        collective: whether the ranks form a process group. A rank can be replaced only without a process group.
 
     Raises:
-        InputError: the pool would not fit the cluster even if it were empty.
+        InputError: the pool would not fit in the cluster even if the cluster were empty.
         InfrastructureError: the cluster had no room; the processes did not start in time.
     """
 

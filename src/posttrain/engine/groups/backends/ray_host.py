@@ -3,9 +3,9 @@
 A host contains the workers of every role in its process. A call collects the outcome of each host, and limits the wait
 for the other hosts after a failure.
 
-The controller waits in `settle` and nowhere else. The wait ends when every rank has answered, at the deadline, or at
-the end of the grace period that follows a failure; within this period slower ranks report too. A rank without an
-outcome after that may be stuck in a collective that never completes, so the pool is given up.
+The controller waits for calls only in `settle`. The wait ends when every rank has answered, at the deadline, or at the
+end of the grace period that follows a failure; within this period, slower ranks also report. A rank that has no outcome
+by then may be stuck in a collective that never completes, so the pool is given up.
 """
 
 import os
@@ -66,12 +66,12 @@ class Outcome:
 
 @final
 class Host:
-    """One rank. Ray runs it as an actor with one thread, so calls run one at a time, in the order of submission.
+    """One rank, which Ray runs as an actor with one thread: calls run one at a time, in the order of submission.
 
     Args:
-        context: passed to its workers.
+        context: passed to the host's workers.
         paths: the controller's `sys.path`; paths missing here are appended.
-        threads: of torch.
+        threads: number of torch's threads.
     """
 
     def __init__(self, context: RankContext, paths: Sequence[str], threads: int) -> None:
@@ -80,12 +80,12 @@ class Host:
         self._context = context
         self._address = ray.util.get_node_ip_address()
         self._workers: dict[str, Any] = {}
-        self._store: Any = None  # a TCPStore; torch exports the name only in builds with it
+        self._store: Any = None  # a TCPStore; torch exports the name only in builds that contain it
         if context.device != "cpu":
             torch.cuda.set_device(context.device)
 
     def __repr__(self) -> str:
-        """The prefix of this host's lines in the controller's log."""
+        """Return the prefix of this host's lines in the controller's log."""
         return f"{self._context.pool}[{self._context.rank}]"
 
     def identify(self, alone: bool) -> Process:
@@ -93,7 +93,7 @@ class Host:
         return Process(self._context.rank, os.getpid(), self._address, self._context.device, alone)
 
     def open_store(self, seconds: float) -> tuple[str, int]:
-        """Rank 0: listen on this node's address for the other ranks.
+        """Listen on this node's address for the other ranks; only rank 0 does this.
 
         The socket is created here because a socket that the store creates would listen on every address of the node.
         """
@@ -141,12 +141,12 @@ class Host:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
 
     def keep(self, role: str, parcel: Parcel) -> tuple[Outcome, Parcel | None]:
-        """Like `call`; returns two values to the object store, of which the controller fetches only the first."""
+        """Like `call`, but return two values to the object store; the controller fetches only the first value."""
         outcome = self.call(role, parcel)
         return Outcome(outcome.started, outcome.seconds, None, outcome.failure), outcome.answer
 
     def stream(self, role: str, parcel: Parcel) -> Iterator[Outcome]:
-        """Like `call`, for a generator method; yields an outcome for each answer."""
+        """Like `call`, for a generator method; yield an outcome for each answer."""
         answers: Iterator[Any] | None = None
         while True:
             started, begin = time.time(), time.perf_counter()
@@ -225,7 +225,7 @@ class RayCall(Generic[R]):
         self._answer: Answer[R] | None = None
 
     def done(self) -> bool:
-        """Whether there is an answer or a failure."""
+        """Return whether there is an answer or a failure."""
         return self.settled or bool(ray.wait([self.reference], timeout=0)[0])
 
     def answered(self) -> Answer[R] | None:
@@ -353,9 +353,9 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
         give_up: called with the reason when the pool cannot be used any longer.
 
     Raises:
-        DeadlineError: a call has no outcome when the time is over.
+        DeadlineError: a call has no outcome after `timeout` seconds.
         WorkerLostError: a process has ended.
-        Exception: raised by a worker: the first failure, unless a lost process explains the failures.
+        Exception: the first failure of a worker, unless a lost process explains the failures.
     """
     waiting = {call.reference: call for call in calls if not call.settled}
     failure = next((call.failure for call in calls if call.failure is not None), None)
@@ -369,7 +369,7 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
         if call.failure is None:
             continue
         if isinstance(call.failure, WorkerLostError) and call.failure.process:
-            raise call.failure  # the other ranks continue, and are not waited for
+            raise call.failure  # the other ranks continue, and the controller does not wait for them
         if failure is None:
             deadline = time.monotonic() + GRACE
         if failure is None or (isinstance(call.failure, WorkerLostError) and not isinstance(failure, WorkerLostError)):
@@ -400,7 +400,7 @@ def _rebuilt(failure: Failure) -> Exception:
     if failure.pickled is not None:
         try:
             error = pickle.loads(failure.pickled)  # noqa: S301  # from a process that this one started
-        except Exception:  # of a type that only the worker can import
+        except Exception:  # only the worker can import the exception's type
             error = None
     if error is None:
         error = WorkerError(failure.summary)

@@ -62,7 +62,7 @@ class _ModuleSession:
 
     def __init__(self, model: LanguageModel, rows: Rows) -> None:
         half = next(model.module.parameters()).dtype in HALF
-        self._head = model.head if half else None  # logits in float32, as in training; wider modules compute their own
+        self._head = model.head if half else None  # logits in float32, as in training; wider modules have their own
         self._module = model.module.base_model if self._head else model.module
         self._rows = rows
         self._device = model.device

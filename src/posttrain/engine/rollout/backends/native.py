@@ -6,7 +6,7 @@ runs until a row has ended::
     ┌─▶ admit from the head of the queue while the budget has room: compute each prompt once for all its rows,
     │   long ones in chunks; draw the first token
     │   make room for the next tokens: rows that outgrow their slot move, the youngest are preempted if necessary
-    │   decode a token for every row, or n before a check where checks are expensive; drop tokens behind an end
+    │   decode one token for every row, or n tokens if checks are expensive; drop tokens after the end of a row
     └── rows that ended free their slots
 
 A preempted row waits at the head of the queue. After it is readmitted, its prompt is computed again, and the model
@@ -45,7 +45,7 @@ _AHEAD = 64  # tokens whose random numbers are computed together
 
 @final
 class KeptPrompts:
-    """Computed prompts: the store contains their keys and values, this object their last hidden states.
+    """Computed prompts: the store contains their keys and values, and this object contains their last hidden states.
 
     Args:
         counters: counts computed tokens.
@@ -64,7 +64,7 @@ class KeptPrompts:
 
     @property
     def any(self) -> bool:
-        """Whether any prompt or beginning of a prompt is kept."""
+        """Whether any prompt, or the beginning of any prompt, is kept."""
         return bool(self._hidden or self._begun)
 
     @property
@@ -115,7 +115,8 @@ class KeptPrompts:
 class NativeRollout:
     """`RolloutEngine` with the weights of a `LanguageModel`, read in place.
 
-    Opening the engine re-points the module's parameters at fused buffers; their values, names and shapes do not change.
+    Opening the engine re-points the module's parameters at fused buffers; the parameters' values, names and shapes do
+    not change.
     On the CPU in float32, a response and its log-probabilities are bit-identical in any batch and after preemptions.
 
     Args:
@@ -124,7 +125,8 @@ class NativeRollout:
         read_every: steps between two checks for ended rows, at most 16; by default 1 on the CPU, else 16.
         store: creates the key-value store from a shape and a budget; by default pages on CUDA, contiguous slots
             elsewhere.
-        record: repeats a step over pages on the same tensors; by default CUDA graphs on CUDA, else none.
+        record: records a step over pages, so that it can be repeated on the same tensors; by default with CUDA graphs
+            on CUDA, and not at all elsewhere.
         texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
 
     Raises:
@@ -180,7 +182,7 @@ class NativeRollout:
         """See `RolloutEngine.submit`.
 
         Raises:
-            InputError: also if the keys and values of one generation exceed `kv_cache`.
+            InputError: see `RolloutEngine.submit`; also, the keys and values of one generation exceed `kv_cache`.
         """
         if self._given_bytes is not None:
             self._refuse_longer(work, self._given_bytes)

@@ -11,10 +11,10 @@ Script = Callable[[tuple[int, ...], int], Sequence[int]]
 
 
 class ScriptedRollout(BatchedEngine):
-    """`RolloutEngine` whose responses are `script(prompt, sample)`, ended as by a sampling engine.
+    """`RolloutEngine` whose responses are `script(prompt, sample)`; they end by the same rules as sampled responses.
 
     Args:
-        logprob: reported for every token.
+        logprob: the log-probability that is reported for every token.
         context_length: maximum tokens of a prompt with its response.
         texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
     """

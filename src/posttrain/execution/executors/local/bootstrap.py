@@ -1,9 +1,9 @@
 """The first lines of a local job: `python -s -S -P bootstrap.py MODULE ATTEMPT_DIR`.
 
-With `-S` no file of site-packages has run yet, not even a `.pth` file. The environment is compared with the one that
-the order names. Only then does the process become the job, by starting the interpreter again without `-S`, which Ray
-would pass on to its workers. If the environment differs, the job fails with one line in `result.json`, and imports none
-of the environment's packages.
+With `-S`, no file of site-packages has run yet, not even a `.pth` file. The environment is compared with the
+environment that the order names. Only then does the process become the job, by starting the interpreter again without
+`-S`, because Ray would pass `-S` on to its workers. If the environment differs, the job fails with a one-line error in
+`result.json`, and imports none of the environment's packages.
 """
 
 import json
@@ -40,13 +40,13 @@ def refused(folder: Path) -> bool:
 
 
 def marks(folder: Path) -> str:
-    """Return a digest of sizes, times and inodes of an attempt's environment files; empty: it is not compared."""
+    """Return a digest of sizes, times and inodes of an attempt's environment files; empty: these are not compared."""
     expected = _expected(folder)
     return marks_of(expected.roots) if isinstance(expected, Environment) else ""
 
 
 def trouble(folder: Path) -> str:
-    """Return how the environment differs from the one that the order names; empty: it does not."""
+    """Return how the environment differs from the environment that the order names; empty: no difference."""
     expected = _expected(folder)
     if not isinstance(expected, Environment):
         return expected
@@ -61,7 +61,7 @@ def trouble(folder: Path) -> str:
 
 
 def _expected(folder: Path) -> Environment | str:
-    """Return the environment that the order names; else the error, or an empty text if the order names none."""
+    """Return the environment that the order names, or the error; an empty text if the order names no environment."""
     try:
         order = json.loads((folder / "job.json").read_bytes())
         digest, cache = str(order.get("environment") or ""), Path(order["cache_dir"])

@@ -8,11 +8,11 @@ A spec that names an image becomes `podman run` of that image, under the same su
         │ podman ends with the container and passes signals on; if podman is killed, the container continues
         └ before exit.json: podman rm --force, until podman reports no container of that name
 
-The image is read-only, without capabilities and without a network. The attempt's folder is mounted writable at its own
-path; the supervisor's files in it are covered. In a served workspace, the folder of the server's socket is mounted too,
-in any other the store, read-only. The environment contains the variables of the spec and its secrets, which appear in
-no command line. No process in the container can create a symbolic link, a device or a named pipe, because drivers read
-the folder and follow its entries.
+The container has a read-only image, no capabilities and no network. The attempt's folder is mounted writable at its own
+path; the supervisor's files in this folder are covered. In a served workspace, the folder of the server's socket is
+also mounted; in any other workspace, the store is mounted, read-only. The environment contains the spec's variables and
+the values of its secrets, which appear in no command line. No process in the container can create a symbolic link, a
+device or a named pipe, because drivers read the folder and follow its entries.
 
 Fetching an image is retried within a time limit while its registry is unavailable.
 
@@ -46,7 +46,7 @@ from posttrain.store.retries import INSIDE, PRIVATE_CACHE, SOCKETS
 FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # read by the driver: how long one attempt waits for its image
 FETCH_SECONDS = 1800.0  # allows for tens of GB and an outage of the registry
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before the next try to fetch an image
-SPEC = "container"  # the key of spec.json
+SPEC = "container"  # the key in spec.json
 _COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # the files that supervisors read
 _OLDEST = 4
 
@@ -60,27 +60,27 @@ _FINAL = re.compile(  # podman errors that a retry does not fix
 _FRAMED = re.compile(r'level=\w+ msg="(.*)"$')  # podman's log lines during its own retries
 
 
-_WORDS = 400  # characters at the end of podman's message, which contain the cause
+_WORDS = 400  # maximum characters from the end of podman's message, where the cause is
 
 
 _LINE = 1200
 
 
-_TAIL = 8192  # bytes read from the end of a log
+_TAIL = 8192  # maximum bytes read from the end of a log
 
 
-_VARIABLES = (  # that podman requires from its parent process
+_VARIABLES = (  # variables that podman requires from its parent process
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
     *("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
     "DBUS_SESSION_BUS_ADDRESS",
 )
 
 
-_SECONDS = 60.0  # for one podman call on a busy machine
+_SECONDS = 60.0  # time limit of one podman call, on a busy machine
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that podman requires, in addition to those of jobs."""
+    """Return the variables of an environment that podman requires, in addition to the variables of jobs."""
     return {name: environment[name] for name in _VARIABLES if name in environment}
 
 
@@ -109,7 +109,7 @@ def fetch_seconds(job: str) -> float:
 
 
 def fetched(image: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> str:
-    """Fetch an image, with retries; return why it failed, with podman's last message, or empty.
+    """Fetch an image, with retries; return why the fetch failed, with podman's last message; empty on success.
 
     Args:
         seconds: the time limit for all tries.
@@ -187,10 +187,10 @@ def last_words(folder: Path) -> str:
     return ""
 
 
-_LATE_SECONDS = 60  # after which podman itself ends an overdue container
+_LATE_SECONDS = 60  # seconds after which podman itself ends an overdue container
 
 
-_AGAIN_SECONDS = 0.5  # between two tries to remove a container
+_AGAIN_SECONDS = 0.5  # seconds between two tries to remove a container
 
 
 _PLACE_DIGITS = 12  # digits of the workspace's label, which distinguishes runs of equal names
@@ -202,7 +202,7 @@ _SHARED_MEMORY = "2g"
 _PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/seccomp.json"))
 
 
-_PROFILE = "seccomp.json"  # in the attempt's folder
+_PROFILE = "seccomp.json"  # file name in the attempt's folder
 
 
 _NEVER = frozenset(
@@ -215,10 +215,10 @@ _NEVER = frozenset(
 _FLAGGED = frozenset({"clone", "clone3", "renameat2"})
 
 
-_WHITEOUT = 4  # of renameat2: leaves a device
+_WHITEOUT = 4  # the flag of renameat2 that leaves a device
 
 
-_NAMESPACES = 0x7E020000  # of clone: every CLONE_NEW… flag
+_NAMESPACES = 0x7E020000  # every CLONE_NEW… flag of clone
 
 
 _RUNTIME = "runc"  # crun obeys an image's annotations, which could replace the profile
@@ -239,13 +239,13 @@ REFUSED = 125  # podman's exit code if it starts nothing
 _ORDERS = "run.oci."  # prefix of annotations that control an OCI runtime
 
 
-_SHARE = 0.9  # of the machine's memory, for a job without a memory request
+_SHARE = 0.9  # share of the machine's memory for a job without a memory request
 
 
-_PROCESSES = 16384  # with threads
+_PROCESSES = 16384  # maximum processes, including threads
 
 
-_TEMPORARY = "4g"  # of memory
+_TEMPORARY = "4g"  # maximum size of /tmp, which is in memory
 
 
 def trouble() -> str:
@@ -295,7 +295,7 @@ def contained(spec: JobSpec, folder: Path) -> dict[str, Any]:
         "fetch_seconds": fetch_seconds(spec.name),
         "memory": spec.gang[0].memory or int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE),
         "limits": _controllers(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", "")),
-        "word": secrets.token_hex(16),  # in exit.json: the job cannot read it, so it cannot forge the file
+        "word": secrets.token_hex(16),  # also in exit.json: a job that cannot read it cannot forge that file
         "mounts": mounts,
     }
 
@@ -454,7 +454,7 @@ def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
 
 
 def _profile() -> dict[str, Any] | None:
-    """Return podman's seccomp profile without the system calls that jobs may not make; None: it has no profile."""
+    """Return podman's seccomp profile without the system calls that jobs must not make; None: there is no profile."""
     for path in _PROFILES:
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(path.read_bytes())

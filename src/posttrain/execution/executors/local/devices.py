@@ -6,13 +6,13 @@
         {"attempt": "sort-1f3a-sft-1", "user": "ada", "folder": …, "pid": …, "job_pid": …, "token": …}
 
 The kernel releases a lock when its supervisor ends in any way; a file without a lock proves nothing. A job dies with
-its supervisor, but slightly later, and processes that it started elsewhere (a Ray cluster) end even later. So a process
-that gets a lock first searches for processes of the previous holder: its process group, and processes with its token
-in their environment. While any of them exists, the device is not free.
+its supervisor, but slightly later, and processes that the job started elsewhere (a Ray cluster) end even later. So a
+process that gets a lock first searches for processes of the previous holder: the holder's process group, and processes
+with the holder's token in their environment. While any of these processes exists, the device is not free.
 
-The files are in a sticky folder, where every user can create files and no user can remove those of others. They contain
-no secrets, and their content is not trusted, since every user can write it. The module uses only the standard library,
-since the supervisor imports it.
+The files are in a sticky folder, where every user can create files and no user can remove the files of others. The
+files contain no secrets, and their content is not trusted, since every user can write it. This module uses only the
+standard library, since the supervisor imports it.
 """
 
 import fcntl
@@ -33,9 +33,9 @@ FOLDER_VARIABLE = "POSTTRAIN_DEVICE_LOCKS"
 TOKEN_VARIABLE = "POSTTRAIN_DEVICE_TOKEN"
 _FOLDERS = ("/run/lock", "/tmp")
 _SHARED = stat.S_ISVTX | stat.S_IWOTH
-_LONGEST = 65536  # bytes of a record
-_LONGEST_WORD = 1000  # characters
-_SHOWN = 120  # characters of a shown field
+_LONGEST = 65536  # maximum bytes of a record
+_LONGEST_WORD = 1000  # maximum characters of a word
+_SHOWN = 120  # maximum characters of a shown field
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -55,13 +55,13 @@ def lock_folder() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that jobs started from here may have: `Devices(("GPU-5ebe…", "GPU-77c1…"))`.
+    """The devices for jobs that this process starts: `Devices(("GPU-5ebe…", "GPU-77c1…"))`.
 
     The names of the devices are the same in every process of the machine, and valid in the list of `variable`.
     """
 
     names: Sequence[str] = ()
-    variable: str = "CUDA_VISIBLE_DEVICES"  # restricts a job to its own devices; empty: no variable can
+    variable: str = "CUDA_VISIBLE_DEVICES"  # restricts a job to its devices; empty: no variable does
     folder: str = field(default_factory=lock_folder)  # the folder of the lock files
 
 
@@ -94,7 +94,7 @@ class Taken:
 
 
 def take(devices: Devices, count: int) -> Taken | None:
-    """Lock the first `count` free devices; return None and lock no device if there are fewer.
+    """Lock the first `count` free devices; return None and lock no device if fewer devices are free.
 
     Raises:
         OSError: a lock file can be neither created nor opened.
@@ -137,7 +137,7 @@ def _user() -> str:
 
 
 def holders(devices: Devices) -> dict[str, str]:
-    """Return device → description of its holder, for the devices that are not free now.
+    """Return, by device, a description of the holder of each device that is not free now.
 
     Raises:
         OSError: a lock file can be neither created nor opened.
@@ -170,7 +170,7 @@ def _forget(lock: int) -> None:
 
 
 def _words(record: Any) -> str:
-    """Return `sort-1f3a-sft-1 of ada (in /home/ada/.posttrain/runs/…)`."""
+    """Return a description such as `sort-1f3a-sft-1 of ada (in /home/ada/.posttrain/runs/…)`."""
     if not isinstance(record, dict) or not record.get("attempt"):
         return "another job"
     name, user, place = (_shown(record.get(key)) for key in ("attempt", "user", "folder"))
@@ -198,7 +198,7 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(lock)
             return None
-        os.close(lock)  # the file was removed since it was opened, so other processes would lock a new one
+        os.close(lock)  # the file was removed since it was opened, so other processes would lock a new file
 
 
 def _file(path: Path) -> int:

@@ -1,8 +1,8 @@
 """Runs jobs as processes of this machine, each under a supervisor that outlives the command that launched it.
 
 All state of a job is in its attempt folder (`spec.json`, `supervisor.json`, `supervisor.lock`, `exit.json`), so any
-process can observe and kill it. A supervisor is alive exactly while it holds the lock, which the kernel guarantees; a
-pid proves nothing.
+process can observe and kill the job. The kernel guarantees that a supervisor is alive exactly while it holds the lock;
+a pid proves nothing.
 """
 
 import errno
@@ -43,10 +43,10 @@ from posttrain.store.atomic import create_json, make_folder, read_json, unwritab
 from posttrain.store.attempts import AttemptFolder, unclaimed
 
 _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
-_LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
-_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, for jobs of older versions without a grace
-_KILL_SECONDS = 10.0  # for the kernel to remove a killed process
-_REMOVE_SECONDS = 120.0  # for podman to remove a container
+_LAUNCH_SECONDS = 60.0  # allows for a cold start of Python on a busy machine
+_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, for jobs of older versions without a grace period
+_KILL_SECONDS = 10.0  # time for the kernel to remove a killed process
+_REMOVE_SECONDS = 120.0  # time for podman to remove a container
 _POLL_SECONDS = 0.02
 _NODE = os.uname().nodename
 _ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # exit codes of a supervisor's start
@@ -66,12 +66,15 @@ class LocalExecutor:
         keep: Callable[[Mapping[str, str]], dict[str, str]] = processes.without_trackers,
         images: bool = False,
     ) -> None:
-        """Args:
-        preload: a module that imports the packages of jobs (see `ForkServer`); None: every job imports by itself.
-        devices: returns the machine's devices; called once, when a job first needs one. Empty: jobs share all devices.
-        runs: the folder that contains the attempt folders, for `list`.
-        keep: selects the variables of this process's environment that jobs and their helpers get.
-        images: whether jobs that name an image run in containers of podman.
+        """Create an executor; no process is started.
+
+        Args:
+            preload: a module that imports the packages of jobs (see `ForkServer`); None: every job imports by itself.
+            devices: returns the machine's devices; called once, when a job first needs a device. Empty: jobs share all
+                devices.
+            runs: the folder that contains the attempt folders, for `list`.
+            keep: selects the variables of this process's environment that jobs and their helpers get.
+            images: whether jobs that name an image run in podman containers.
         """
         self.name, self.images = "podman" if images else "local", images
         self._keep = keep
@@ -80,7 +83,7 @@ class LocalExecutor:
         self._machine = functools.cache(devices)
 
     def submit(self, spec: JobSpec) -> Submission:
-        """See `Executor.submit`; the handle is the supervisor's pid. It never returns `Unknown`."""
+        """See `Executor.submit`. The handle is the supervisor's pid. The call never returns `Unknown`."""
         if not os.path.exists("/proc/self/stat"):
             raise InfrastructureError(
                 "the local executor needs Linux's /proc, which this machine does not have; run on Linux"
@@ -104,7 +107,7 @@ class LocalExecutor:
                 time.sleep(_POLL_SECONDS)  # another supervisor holds the lock but has not written its claim yet
 
     def capacity(self) -> Capacity:
-        """See `Executor.capacity`: the devices of this machine, used by any workspace."""
+        """See `Executor.capacity`: the devices of this machine, with holders from any workspace."""
         machine = self._machine()
         try:
             if machine.names and not os.access(machine.folder, os.R_OK | os.W_OK | os.X_OK):
@@ -121,7 +124,7 @@ class LocalExecutor:
         return [_observe(_folder(job)) for job in jobs]
 
     def trouble(self) -> str:
-        """Return why jobs cannot run in an image; empty: they can, or the executor is not configured for images."""
+        """Return why jobs cannot run in images; empty: jobs can, or the executor is not configured for images."""
         return containers.trouble() if self.images else ""
 
     def signal(self, job: JobRef, word: Signal) -> None:
@@ -167,7 +170,7 @@ class LocalExecutor:
         return read_log(_folder(job) / "log.txt", cursor)
 
     def _own(self, spec: JobSpec) -> dict[str, str]:
-        """Return the variables that a job gets from this process: those of all jobs, and the secrets that it names."""
+        """Return the variables that a job gets from this process: those for all jobs, and the secrets in the spec."""
         named = {name: os.environ[name] for name in spec.secrets if name in os.environ}
         return self._keep(os.environ) | processes.without_trackers(named)
 
@@ -191,12 +194,12 @@ def refuse_elsewhere(spec: JobSpec, own: Mapping[str, str] | None = None, *, ima
     """Reject specs that one machine without a scheduler cannot meet.
 
     Args:
-        own: the environment that jobs get; None: this process's.
+        own: the environment that jobs get; None: this process's environment.
         images: whether jobs can run in images.
 
     Raises:
-        InputError: the spec requires several pods, more than the machine has or a different environment, or names a
-            secret that is not set.
+        InputError: the spec requires several pods, more resources than the machine has, or a different environment; or
+            it names a secret that is not set.
     """
     group = spec.gang[0]
     here = "the local executor runs one pod on this machine, in this environment"
@@ -309,7 +312,7 @@ def _start_supervisor(folder: Path, spec: JobSpec, own: dict[str, str]) -> int:
 
 
 def _withdraw(folder: Path, why: str) -> None:
-    """Write a claim without a process, so a late supervisor starts no job; return if a supervisor claimed it before.
+    """Write a claim without a process, so a late supervisor starts no job; return if a supervisor claimed earlier.
 
     Raises:
         InfrastructureError: no supervisor has claimed the attempt, and from now on none can.

@@ -6,7 +6,7 @@
                                └─fork─▶ intermediate ──fork──▶ supervisor ──fork──▶ job: no exec, nothing to import
 
 `supervisor` describes the supervisor and the kill rules; only the start of the job's Python differs. A fork server ends
-with its driver, by the end of the socket; the processes that it has started survive.
+with its driver, because the driver's end of the socket is then closed; the processes that it has started survive.
 
 A job must import the files that its run pinned (ADR 0014). So a fork server serves one environment digest and one set
 of environment variables, and compares the files before it imports any of them, as a cold job does; each job compares
@@ -38,11 +38,11 @@ if not __package__:  # as a script, before site-packages are on the path
 from posttrain.execution.executors.local import bootstrap, supervisor  # noqa: E402  the path comes first
 
 _MODULE = "posttrain.execution.executors.local.forkserver"
-_GPU = ("/dev/nvidiactl", "/dev/kfd")  # a driver that was opened before a fork does not work after it
+_GPU = ("/dev/nvidiactl", "/dev/kfd")  # a device driver that was opened before a fork fails after the fork
 _END_SECONDS = 5.0
 _CANNOT = 1
 _REFUSED = "refused: "  # the beginning of an answer that concerns this environment only
-_LONGEST = 4096  # bytes of an answer
+_LONGEST = 4096  # maximum bytes of an answer
 
 
 class ForkServer:
@@ -54,7 +54,7 @@ class ForkServer:
 
     def __init__(self, preload: str) -> None:
         self._preload, self._lock = preload, threading.Lock()  # one launch at a time
-        self._key: tuple[str, dict[str, str]] | None = None  # of the running server
+        self._key: tuple[str, dict[str, str]] | None = None  # key of the running server
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -68,7 +68,7 @@ class ForkServer:
             seconds: the time limit; after a time-out this driver does not use its fork server again.
 
         Returns:
-            The supervisor's exit code; None: no answer, so start it cold.
+            The supervisor's exit code; None: there was no answer, so the caller must start the supervisor cold.
         """
         if self._given_up:
             _cold(folder, self._given_up)
@@ -144,7 +144,7 @@ def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _pinned(folder: Path) -> str:
-    """Return the digest of the environment that an attempt's order names; empty: it is not compared."""
+    """Return the digest of the environment that an attempt's order names; empty: environments are not compared."""
     try:
         return str(json.loads((folder / "job.json").read_bytes()).get("environment") or "")
     except (OSError, ValueError, AttributeError):
@@ -152,10 +152,10 @@ def _pinned(folder: Path) -> str:
 
 
 def attest(folder: str, preload: str, descriptor: str, tries: str = "3") -> NoReturn:
-    """Compare the environment with the one that the first attempt's order names, then become the server."""
+    """Compare the environment with the environment in the first attempt's order, then become the server."""
     marks = bootstrap.marks(Path(folder))  # before the files are read, so later changes are detected
     if different := bootstrap.trouble(Path(folder)):
-        _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and reports it
+        _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and reports the difference
     words = ["-m", _MODULE, "serve", folder, preload, descriptor, tries, marks]
     os.execv(sys.executable, [sys.executable, "-s", "-P", *bootstrap.compiled_flags(), *words])
 
@@ -168,12 +168,13 @@ def _refuse(descriptor: str, why: str) -> NoReturn:
 
 
 def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) -> None:
-    """Import, then fork for each line that names an attempt's folder, until the other end is closed.
+    """Import the module `preload`, then fork for each attempt folder read from the socket, until the peer closes it.
 
     Args:
-        tries: the number of remaining tries, in case files are written during a try (harmless: compiled files).
-        marks: the marks of the files before they were compared. A file that was replaced during its import and restored
-            has different marks.
+        tries: the number of remaining tries. The import is repeated if files of the environment were written during
+            it, e.g. compiled files, which are harmless.
+        marks: the marks of the files before they were compared. A file that was replaced during its import and then
+            restored has different marks.
     """
     digest = _pinned(Path(folder))
     gc.disable()  # imported objects stay: collections would free none of them and take a tenth of the time
@@ -251,7 +252,7 @@ def _run(attempt: Path, module: str) -> NoReturn:
 
 
 def retitle(words: list[str]) -> None:
-    """Change the command line of this process in `ps`; it cannot exceed the length of the original one."""
+    """Change the command line of this process in `ps`; the new line cannot be longer than the original line."""
     with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/self/stat").read_text()
         begin, end = (int(word) for word in text[text.rindex(")") + 2 :].split()[45:47])

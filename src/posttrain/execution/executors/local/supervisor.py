@@ -1,4 +1,4 @@
-"""The parent of one local job: starts it, outlives its launcher, and records how it ended.
+"""The parent of one local job, which starts the job, outlives the job's launcher, and records how the job ended.
 
 `python -m posttrain.execution.executors.local.supervisor ATTEMPT_DIR SPEC.json`
 
@@ -6,9 +6,9 @@
 
     launcher ──▶ intermediate ──fork──▶ supervisor ──fork──▶ job
                     │ exits when the         │ holds supervisor.lock while it lives
-                    ▼ claim is written       │ 1. supervisor.json: the claim. A supervisor that finds one starts nothing
+                    ▼ claim is written       │ 1. supervisor.json: the claim. A supervisor that finds a claim ends
                  0 claimed                   │ 2. forks; the child waits on a pipe
-                75 claimed by another        │ 3. supervisor.json with the job's pid and start; then the child runs it
+                75 claimed by another        │ 3. supervisor.json with the job's pid and start; the child runs the job
                 76 no device is free         │    (before 1: locks the job's devices, or claims nothing)
                                              │ 4. waits, and four times a second records the job's time as the lock's
                                              │    mtime; kills the rest of the job's process group; exit.json
@@ -95,7 +95,8 @@ class _NoDeviceError(Exception):
 def _claim(folder: Path, asked: Path) -> tuple[int, dict[str, Any], devices.Taken] | None:
     """Write the claim; return the lock's descriptor, the spec and the job's devices.
 
-    None: this attempt has or had a supervisor. The spec is read under the lock, so no process replaces it afterwards.
+    None: this attempt has or had a supervisor. The spec is read under the lock, so no process replaces the spec
+    afterwards.
 
     Raises:
         _NoDeviceError: not enough devices are free; nothing is claimed.
@@ -157,7 +158,7 @@ def _supervise(
     code = _wait(job, folder / "result.json", beat, limit)
     box = spec.get(_BOX)
     if box:
-        from posttrain.execution.executors.local import containers  # late: other jobs do not need it
+        from posttrain.execution.executors.local import containers  # late, because other jobs do not need it
 
         code = containers.code_of(box, code)
         said = containers.last_words(folder) if code == containers.REFUSED else ""
@@ -192,8 +193,8 @@ class OomKills:
     If other processes share the cgroup, the counter may refer to another process.
 
     Args:
-        folder: of the cgroup; None: there is no counter.
-        launchers: processes that may be in the cgroup in addition to this one and its children.
+        folder: the cgroup's folder; None: there is no counter.
+        launchers: processes that may be in the cgroup in addition to this process and its children.
     """
 
     def __init__(self, folder: Path | None, launchers: Collection[int] = ()) -> None:
@@ -203,7 +204,7 @@ class OomKills:
         self.look()
 
     def look(self) -> None:
-        """Record the number of OOM kills and whether others share the cgroup; called repeatedly while the job runs."""
+        """Record the number of OOM kills, and whether the cgroup is shared; called repeatedly while the job runs."""
         now = time.monotonic()
         while len(self._seen) > 1 and self._seen[1][0] < now - _DYING_SECONDS:
             del self._seen[0]
@@ -231,7 +232,7 @@ class OomKills:
         return 0
 
     def _others(self) -> bool:
-        """Return whether the cgroup contains a process that this one did not start."""
+        """Return whether the cgroup contains a process that this process did not start."""
         if self._folder is None:
             return False
         with suppress(OSError, ValueError):
@@ -273,7 +274,7 @@ def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, in
         finally:
             os._exit(_CANNOT_EXECUTE)
     os.close(waiting)
-    with suppress(PermissionError, ProcessLookupError):  # the child does it too
+    with suppress(PermissionError, ProcessLookupError):  # the child also sets the group
         os.setpgid(job, job)
     return job, release
 
@@ -305,10 +306,10 @@ def settle(folder: Path) -> None:
 
 
 def job_environment(given: Mapping[str, str], kept: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of a job: the given ones, and this process's except those of Python and of trackers.
+    """Return a job's variables: the given variables, and this process's except those for Python and trackers.
 
     Args:
-        kept: the variables that jobs get from the submitting process; None: this process's.
+        kept: the variables that jobs get from the submitting process; None: this process's variables.
     """
     own = without_trackers(os.environ if kept is None else kept)
     return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | dict(given)
@@ -347,7 +348,8 @@ class _Limit:
 def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> int:
     """Wait for the job, kill its process group, and return the exit code, negative for a signal.
 
-    A job that has written its result must end within `LEAVING_SECONDS`, since its run starts no other job before.
+    A job that has written its result must end within `LEAVING_SECONDS`, since its run starts no other job before the
+    end.
     """
     ended, since = os.pidfd_open(job), math.inf
     while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
