@@ -20,7 +20,7 @@ from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, St
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.waits import Wait
 from posttrain.engine.config import STAGE_CONFIGS, TraceConfig
-from posttrain.engine.config.sampling import LagConfig
+from posttrain.engine.config.sampling import LagConfig, RoleConfig
 from posttrain.engine.settings import (
     EarlyStoppingConfig,
     LossProbeConfig,
@@ -48,6 +48,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "lag": LagConfig,
     "trace": TraceConfig,
     "placement": Placement,
+    "role": RoleConfig,
     "pool": Resources,
 }
 _DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the page and anchor below docs/ with its table
@@ -65,6 +66,7 @@ _DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the page and anchor 
     LagConfig: "run-yaml/sampling.md#lag",
     TraceConfig: "run-yaml/sampling.md#trace",
     Placement: "run-yaml/placement.md#roles",
+    RoleConfig: "run-yaml/dataflow.md#roles",
     Resources: "run-yaml/placement.md#pools",
     Trackers: "trackers.md",
 }

@@ -24,6 +24,7 @@ from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.jobs import InputBlob, JobOrder, Metric
 from posttrain.domain.placement import Placement
 from posttrain.engine.config import STAGE_CONFIGS, stage_config
+from posttrain.engine.config.sampling import RoleConfig
 from posttrain.engine.loop.controller import CONTROLLER_METRICS
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs import entry
@@ -148,6 +149,7 @@ VALUES: dict[str, Any] = {
     "init_model kv_heads": 2,
     "init_model context_length": 64,
     "placement": {"collocated": {"ranks": 2}},
+    "roles": {"reference": {}},
     "runtime.sequence_parallel": 2,
     "runtime.ray_address": "127.0.0.1:6379",
     "runtime.micro_batch_tokens": 9,
@@ -174,7 +176,7 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing"),
 }
 # In the plan only: where and how large, which a result does not depend on but for rounding.
-PLANNED = ("epochs", "placement", "lag", "runtime.sequence_parallel", "runtime.ray_address",
+PLANNED = ("epochs", "placement", "roles", "lag", "runtime.sequence_parallel", "runtime.ray_address",
            "runtime.micro_batch_tokens", "runtime.activation_checkpointing", "runtime.kv_cache",
            "runtime.object_store", "runtime.start_timeout", "runtime.call_timeout")  # fmt: skip
 UNMOVED: dict[str, str] = {
@@ -225,8 +227,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]
     """Path and annotation of every field; a model that may be left out is one too."""
     for name, info in model.model_fields.items():
         inner, optional, is_map = nested(info.annotation)
-        path = f"{prefix}{name}"
-        if inner is None or inner is Placement:
+        path = f"{prefix}{info.alias or name}"
+        if inner is None or inner in (Placement, RoleConfig):  # roles: contract/test_declared_roles.py
             yield path, info.annotation
             continue
         if optional:

@@ -89,7 +89,7 @@ def test_ranks_are_one_per_gpu_else_one_per_cpu(written: dict[str, Any], expecte
     ("wrong", "words"),
     [
         ("colocated", ("collocated", "colocated")),
-        ({"polcy": {}}, ("polcy", "policy")),
+        ({"Polcy": {}}, ("Polcy", "must be a role")),
         ({"policy": {"gpu": 1}}, ("policy.gpu", "gpus")),
         ({"policy": {"gpus": 3, "ranks": 2}}, ("policy", "gpus", "multiple of ranks (2)", "3")),
         ({"policy": {"gpus": 2, "cpus": 3}}, ("policy", "cpus", "multiple of ranks (2)", "3")),
@@ -98,7 +98,7 @@ def test_ranks_are_one_per_gpu_else_one_per_cpu(written: dict[str, Any], expecte
         ({"policy": {"kind": "h100"}}, ("kind", "h100", "gpus")),
         ({"policy": {"gpus": 1, "kind": "H100"}}, ("policy.kind", "H100")),
         ({"policy": None}, ("policy", "nothing")),
-        ({"critic": {"with": "polcy"}}, ("critic.with", "polcy", "policy")),
+        ({"critic": {"with": "Polcy"}}, ("critic.with", "Polcy")),
         ({"critic": {"with": "policy", "gpus": 1}}, ("`with` must be the only field", "gpus")),
         ({"critic": {"with": "critic"}}, ("circle",)),
         ({"policy": {"with": "rollout"}}, ("policy with rollout with policy", "circle")),
@@ -118,6 +118,22 @@ def test_a_role_that_the_stage_does_not_have_is_refused() -> None:
         placed({"critic": {"gpus": 1}}).for_roles(("policy",), "sft")
     with pytest.raises(InputError, match=r"placement\.policy: sft has no rollout"):
         placed({"rollout": {"gpus": 1}, "policy": {"with": "rollout"}}).for_roles(("policy",), "sft")
+    with pytest.raises(
+        InputError, match=r"placement\.polcy: sft has no polcy \(its roles: policy\); remove it, or corr"
+    ):
+        placed({"polcy": {}}).for_roles(("policy",), "sft")
+
+
+def test_a_role_of_its_own_has_a_pool_like_any_other() -> None:
+    written = {"policy": {"ranks": 2}, "helpful": {"with": "safe"}, "safe": {"ranks": 3}}
+    found = placed(written)
+    assert found.model_dump() == written
+    assert placed(found.model_dump()) == found
+    mine = ("policy", "rollout", "brief", "helpful", "safe")
+    assert {name: (pool.ranks, pool.roles) for name, pool in found.for_roles(mine, "flow").pools(mine).items()} == {
+        "policy": (2, ("policy", "rollout", "brief")),
+        "safe": (3, ("helpful", "safe")),
+    }
 
 
 amounts = st.builds(

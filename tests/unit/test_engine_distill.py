@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sampled_batches import sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, inline, quiet
 from torch import Tensor
 
+from posttrain.domain import roles as specs
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.engine.algorithms.objectives import DIVERGENCES, DistillationObjective, Totals, divergence, with_tail
@@ -177,7 +179,7 @@ def recipe(
     made: DistillConfig, pool_of: Callable[[str], ResourcePool] | None = None, taught_by: LanguageModel = TEACHER
 ) -> OnPolicy:
     student = adopt_module(initial_model(TINY, TOKENIZER, 0))
-    roles = open_roles(made, student, 11, pool_of or inline(), teacher=taught_by)
+    roles = open_roles(made, student, 11, pool_of or inline(), sources={"teacher": taught_by})
     return OnPolicy(made, Distill(made), roles, PROMPTS, None, 11)
 
 
@@ -259,7 +261,9 @@ def test_a_teacher_whose_output_is_padded_names_no_token_that_the_student_lacks(
 )
 def test_a_wide_column_that_nobody_can_fill_is_refused_before_anything_is_sampled(column: Column, told: str) -> None:
     made = config()
-    roles = open_roles(made, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), teacher=TEACHER)
+    roles = open_roles(
+        made, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), sources={"teacher": TEACHER}
+    )
     algorithm = Distill(made)
     algorithm.requires = lambda step: (column,)  # type: ignore[method-assign]
     with pytest.raises(InputError, match=told):
@@ -268,7 +272,9 @@ def test_a_wide_column_that_nobody_can_fill_is_refused_before_anything_is_sample
 
 def test_one_that_nobody_required_is_one_line() -> None:
     made = config()
-    roles = open_roles(made, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), teacher=TEACHER)
+    roles = open_roles(
+        made, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), sources={"teacher": TEACHER}
+    )
     algorithm = Distill(made)
     algorithm.requires = lambda step: ()  # type: ignore[method-assign]
     without = Roles(roles.learners, {}, roles.rollout)
@@ -281,10 +287,10 @@ def test_one_that_nobody_required_is_one_line() -> None:
 
 def test_a_teacher_is_a_role_and_an_input_and_its_tokens_count() -> None:
     made = config(reward="r")
-    assert made.roles() == ("policy", "teacher", "rollout", "reward")
+    assert made.roles() == (specs.POLICY, replace(specs.TEACHER, wide=48), specs.ROLLOUT, specs.REWARD)
     assert made.inputs()["teacher"] == ("model", "t")
-    assert config().roles() == ("policy", "teacher", "rollout")
-    assert (made.wide, made.documents, config(mini_batches=3).documents) == (48, 14, 5)
+    assert not config().has("reward")
+    assert (made.documents, config(mini_batches=3).documents) == (14, 5)
     assert Distill(made).requires(0) == (Column("candidates", "teacher", "topk", wide=6),)
     objective = Distill(config(divergence="jsd", beta=0.2)).objective(Totals(1, 1, 1, 1))
     assert (objective.divergence, objective.beta) == ("jsd", 0.2)

@@ -84,7 +84,7 @@ def recipe(
         if seed is not None:
             LATE.append(Late(backend, seed + at))
     critic = ScalarSource(model.folder, "float32") if kind == "ppo" else None
-    roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]), critic=critic)
+    roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]), sources={"critic": critic})
     algorithm = named(spec.algorithm)(config)
     return OnPolicy(config, algorithm, roles, PROMPTS, LateScorer(scores, seed), 11, phase=kind, admission=admission)
 

@@ -365,7 +365,7 @@ def judged(kind: str = "grpo", **changes: Any) -> OnPolicy:
     config: Any = config_type(**{**options, "max_new_tokens": 4, **changes})
     critic = scalar() if kind == "ppo" else None
     model = adopt_module(initial_model(TINY, TOKENIZER, 0))
-    roles = open_roles(config, model, 11, inline(), critic=critic, reward_model=scalar(5))
+    roles = open_roles(config, model, 11, inline(), sources={"critic": critic, "reward_model": scalar(5)})
     made: Any = algorithm
     return OnPolicy(config, made(config), roles, PROMPTS, ModelScorer(roles.frozen["reward_model"], TOKENIZER), 11)
 

@@ -106,7 +106,7 @@ def ppo(
     }  # fmt: skip
     config = PPOConfig(**options)
     model = adopt_module(initial_model(TINY, TOKENIZER, 0))
-    roles = open_roles(config, model, 11, inline(recorder), critic=scalar(), reward_model=judge)
+    roles = open_roles(config, model, 11, inline(recorder), sources={"critic": scalar(), "reward_model": judge})
     if judge:
         scorer = ModelScorer(roles.frozen["reward_model"], TOKENIZER)
     return OnPolicy(config, PPO(config), roles, PROMPTS, scorer or EvenTokens(), 11)
@@ -332,7 +332,7 @@ class TestSleep:
         for nap in (sleep, False):
             options: dict[str, Any] = {"placement": Placement.model_validate({"sleep": nap}), "trace": TraceConfig()}
             config = PPOConfig(data="d", reward="r", steps=3, prompts_per_step=3, max_new_tokens=4, **options)
-            roles = open_roles(config, ModelSource(tmp_path), 11, inline(), critic=scalar())
+            roles = open_roles(config, ModelSource(tmp_path), 11, inline(), sources={"critic": scalar()})
             recipe = OnPolicy(config, PPO(config), roles, PROMPTS, EvenTokens(), 11)
             assert (roles.frozen["reference"].one(FrozenWorker.resident_bytes) == 0) is nap, "the rollout comes first"
             found.append([recipe.step(step, quiet(step)).metrics for step in range(3)])

@@ -104,7 +104,7 @@ def test_every_learner_is_asked_before_any_answer_is_taken(tmp_path: Path, lag: 
         optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2),
     )  # fmt: skip
     model, critic = ModelSource(folder, "float32"), ScalarSource(folder, "float32")
-    roles = open_roles(config, model, 11, lambda role: pools[role], critic=critic)
+    roles = open_roles(config, model, 11, lambda role: pools[role], sources={"critic": critic})
     Desk(tmp_path, OnPolicy(config, PPO(config), roles, PROMPTS, FixedScorer(even_tokens), 11)).run()
     updates = steps * parts * passes
     assert [what for what, _ in meeting.events] == ["asked", "asked", "taken", "taken"] * updates

@@ -117,7 +117,9 @@ def ppo(
     away = ResourcePool(InlineBackend(pool="rollout") if seed is None else Shuffled(seed, "rollout"))
     here = ResourcePool(InlineBackend(pool="policy"))
     critic = ScalarSource(model.folder, "float32")
-    roles = open_roles(config, model, 11, lambda r: away if apart and r == "rollout" else here, critic=critic)
+    roles = open_roles(
+        config, model, 11, lambda r: away if apart and r == "rollout" else here, sources={"critic": critic}
+    )
     return OnPolicy(config, PPO(config), roles, PROMPTS, scorer or Even(), 11)
 
 

@@ -88,7 +88,7 @@ def talk(
     }  # fmt: skip
     config = PPOConfig(**options)
     model = source or adopt_module(initial_model(TINY, TOKENIZER, 0))
-    roles = open_roles(config, model, 11, pool_of or inline(), critic=scalar())
+    roles = open_roles(config, model, 11, pool_of or inline(), sources={"critic": scalar()})
     scorer, environment = scorer or Even(), environment or sometimes
     return OnPolicy(config, Talk(config), roles, PROMPTS, scorer, 11, environment=environment)
 

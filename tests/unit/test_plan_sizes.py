@@ -59,7 +59,7 @@ def shape(name: str = "qwen") -> Shape:
 
 
 def settled(of: Load, model: str = "qwen", machine: Machine = NODE, **given: Any) -> Settled:
-    shapes = {role: shape(model) for role in of.roles if role != "reward"}
+    shapes = {role.name: shape(model) for role in of.roles if role.model}
     return settle(of, shapes, Room(machine.gpu_memory, machine.memory, bool(machine.gpus)), **given)
 
 
@@ -77,13 +77,13 @@ def test_a_7b_with_long_answers_starts_on_eight_gpus_with_every_default(stage: s
     of = load(kind, **params, placement=placement)
     found = settled(of, model, prompt_tokens=500)
     assert found.short == ""
-    shapes = {role: shape(model) for role in of.roles if role != "reward"}
+    shapes = {role.name: shape(model) for role in of.roles if role.model}
     table = resident(found.load, shapes, prompt_tokens=500, gpu_there=True)
     usable = 0.9 * H100.memory - 2**30  # type: ignore[operator]
     for peak in table.peaks:
         if peak.device == "cuda":
             assert peak.bytes <= usable, peak
-    if "rollout" in of.roles:  # at least as many rows at once as the design counts on: 66 in 40 GB of Qwen's
+    if of.role("rollout"):  # at least as many rows at once as the design counts on: 66 in 40 GB of Qwen's
         rows = size(found, "kv_cache") // (10_500 * shape(model).kv_values * 2)
         assert rows >= 16
         assert model != "qwen" or rows >= 58
@@ -163,7 +163,7 @@ def test_ranks_that_convert_side_by_side_need_the_machines_memory() -> None:
     assert file is not None
     assert file.stored == 2
     apart = load("grpo", **LONG, reward="exact", placement=APART, kl={"coefficient": 0.1})
-    found = {role: ranks for role, ranks, _ in loading(apart, dict.fromkeys(apart.roles, shape()), gpu_there=True)}
+    found = {role: ranks for role, ranks, _ in loading(apart, dict.fromkeys(apart.names, shape()), gpu_there=True)}
     assert found == {"policy": 4, "rollout": 4, "reference": 4}
     assert not [
         role for role, *_ in loading(load("grpo", reward="r", placement={}), {"rollout": shape()}, gpu_there=True)
@@ -197,7 +197,7 @@ def test_the_object_store_has_room_for_a_teachers_tokens() -> None:
     placement = {"policy": {"gpus": 4}, "teacher": {"gpus": 4}}
     taught = {**LONG, "teacher": "big", "prompts_per_step": 512}
     found = settled(load("distill", **taught, placement=placement))
-    assert load("distill", **taught).wide == 512
+    assert [role.wide for role in load("distill", **taught).roles if role.wide] == [512]
     assert size(found, "object_store") == 2 * 2 * shape().parameters + 512 * 10_000 * 64 * 8
     (why,) = [one.why for one in found.sizes if one.name == "object_store"]
     assert why == "twice the 14.2 GiB of weights sent to rollouts, 2.4 GiB of a teacher's", why
@@ -207,7 +207,7 @@ def test_small_models_have_what_they_always_had() -> None:
     of = load("grpo", reward="exact")
     tiny = Shape.of_config({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60})
     assert tiny is not None
-    shapes = {role: tiny for role in of.roles if role != "reward"}
+    shapes = {role.name: tiny for role in of.roles if role.model}
     cpu = settle(of, shapes, Room(memory=8 * 2**30)).values()
     assert (cpu["micro_batch_tokens"], cpu["activation_checkpointing"], cpu["reward_timeout"]) == (4096, 0.0, 10.0)
     assert "object_store" not in cpu
@@ -217,11 +217,11 @@ def test_small_models_have_what_they_always_had() -> None:
 def test_a_cluster_is_as_large_as_the_kinds_that_it_is_asked_for() -> None:
     far = {"runtime": {"ray_address": "10.0.0.1:6379"}, **LONG, "reward": "exact"}
     named = load("grpo", **far, placement={"collocated": {"gpus": 8, "kind": "h100"}})
-    found = settle(named, {role: shape() for role in named.roles if role != "reward"}, Room())
+    found = settle(named, {role.name: shape() for role in named.roles if role.model}, Room())
     assert size(found, "activation_checkpointing") == 1.0
     assert size(found, "kv_cache") > 30 * 2**30
     unnamed = load("grpo", **far, placement=TOGETHER)
-    found = settle(unnamed, {role: shape() for role in unnamed.roles if role != "reward"}, Room())
+    found = settle(unnamed, {role.name: shape() for role in unnamed.roles if role.model}, Room())
     assert "name their kind" in found.sizes[0].why
     assert "kv_cache" not in found.values()
 

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from posttrain.domain.kinds import Load
 from posttrain.domain.placement import ROLES, Placement
+from posttrain.domain.roles import POLICY, REWARD, ROLLOUT, RoleSpec
 from posttrain.planner.residency import Peak, Shape, gib, infeasible, too_large, unfit
 
 GRPO = ("policy", "rollout", "reward")
@@ -75,7 +76,7 @@ def test_a_kind_that_is_not_there_is_named_beside_what_is() -> None:
     assert "has 0" in line
 
 
-def load(placement: Any, parallel: int = 1, roles: tuple[str, ...] = GRPO) -> Load:
+def load(placement: Any, parallel: int = 1, roles: tuple[RoleSpec, ...] = (POLICY, ROLLOUT, REWARD)) -> Load:
     placed = Placement.model_validate(placement)
     return Load("grpo", roles, placed, "auto", "auto", None, sequence_parallel=parallel)
 

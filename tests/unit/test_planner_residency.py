@@ -11,8 +11,9 @@ from hypothesis import given, strategies as st
 
 from posttrain.domain.kinds import Load
 from posttrain.domain.placement import Placement
+from posttrain.domain.roles import CRITIC, POLICY, REFERENCE, REWARD, REWARD_MODEL, ROLLOUT, TEACHER, RoleSpec
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import InitModelConfig
+from posttrain.engine.config import InitModelConfig, RewardModelConfig
 from posttrain.engine.config.stages import DECODED_TOGETHER
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
@@ -35,17 +36,17 @@ from posttrain.planner.residency import (
 
 N = 1000
 SHAPE = Shape(N, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10, tied=True)
-GRPO = ("policy", "reference", "rollout", "reward")
-PPO = ("policy", "critic", "reference", "rollout", "reward_model")
+GRPO = (POLICY, REFERENCE, ROLLOUT, REWARD)
+PPO = (POLICY, CRITIC, REFERENCE, ROLLOUT, REWARD_MODEL)
 
 
-def load(kind: str = "grpo", roles: tuple[str, ...] = GRPO, placement: Any = "collocated", **given: Any) -> Load:
+def load(kind: str = "grpo", roles: tuple[RoleSpec, ...] = GRPO, placement: Any = "collocated", **given: Any) -> Load:
     settings = {"device": "auto", "dtype": "auto", "micro_batch_tokens": 16, "rows": 6, "response_tokens": 5, **given}
     return Load(kind, roles, Placement.model_validate(placement), **settings)
 
 
 def table(of: Load, *, gpu: bool = False, prompt: int = 0) -> Residency:
-    return resident(of, {role: SHAPE for role in of.roles if role != "reward"}, prompt_tokens=prompt, gpu_there=gpu)
+    return resident(of, {role.name: SHAPE for role in of.roles if role.model}, prompt_tokens=prompt, gpu_there=gpu)
 
 
 def sure(found: Residency, phase: str, role: str) -> dict[str, int]:
@@ -53,7 +54,7 @@ def sure(found: Residency, phase: str, role: str) -> dict[str, int]:
 
 
 def test_supervised_training_on_one_cpu_holds_sixteen_bytes_a_parameter() -> None:
-    found = table(load("sft", ("policy",), rows=0, response_tokens=0))
+    found = table(load("sft", (POLICY,), rows=0, response_tokens=0))
     assert found.phases == ("update",)
     assert sure(found, "update", "policy") == {"weights": 4 * N, "optimizer": 8 * N, "gradients": 4 * N}
     (peak,) = found.peaks
@@ -62,16 +63,16 @@ def test_supervised_training_on_one_cpu_holds_sixteen_bytes_a_parameter() -> Non
 
 
 def test_mixed_precision_on_a_gpu_adds_masters_and_a_micro_batch_of_gradients() -> None:
-    found = table(load("sft", ("policy",)), gpu=True)
+    found = table(load("sft", (POLICY,)), gpu=True)
     expected = {"weights": 2 * N, "masters": 4 * N, "optimizer": 8 * N, "gradients": 6 * N}
     assert sure(found, "update", "policy") == expected
     assert sum(expected.values()) == 20 * N
     assert found.peaks[0].device == "cuda"
-    assert table(load("sft", ("policy",), device="cpu"), gpu=True).peaks[0].device == "cpu"
+    assert table(load("sft", (POLICY,), device="cpu"), gpu=True).peaks[0].device == "cpu"
 
 
 def test_shards_are_a_share_of_everything_and_a_unit_is_gathered() -> None:
-    found = table(load("sft", ("policy",), {"policy": {"gpus": 4}}))
+    found = table(load("sft", (POLICY,), {"policy": {"gpus": 4}}))
     held = sure(found, "update", "policy")
     assert {part: held[part] for part in ("weights", "optimizer", "gradients")} == {
         "weights": N,
@@ -115,7 +116,7 @@ def test_a_rollout_elsewhere_holds_a_copy_and_its_rows_are_dealt_out() -> None:
 
 def test_two_ranks_share_no_weights() -> None:
     assert not shared_weights(load(placement={"collocated": {"ranks": 2}}))
-    assert not shared_weights(load("sft", ("policy",)))
+    assert not shared_weights(load("sft", (POLICY,)))
 
 
 def test_idle_frozen_roles_sleep_on_a_gpu_and_what_is_trained_stays() -> None:
@@ -141,7 +142,7 @@ def test_a_role_alone_in_its_pool_has_nobody_to_sleep_for() -> None:
     assert sure(found, "update", "reference") == {"weights": 2 * N}
 
 
-DISTILL = ("policy", "teacher", "rollout")
+DISTILL = (POLICY, replace(TEACHER, wide=16), ROLLOUT)
 
 
 def rows_held(found: Residency) -> dict[tuple[str, str], int]:
@@ -150,7 +151,7 @@ def rows_held(found: Residency) -> dict[tuple[str, str], int]:
 
 def test_a_teacher_sleeps_and_its_tokens_stay_until_the_update_is_done() -> None:
     """Two responses of 5 tokens at 16 bytes."""
-    given = {"samples": 4, "documents": 2, "wide": 16}
+    given = {"samples": 4, "documents": 2}
     alone = table(load("distill", DISTILL, **given))
     assert alone.phases == ("rollout", "teacher", "update")
     assert sure(alone, "teacher", "teacher") == sure(alone, "update", "teacher") == {"weights": 4 * N}
@@ -178,8 +179,8 @@ def test_the_phases_of_ppo_and_of_a_dataflow_nobody_knows() -> None:
         "update policy",
         "weights",
     )
-    assert table(load("mine", ("policy", "rollout"))).phases == ("rollout", "update")
-    assert table(load("reward_model", ("reward_model",))).phases == ("update",)
+    assert table(load("mine", (POLICY, ROLLOUT))).phases == ("rollout", "update")
+    assert table(load("reward_model", RewardModelConfig(steps=1, data="d").roles())).phases == ("update",)
 
 
 def test_a_role_whose_model_is_not_known_is_left_out() -> None:
@@ -190,7 +191,7 @@ def test_a_role_whose_model_is_not_known_is_left_out() -> None:
 def test_checkpointing_and_sequence_parallelism_take_activations_down() -> None:
     def activations(**given: Any) -> int:
         ranks = {"policy": {"ranks": 2}}
-        return sum(h.bytes for h in table(load("sft", ("policy",), ranks, **given)).held if h.part == "activations")
+        return sum(h.bytes for h in table(load("sft", (POLICY,), ranks, **given)).held if h.part == "activations")
 
     assert activations(activation_checkpointing=True) < activations()
     assert activations(sequence_parallel=2) * 2 == activations()
@@ -198,7 +199,7 @@ def test_checkpointing_and_sequence_parallelism_take_activations_down() -> None:
 
 def test_a_batch_that_does_not_fill_a_micro_batch_takes_no_more_than_itself() -> None:
     def activations(prompt: int) -> int:
-        few = load("sft", ("policy",), documents=2, response_tokens=0)
+        few = load("sft", (POLICY,), documents=2, response_tokens=0)
         return sum(h.bytes for h in table(few, prompt=prompt).held if h.part == "activations")
 
     assert activations(2) * 4 == activations(8) == activations(80) == activations(0)
@@ -216,7 +217,7 @@ def test_sleep_never_costs_and_ranks_never_raise_what_is_trained(
 ) -> None:
     roles = PPO if kind == "ppo" else GRPO
     shape = Shape(parameters, 2, 4, 8, 2, 1, 2, 10, True)
-    shapes = {role: shape for role in roles if role != "reward"}
+    shapes = {role.name: shape for role in roles if role.model}
 
     def peak(count: int, naps: Any) -> int:
         pool = {"gpus": count} if gpu else {"ranks": count}
@@ -268,7 +269,7 @@ def test_activations_are_what_autograd_keeps_to_a_fifth(model: LanguageModel) ->
     real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
     shape = Shape.of_config(model.module.config.to_dict())
     assert shape is not None
-    found = resident(load("sft", ("policy",), micro_batch_tokens=len(batch.tokens)), {"policy": shape})
+    found = resident(load("sft", (POLICY,), micro_batch_tokens=len(batch.tokens)), {"policy": shape})
     guessed = sum(h.bytes for h in found.held if h.part in ("activations", "logits"))
     assert 0.8 < real / guessed < 1.05
 
@@ -299,7 +300,7 @@ def test_the_slots_are_the_engines(tokens: int, more: int) -> None:
 def test_prompts_are_read_beside_the_cache() -> None:
     """As many at a time as the engine reads, with what one layer holds of them."""
     assert native._PREFILL_TOKENS == PREFILL_TOKENS
-    of = load("evaluate", ("rollout",), rows=256)
+    of = load("evaluate", (ROLLOUT,), rows=256)
     held = {prompt: {h.part: h.bytes for h in table(of, prompt=prompt).held} for prompt in (0, 4, 100)}
     token = 4 * (SHAPE.kv_values + 2 * 4 + 24)  # of an MLP three times as wide as 8
     assert held[4]["prefill"] == 256 * 4 * token
@@ -312,7 +313,7 @@ def test_slots_are_doubled_and_left_behind_as_far_as_the_cache_has_room() -> Non
     """81 prompts of 100 tokens are read at a time, and rows of 150 go on from slots of 128 to those of 160."""
     position = 4 * SHAPE.kv_values
     for limit, slots, left in ((5, 324 * 112, 0), (50, 324 * 160, 256 * 128)):
-        of = load("evaluate", ("rollout",), rows=256, response_tokens=limit)
+        of = load("evaluate", (ROLLOUT,), rows=256, response_tokens=limit)
         last = 112 if limit == 5 else 160
         [cache] = [h.bytes for h in table(of, prompt=100).held if h.part == "kv cache"]
         assert cache == (slots + left + 256 * last // 2) * position

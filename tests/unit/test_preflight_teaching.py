@@ -182,3 +182,28 @@ def test_a_judge_may_be_a_registered_model_too(world: World) -> None:
     )
     line = refused(world, written(world, whole, grpo.replace("JUDGE", "model:same")))
     assert line.startswith("reward_model: must score responses, got model:same@1")
+
+
+FLOW = """\
+from posttrain.engine.recipes.dataflow import Dataflow
+
+class Flow(Dataflow):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "line"),
+    [
+        ("{model: other}", "roles.extra: must have the student's tokenizer, got other with another (vocabularies of"),
+        ("{model: judge}", "roles.extra: must generate text, got judge, which scores responses"),
+        ("{model: sft, head: score}", "roles.extra: must score responses, got sft, which is not a sequence classifier"),
+        ("{model: nobody}", "roles.extra: no stage 'nobody' makes a model"),
+        ("{head: score, trained: true}", "roles.extra: a role with head: score cannot be trained here"),
+    ],
+)
+def test_a_declared_role_that_cannot_do_its_work_is_refused(world: World, role: str, line: str) -> None:
+    world.write("flow.py", FLOW)
+    given = f"recipe: 'flow:Flow', model: small, data: train, steps: 2, roles: {{extra: {role}}}"
+    stage = f"distill: {{kind: dataflow, {given}}}"
+    assert line in refused(world, world.write("flow.yaml", RUN.rpartition("  distill")[0] + f"  {stage}\n"))

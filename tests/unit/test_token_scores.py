@@ -126,7 +126,9 @@ def test_gae_over_rewards_of_turns(place: str) -> None:
         gae={"gamma": 0.9, "lam": 0.8, "whiten": False},
         optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2),
     )  # fmt: skip
-    roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), critic=scalar())
+    roles = open_roles(
+        config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), sources={"critic": scalar()}
+    )
     recipe = OnPolicy(config, Talk(config), roles, PROMPTS, Placed(), 11, environment=sometimes)
     facts: list[Fact] = []
     recipe.step(0, Trace(facts.append, 0))

@@ -165,11 +165,11 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
         for peak in found.peaks if found else ():
             device = " of its GPU" if peak.device == "cuda" else ""
             yield Text(f"memory: about {gib(peak.bytes)}{device} at most, in {peak.phase}", style="dim")
-        if "reward" in stage.load.roles and (scoring := placement.pool_of("reward").ranks) > 1:
+        if stage.load.role("reward") and (scoring := placement.pool_of("reward").ranks) > 1:
             yield Text(f"reward: {scoring} processes score in parallel", style="dim")
         return
     where = f" at {stage.load.ray_address}" if stage.load.ray_address else ""
-    for name, pool in placement.pools(stage.load.roles).items():
+    for name, pool in placement.pools(stage.load.names).items():
         given = pool.resources
         devices = f", {given.gpus} {given.kind or 'gpus'}" if given.gpus else ""
         ranks = f"{pool.ranks} rank{'s' if pool.ranks > 1 else ''}"

@@ -31,7 +31,6 @@ from posttrain.domain.gates import Verdict
 from posttrain.domain.ids import canonical
 from posttrain.domain.kinds import BEST, METRICS, MODEL, REPORT, kind_of
 from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
-from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import (
     IMPORT,
@@ -46,6 +45,7 @@ from posttrain.domain.records import (
     stage_end,
     stage_of,
 )
+from posttrain.domain.roles import is_frozen_input
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.store.external import URI, VERSION
 from posttrain.store.snapshot import Snapshot
@@ -265,7 +265,7 @@ def _main_stage(manifest: Manifest) -> str:
     if manifest.release:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
-    helpers = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot in NAMED_MODELS}
+    helpers = {ref.name for stage in makers for slot, ref in stage.inputs.items() if is_frozen_input(slot)}
     policies = [stage.name for stage in makers if stage.name not in helpers and not kind_of(stage.kind).scores]
     return (policies or [stage.name for stage in makers] or [""])[-1]
 
@@ -453,7 +453,7 @@ def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
 
 
 def _input_node(origins: Origins, stage: StageRecord, edge: Edge) -> Node:
-    made = origins.maker(edge) if edge.slot in ("model", *NAMED_MODELS) else None
+    made = origins.maker(edge) if edge.slot == "model" or is_frozen_input(edge.slot) else None
     if made:
         return _stage_node(origins, *made)
     meta = stage.inputs.get(edge.slot, {}).get("meta", {})

@@ -14,9 +14,9 @@ from posttrain.decision.releases import under_policy
 from posttrain.domain.errors import InputError, PosttrainError, nearest
 from posttrain.domain.kinds import CONTROL, GATE, MODEL, Driver, StageContract, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
-from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
+from posttrain.domain.roles import is_frozen_input
 from posttrain.domain.runspec import Passes, RunSpec, StageSpec, passes_of
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.waits import wait_contract
@@ -232,7 +232,7 @@ class Resolver:
     def input(self, name: str, slot: str) -> InputRef:
         """Return a pinned input of a stage. A judge or a teacher may also be the ref of a registered model."""
         field, (kind, word) = f"stages.{name}.{_place(slot)}", self._contracts[name].inputs[slot]
-        named = slot in NAMED_MODELS and ":" in word
+        named = is_frozen_input(slot) and ":" in word
         return self._asset(field, kind, word) if named else self._input(field, kind, word)
 
     def _input(self, field: str, kind: str, word: str) -> InputRef:

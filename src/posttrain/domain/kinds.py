@@ -18,8 +18,9 @@ from typing import Any, Final, Literal
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
-from posttrain.domain.placement import LEAST_STALL, Placement
+from posttrain.domain.placement import LEAST_STALL, Placement, Pool
 from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
+from posttrain.domain.roles import RoleSpec, role_named, with_models
 
 MODEL: Final = "model"  # an output: the last model
 BEST: Final = "best"  # an output: the best model according to the stage's probe
@@ -123,7 +124,7 @@ class Load:
     """The values of a stage's configuration that determine its memory use."""
 
     kind: str
-    roles: tuple[str, ...]
+    roles: tuple[RoleSpec, ...]
     placement: Placement
     device: str  # cpu | cuda | auto
     dtype: str  # float32 | bfloat16 | auto
@@ -144,7 +145,25 @@ class Load:
     lag: int = 0  # steps by which sampling may be ahead of training
     correction: str = ""  # correction for samples of another policy or engine: the policy computes each response again
     streams: bool = False  # gradients are summed while other groups of the step are sampled
-    wide: int = 0  # bytes per response token of columns that stay on their ranks
+
+    def role(self, name: str) -> RoleSpec | None:
+        """Return the role of this name; None: the stage has no such role."""
+        return role_named(self.roles, name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all roles."""
+        return tuple(role.name for role in self.roles)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The roles that learn."""
+        return tuple(role.name for role in self.roles if role.trained)
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pools of the roles that have a model."""
+        return self.placement.pools(with_models(self.roles))
 
     def decoded(self, ranks: int) -> int:
         """Return how many responses each of `ranks` ranks decodes together: its share of a step, at most `rows`."""
@@ -263,7 +282,6 @@ class StageKind:
     # parameters as written → the stage's contract; None: its trainer parses them itself
     contract: Callable[[Mapping[str, Any]], StageContract] | None = None
     driver: Driver = Driver.JOB
-    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # phase of a step → its roles, if known
     outputs: Mapping[str, str] = field(default_factory=dict)  # outputs of every stage of the kind: name → file | tree
     module: str = ""  # the module of the job, which runs as `python -m MODULE ATTEMPT_DIR`
     from_nothing: bool = False  # makes a model from its parameters alone, without reporting progress
@@ -288,47 +306,19 @@ class StageKind:
 _MODEL, _TRAIN = {MODEL: "tree"}, "posttrain.jobs.train"
 
 
-_SAMPLED: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("rollout",),
-    "reward": ("reward", "reward_model"),
-    "reference": ("reference",),
-    "update": ("policy",),
-    "weights": ("policy", "rollout"),
-}
-
-
-_CRITICAL: Mapping[str, tuple[str, ...]] = {
-    **{phase: roles for phase, roles in _SAMPLED.items() if phase not in ("update", "weights")},
-    "values": ("critic",),
-    "update critic": ("critic",),
-    "update policy": ("policy",),
-    "weights": ("policy", "rollout"),
-}
-
-
-_TAUGHT: Mapping[str, tuple[str, ...]] = {
-    **{phase: _SAMPLED[phase] for phase in ("rollout", "reward")},
-    "teacher": ("teacher",),
-    **{phase: _SAMPLED[phase] for phase in ("update", "weights")},
-}
-
-
 _PAIRS: Mapping[str, float] = {"chosen": 0.5, "rejected": 0.5}
 
 
-def algorithm_kind(
-    name: str, config: str, algorithm: str, phases: Mapping[str, tuple[str, ...]] = _SAMPLED, **more: Any
-) -> StageKind:
+def algorithm_kind(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
     """Return a kind of training: `algorithm_kind("words", "words.config:WordsConfig", "words.algorithm:Words")`.
 
     Args:
         config, algorithm: see `AlgorithmSpec`.
-        phases: the phases of a step; default: those of an algorithm that samples and has no critic.
         more: other fields of `StageKind`.
     """
     spec = AlgorithmSpec(config, algorithm)
     words = {"cheaper": _SAMPLES, "fitting": _BATCHES, "outputs": _MODEL, "module": _TRAIN, **more}
-    return StageKind(name, algorithm=spec, phases=phases, **words)
+    return StageKind(name, algorithm=spec, **words)
 
 
 def _own(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
@@ -337,27 +327,22 @@ def _own(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
 
 
 def _from_rows(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
-    return _own(name, f"training:{config}", algorithm, **{"phases": {"update": ("policy",)}, "cheaper": _STEPS, **more})
+    return _own(name, f"training:{config}", algorithm, **{"cheaper": _STEPS, **more})
 
 
 # every algorithm has a row here, a configuration, and a file in `engine.recipes`
 _ALGORITHMS = (
     _from_rows("sft", "SFTConfig", "sft:SFT", sizes={"completion": 1.0}),
-    _from_rows(
-        *("reward_model", "RewardModelConfig", "reward_model:RewardModel"),
-        phases={"update": ("reward_model",)}, scores=True, sizes=_PAIRS,
-    ),
-    _from_rows(
-        *("dpo", "DPOConfig", "dpo:DPO"), phases={"reference": ("reference",), "update": ("policy",)}, sizes=_PAIRS
-    ),
+    _from_rows("reward_model", "RewardModelConfig", "reward_model:RewardModel", scores=True, sizes=_PAIRS),
+    _from_rows("dpo", "DPOConfig", "dpo:DPO", sizes=_PAIRS),
     _own("grpo", "sampling:GRPOConfig", "grpo:GRPO"),
     _own("dr_grpo", "sampling:GroupConfig", "dr_grpo:DrGRPO"),
     _own("rloo", "sampling:GroupConfig", "rloo:RLOO"),
     _own("dapo", "sampling:DAPOConfig", "dapo:DAPO"),
     _own("reinforce_plus_plus", "sampling:ReinforcePlusPlusConfig", "reinforce_plus_plus:ReinforcePlusPlus"),
-    _own("ppo", "sampling:PPOConfig", "ppo:PPO", phases=_CRITICAL),
-    _own("distill", "sampling:DistillConfig", "distill:Distill", phases=_TAUGHT),
-    _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
+    _own("ppo", "sampling:PPOConfig", "ppo:PPO"),
+    _own("distill", "sampling:DistillConfig", "distill:Distill"),
+    _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", cheaper=_FLOW),
 )  # fmt: skip
 
 

@@ -22,13 +22,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_serializer, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_serializer, model_validator
 
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.validation import Frozen
 
 ROLES = ("policy", "critic", "reference", "reward_model", "teacher", "rollout", "reward")
-NAMED_MODELS = ("reward_model", "teacher")  # frozen roles whose model is the input of the same name
 COLLOCATED = "collocated"
 MAIN = "main"  # the pool of collocated roles
 Positive = Annotated[int, Field(ge=1, le=10**6)]
@@ -42,13 +41,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LEAST_STALL = 10.0  # seconds; a healthy job reports the end of a step or a phase within a quarter of this time
 
 
-def _known_role(role: str) -> str:
-    if role not in ROLES:
-        raise ValueError(f"must be a role, got {role!r}{nearest(role, ROLES)}")
-    return role
-
-
-RoleName = Annotated[str, AfterValidator(_known_role)]
+ROLE_NAME = r"^[a-z][a-z0-9_]{0,39}$"
+RoleName = Annotated[str, Field(pattern=ROLE_NAME)]
 
 
 class Resources(Frozen):
@@ -118,10 +112,14 @@ class Pool:
 class Placement(Frozen):
     """The shared pools of roles, and the resources of each pool.
 
+    A dataflow's own roles have further fields.
+
     Raises:
-        pydantic.ValidationError: a role is unknown (the message suggests the most similar one), amounts are not
-            divisible by ranks, or roles are `with` each other in a cycle.
+        pydantic.ValidationError: amounts are not divisible by ranks, or roles are `with` each other in a cycle.
     """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Resources]
 
     collocated: Resources | None = None  # the pool of every role; cannot be combined with pools for individual roles
     policy: Resources | None = None
@@ -144,6 +142,9 @@ class Placement(Frozen):
         empty = next((role for role, given in value.items() if given is None), None)
         if empty is not None:
             raise ValueError(f"{empty} must be a map such as {{gpus: 4}} or {{with: policy}}, got nothing")
+        odd = next((key for key in value if not re.match(ROLE_NAME, str(key))), None)
+        if odd is not None:
+            raise ValueError(f"must be a role, got {odd!r}{nearest(str(odd), ROLES)}")
         return {key: given for key, given in value.items() if (key, given) != (COLLOCATED, {})}
 
     @model_validator(mode="after")
@@ -155,14 +156,14 @@ class Placement(Frozen):
             )
         if self.collocated is not None and self.collocated.with_ is not None:
             raise ValueError(f"{COLLOCATED} must have its own resources, got with: {self.collocated.with_}")
-        for role in ROLES:
+        for role in (*ROLES, *self.placed):
             self._head(role)
         return self
 
     @property
     def placed(self) -> dict[str, Resources]:
-        """The resources of individual roles, in the order of `ROLES`."""
-        found = {role: getattr(self, role) for role in ROLES}
+        """The resources of individual roles, in the order of `ROLES`; a dataflow's own roles follow."""
+        found = {role: getattr(self, role) for role in ROLES} | (self.model_extra or {})
         return {role: given for role, given in found.items() if given is not None}
 
     @property
@@ -172,18 +173,18 @@ class Placement(Frozen):
         If the stage names a Ray cluster, the cluster is used nevertheless. A reward function always has separate
         processes.
         """
-        pools = self.pools([role for role in ROLES if role != "reward"])
+        pools = self.pools([role for role in (*ROLES, *self.placed) if role != "reward"])
         return len(pools) == 1 and all(pool.ranks == 1 for pool in pools.values())
 
-    def pools(self, roles: Collection[str] = ROLES) -> dict[str, Pool]:
-        """Return pools by name, in the order of their first roles in `ROLES`.
+    def pools(self, roles: Collection[str] = ()) -> dict[str, Pool]:
+        """Return pools by name, in the order of their first roles in `ROLES`; other roles follow.
 
         Args:
-            roles: the roles of the stage; a pool without any of them is omitted.
+            roles: the roles of the stage, by default all; a pool without any of them is omitted.
         """
         homes: dict[str, list[str]] = {}
-        for role in ROLES:
-            if role in roles:
+        for role in dict.fromkeys((*ROLES, *self.placed, *roles)):
+            if not roles or role in roles:
                 homes.setdefault(self._head(role), []).append(role)
         shared = self.collocated or Resources()
         return {name: Pool(name, self.placed.get(name, shared), tuple(found)) for name, found in homes.items()}
@@ -201,11 +202,13 @@ class Placement(Frozen):
         Raises:
             InputError: the placement names a role that the stage does not have.
         """
-        has = ", ".join(role for role in ROLES if role in roles)
+        has = ", ".join(sorted(roles, key=lambda role: ROLES.index(role) if role in ROLES else len(ROLES)))
         for role, given in self.placed.items():
             for named in (role, given.with_):
                 if named is not None and named not in roles:
-                    raise InputError(f"placement.{role}: {stage} has no {named} (its roles: {has}); remove it")
+                    raise InputError(
+                        f"placement.{role}: {stage} has no {named} (its roles: {has}); remove it, or correct the name"
+                    )
         return self
 
     def _head(self, role: str) -> str:

@@ -1,12 +1,15 @@
 """Starts the roles that a stage needs, in the given pools."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
-from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
+from posttrain.domain.roles import ROLLOUT, RoleSpec
+from posttrain.engine.config import RowsConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.models.files import ModelSource, ScalarSource
-from posttrain.engine.models.language_model import LanguageModel, ScalarModel
+from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.logprobs import Model
 from posttrain.engine.roles.learner import micro_batch_tokens
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
@@ -20,23 +23,13 @@ Source = ModelSource | ScalarSource | Model
 def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:
     """Start the roles of an algorithm that reads rows: the learner and, if the algorithm has one, the reference."""
     role, *others = config.roles()
-    learner = pool_of(role).start(
-        role,
-        TrainWorker,
-        model,
-        config.optimizer,
-        config.runtime,
-        name=role,
-        steps=config.steps,
-        seed=seed,
-        dropout=config.dropout,
-    )
-    frozen = {}
-    if "reference" in others:
-        tokens = micro_batch_tokens(config.runtime, pool_of(role).processes[0].device)
-        pool = pool_of("reference").by_rank()
-        frozen["reference"] = pool.start("reference", FrozenWorker, model, micro_batch_tokens=tokens)
-    return Roles({role: learner}, frozen, sleeps=_sleeps(config, pool_of))
+    learner = _learner(config, role, model, seed, pool_of, dropout=config.dropout)
+    tokens = micro_batch_tokens(config.runtime, pool_of(role.name).processes[0].device)
+    frozen = {
+        one.name: pool_of(one.name).by_rank().start(one.name, FrozenWorker, model, micro_batch_tokens=tokens)
+        for one in others
+    }
+    return Roles({role.name: learner}, frozen, sleeps=_sleeps(config, pool_of))
 
 
 def open_roles(
@@ -45,9 +38,7 @@ def open_roles(
     seed: int,
     pool_of: PoolOf,
     *,
-    critic: ScalarSource | ScalarModel | None = None,
-    reward_model: ScalarSource | ScalarModel | None = None,
-    teacher: ModelSource | LanguageModel | None = None,
+    sources: Mapping[str, Source] = MappingProxyType({}),
     engine: RolloutEngine | None = None,
     stop: Sequence[str] = (),
 ) -> Roles:
@@ -56,85 +47,64 @@ def open_roles(
     The policy starts first, because a rollout in the policy's pool reads the policy's weights.
 
     Args:
-        model: the starting policy, and the reference if the algorithm has a KL penalty.
-        critic: the starting value model.
-        reward_model: the model that scores responses; None: no model scores them.
-        teacher: the model that the policy learns from; None: no teacher.
+        model: the starting policy, and the initial model of each role that is not in `sources`.
+        sources: role → its initial model.
         engine: a rollout engine in the controller's process; None: an engine that reads the policy's weights.
         stop: strings that end a response; if any are given, each rollout rank opens the tokenizer.
     """
-    policy = pool_of("policy").start(
-        "policy",
-        TrainWorker,
-        model,
-        config.optimizer,
-        config.runtime,
-        steps=config.steps,
-        seed=seed,
-        temperature=config.temperature,
-        first=config.critic.warmup if isinstance(config, PPOConfig) else 0,
-    )
-    learners = {"policy": policy}
+    learners: dict[str, WorkerGroup[TrainWorker]] = {}
+    policy, *others = (role for role in config.roles() if role.model)
+    opened = {role.name: sources.get(role.name, model) for role in others}
+    learners["policy"] = _learner(config, policy, model, seed, pool_of, temperature=config.temperature)
     source = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     home = pool_of("rollout").by_rank()
     rollout = home.start(
         "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=home.deadlines.call
     )
-    if critic is not None and isinstance(config, PPOConfig):
-        learners["critic"] = pool_of("critic").start(
-            "critic",
-            TrainWorker,
-            critic,
-            config.critic.optimizer,
-            config.runtime,
-            name="critic",
-            steps=config.steps,
-            seed=seed,
-        )
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
-    frozen = _open_frozen(config, model, reward_model, teacher, policy, pool_of, tokens)
+    frozen: dict[str, WorkerGroup[FrozenWorker]] = {}
+    for role in others:
+        if role.trained:
+            learners[role.name] = _learner(config, role, opened[role.name], seed, pool_of)
+        elif role != ROLLOUT:
+            frozen[role.name] = _frozen(config, role, opened[role.name], learners["policy"], pool_of, tokens)
     return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
 
 
-def _open_frozen(
+def _learner(
+    config: TrainingConfig, role: RoleSpec, model: Source, seed: int, pool_of: PoolOf, **more: Any
+) -> WorkerGroup[TrainWorker]:
+    """Start a role that learns."""
+    optimizer, first = config.learning(role.name)
+    words = {"name": role.name, "steps": config.steps, "seed": seed, "first": first, **more}
+    return pool_of(role.name).start(role.name, TrainWorker, model, optimizer, config.runtime, **words)
+
+
+def _frozen(
     config: SamplingConfig,
-    model: ModelSource | LanguageModel,
-    reward_model: ScalarSource | ScalarModel | None,
-    teacher: ModelSource | LanguageModel | None,
+    role: RoleSpec,
+    model: Source,
     policy: WorkerGroup[TrainWorker],
     pool_of: PoolOf,
     tokens: int,
-) -> dict[str, WorkerGroup[FrozenWorker]]:
-    """Start the frozen roles: the reference of a KL penalty, the reward model, and the teacher.
-
-    The teacher predicts tokens of the policy's vocabulary at the policy's temperature.
-    """
-    frozen, warmth = dict[str, WorkerGroup[FrozenWorker]](), config.temperature
-    if "reference" in config.roles():
-        pool = pool_of("reference").by_rank()
-        frozen["reference"] = pool.start(
-            "reference", FrozenWorker, model, micro_batch_tokens=tokens, temperature=warmth
-        )
-    if reward_model is not None:
-        pool = pool_of("reward_model").by_rank()
-        frozen["reward_model"] = pool.start(
-            "reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens
-        )
-    if teacher is not None:
-        pool = pool_of("teacher").by_rank()
-        frozen["teacher"] = pool.start(
-            "teacher",
+) -> WorkerGroup[FrozenWorker]:
+    """Start a role that predicts: language models at the policy's temperature, and wide ones of its vocabulary."""
+    return (
+        pool_of(role.name)
+        .by_rank()
+        .start(
+            role.name,
             FrozenWorker,
-            teacher,
-            name="teacher",
-            temperature=warmth,
+            model,
+            name=role.name,
             micro_batch_tokens=tokens,
-            vocabulary=policy.one(TrainWorker.vocabulary),
+            temperature=config.temperature if role.head == "language" else 1.0,
+            vocabulary=policy.one(TrainWorker.vocabulary) if role.wide else None,
         )
-    return frozen
+    )
 
 
 def _sleeps(config: TrainingConfig, pool_of: PoolOf) -> bool:
     nap = config.placement.sleep
-    return pool_of(config.roles()[0]).processes[0].device.startswith("cuda") if nap == "auto" else bool(nap)
+    return pool_of(config.roles()[0].name).processes[0].device.startswith("cuda") if nap == "auto" else bool(nap)

@@ -33,6 +33,7 @@ from posttrain.sandbox.port import (
     probe_call,
     refuse_failures,
     try_out,
+    weighted,
 )
 from posttrain.sandbox.protocol import AnswerError, refuse_places
 
@@ -267,6 +268,51 @@ class ModelScorer:
     def text(self, trajectory: Trajectory) -> str:
         """Return a response as text."""
         return response_text(self._tokenizer, trajectory)
+
+
+@final
+class SumScorer:
+    """The weighted sum of reward functions and reward models as a `Scorer`.
+
+    Args:
+        functions: scores with the weighted functions; None: there are only models.
+        models: role → scorer.
+        weights: name of a function or role → weight.
+    """
+
+    def __init__(
+        self, functions: RewardScorer | None, models: Mapping[str, ModelScorer], weights: Mapping[str, float]
+    ) -> None:
+        self._functions, self._models, self._weights = functions, models, weights
+        self._all: list[Scorer] = [*([functions] if functions else []), *models.values()]
+        self.early = all(one.early for one in self._all)
+
+    def groups(self, prompts: int, tokens: int) -> int:
+        """See `Scorer`; the most that any part scores together."""
+        return max(one.groups(prompts, tokens) for one in self._all)
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """See `Scorer`; `result` raises what the parts raise."""
+        asked = {name: one.begin(prompts, trajectories, stretch) for name, one in self._models.items()}
+        called = self._functions.begin(prompts, trajectories, stretch) if self._functions else None
+
+        def wait() -> Sequence[Score]:
+            parts: list[dict[str, Score]] = [dict(one.parts) for one in called.result()] if called else []
+            parts = parts or [{} for _ in trajectories]
+            for name, answer in asked.items():
+                for mine, score in zip(parts, answer.result(), strict=True):
+                    mine[name] = score
+            return [
+                _held_against(t, weighted(self._weights, mine)) for t, mine in zip(trajectories, parts, strict=True)
+            ]
+
+        return Future(wait, lambda: all(one.done() for one in (*asked.values(), *([called] if called else []))))
+
+    def text(self, trajectory: Trajectory) -> str:
+        """Return a response as text."""
+        return self._all[0].text(trajectory)
 
 
 @final

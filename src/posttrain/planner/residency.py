@@ -59,8 +59,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.domain.kinds import Load, kind_of
+from posttrain.domain.kinds import Load
 from posttrain.domain.placement import MAIN, ROLES, Placement, Pool
+from posttrain.domain.roles import step_phases
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: cache misses
 CHUNKED_LOGITS = 2**25  # above this number, the engine computes logits in chunks and again in the backward pass
@@ -73,10 +74,7 @@ KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.roll
 PREFILL_TOKENS = 8192  # of prompts read at a time (`engine.rollout.backends.native`)
 _SLOT_STEPS = (32, 16, 128)  # narrowest slot, and step of wider slots; step of slots up to the third number
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
-_TRAINED = ("policy", "critic", "reward_model")  # roles in the phase `update`
-_ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's names of kinds
-_SHARED = ("policy", "critic", "reference", "reward_model")  # roles whose ranks can share one batch's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +205,7 @@ def resident(
         longest_prompt: tokens of the longest prompt; 0: all prompts are typical.
         gpu_there: whether `device: auto` of collocated roles becomes cuda.
     """
-    pools = load.placement.pools(load.roles)
+    pools = load.pools
     held: list[Held] = []
     peaks: list[Peak] = []
     stays = {name: _Pool(load, pool, gpu_there, prompt_tokens, longest_prompt) for name, pool in pools.items()}
@@ -226,9 +224,10 @@ def resident(
 
 def shared_weights(load: Load) -> bool:
     """Return whether the rollout reads the policy's weights instead of a copy."""
-    if not {"policy", "rollout"} <= set(load.roles):
+    rollout = load.role("rollout")
+    if rollout is None or load.role(rollout.base_of) is None:
         return False
-    home = load.placement.pool_of("policy")
+    home = load.placement.pool_of(rollout.base_of)
     return "rollout" in home.roles and home.ranks == 1
 
 
@@ -264,10 +263,8 @@ def row_positions(tokens: int, device: str, longest: int = 0) -> int:
 
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Return the phases with their active roles, without phases that have no active role."""
-    known = kind_of(load.kind).phases or _ANY
-    sharded = (role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1)
-    found = {"start": tuple(sharded)}
-    found |= {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
+    sharded = (role for role in load.trained if load.placement.pool_of(role).ranks > 1)
+    found = {"start": tuple(sharded), **step_phases(load.roles)}
     if shared_weights(load):
         found.pop("weights", None)
     return {phase: roles for phase, roles in found.items() if roles}
@@ -289,7 +286,6 @@ class _Pool:
             tokens = min(tokens, load.documents * self._context)
         tokens = max(tokens, load.response_tokens)  # a document is never cut
         self._tokens = math.ceil(tokens / load.sequence_parallel)
-        self._trained = _trained(load)
 
     def phase(self, phase: str, active: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
         """Yield the memory that the pool's roles hold while the roles `active` work."""
@@ -312,7 +308,7 @@ class _Pool:
         if role == "rollout":
             if not shared_weights(self._load):
                 yield "copy", width * size, False
-        elif role in self._trained:
+        elif role in self._load.trained:
             yield "weights", (width * size if ranks == 1 else 4 * math.ceil(size / ranks)), False
             yield "masters", (4 * size if ranks == 1 and width == 2 else 0), False
             yield "optimizer", 8 * math.ceil(size / ranks), False
@@ -333,7 +329,7 @@ class _Pool:
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
         elif role == "rollout" and phase == "weights":
             yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False
-        elif role in self._trained and phase != "rollout":
+        elif role in self._load.trained and phase != "rollout":
             if self._ranks > 1:
                 yield "gathered", width * min(shape.parameters, shape.unit_parameters), False
             if phase == "weights":
@@ -342,20 +338,24 @@ class _Pool:
                 own = 4 * math.ceil(shape.parameters / self._ranks)
                 last = 2 * shape.parameters if self._ranks == 1 and width == 2 else 0
                 yield "gradients", own + last, False
-                yield from self._forward(shape, backward=True, head=role == "policy")
+                yield from self._forward(shape, backward=True, head=self._speaks(role))
             elif phase != "weights":
                 yield from self._forward(shape, backward=False, head=False)
         elif role != "rollout":
-            yield from self._forward(shape, backward=False, head=role in ("reference", "teacher"))
+            yield from self._forward(shape, backward=False, head=self._speaks(role))
+
+    def _speaks(self, role: str) -> bool:
+        spec = self._load.role(role)
+        return spec is not None and spec.head == "language"
 
     def _rows(self, phase: str, role: str) -> int:
         """Return the bytes of wide columns that a rank holds in the machine's memory."""
-        load, taught = self._load, "teacher" in self._load.roles
-        if not taught or self.device != "cpu":
+        load, holder = self._load, next((one for one in self._load.roles if one.wide), None)
+        if holder is None or self.device != "cpu":
             return 0
-        each, teachers = load.response_tokens * load.wide, load.placement.pool_of("teacher").ranks
-        part = each * math.ceil(load.samples / teachers)
-        if role == "teacher" and phase in ("teacher", "update"):
+        each, ranks = load.response_tokens * holder.wide, load.placement.pool_of(holder.name).ranks
+        part = each * math.ceil(load.samples / ranks)
+        if role == holder.name and phase in (holder.name, "update"):
             return part
         if role != "policy" or phase != "update" or load.placement.is_inline:
             return 0
@@ -407,11 +407,6 @@ def _logits(tokens: int, shape: Shape, *, backward: bool, half: bool) -> int:
     return max(min(gradient, most), least) + (gradient if backward else 0)
 
 
-def _trained(load: Load) -> tuple[str, ...]:
-    """Return the roles that learn. PPO's reward model does not: another stage trained it."""
-    return ("reward_model",) if kind_of(load.kind).scores else ("policy", "critic")
-
-
 def infeasible(
     placement: Placement,
     available: Mapping[str, float],
@@ -457,14 +452,14 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
     """
     found: list[str] = []
     parallel = load.sequence_parallel
-    for pool in load.placement.pools(load.roles).values():
-        ranks, names = pool.ranks, [role for role in pool.roles if role in _SHARED]
+    for pool in load.pools.values():
+        ranks, names = pool.ranks, [role for role in pool.roles if role != "rollout"]
         if names and pool.resources.gpus_per_rank > 1:
             found.append(
                 f"placement: {_called(pool.name)} has {pool.resources.gpus} gpus for {ranks} ranks, but a rank of "
                 f"{names[0]} drives one device; leave ranks out, or request {ranks} gpus"
             )
-        if names and parallel > 1 and ranks % parallel:
+        if parallel > 1 and ranks % parallel and set(names) & set(load.trained):
             found.append(
                 f"runtime.sequence_parallel must divide the ranks of {_called(pool.name)} ({ranks}), got {parallel}; "
                 f"change it or placement's ranks"

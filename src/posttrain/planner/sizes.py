@@ -62,7 +62,6 @@ from posttrain.planner.residency import (
 
 START, CALL = 300.0, 3600.0  # seconds
 _READ_GIB, _TOKEN = 10.0, 0.01  # seconds
-_TRAIN = ("policy", "critic", "reward_model")
 LEAST_TOKENS = 1024  # minimum of a chosen micro-batch
 _GIB = 2**30
 _KV_STEP = 2**24  # large, so that a few bytes of a file's header have no effect
@@ -110,7 +109,7 @@ def loading(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False)
 
     A rollout on the same single rank as its policy reads no model.
     """
-    for pool in load.placement.pools([role for role in load.roles if role != "reward"]).values():
+    for pool in load.pools.values():
         width = width_of(load, device_of(load, pool, gpu_there=gpu_there))
         for role in pool.roles:
             lent = role == "rollout" and shared_weights(load)
@@ -133,7 +132,7 @@ def too_much_to_load(
         return []
     on_gpus = {
         role
-        for pool in load.placement.pools([role for role in load.roles if role != "reward"]).values()
+        for pool in load.pools.values()
         if device_of(load, pool, gpu_there=gpu_there) == "cuda"
         for role in pool.roles
     }
@@ -168,10 +167,10 @@ def _call(load: Load) -> Size:
 
 def _of_a_call(load: Load) -> Iterator[int]:
     """Yield the response tokens of the longest call of each pool that samples or trains."""
-    for pool in load.placement.pools(load.roles).values():
+    for pool in load.pools.values():
         if "rollout" in pool.roles:
             yield -(-load.samples // pool.ranks) * load.response_tokens
-        if set(pool.roles) & set(_TRAIN):
+        if set(pool.roles) & set(load.trained):
             yield -(-load.documents // pool.ranks) * load.response_tokens
 
 
@@ -211,12 +210,11 @@ def settle(
     stage = _Stage(load, shapes, room)
     sizes: list[Size] = []
     short = ""
-    trains = any(role in load.roles for role in ("policy", "critic", "reward_model"))
-    if trains:
+    if load.trained:
         chosen = stage.micro_batches(prompt_tokens)
         sizes += chosen.sizes
         load, short = chosen.load, chosen.short
-    if "rollout" in load.roles:
+    if load.role("rollout"):
         cached = _Stage(load, shapes, room).kv_cache(prompt_tokens, longest_prompt)
         load, short = cached.load, short or cached.short
         sizes += cached.sizes
@@ -226,7 +224,7 @@ def settle(
     if timeout is not None:
         load = replace(load, reward_timeout=timeout.value)
     waits: tuple[Size, ...] = ()
-    if trains:
+    if load.trained:
         start, call = deadlines(load, shapes, gpu_there=room.gpu_there)
         load = replace(load, start_timeout=start.value, call_timeout=call.value)
         alone = load.placement.is_inline and load.ray_address is None
@@ -238,7 +236,7 @@ def unknown_kinds(load: Load) -> list[str]:
     """Return a warning for each GPU kind of a cluster whose memory is unknown."""
     if load.ray_address is None:
         return []
-    kinds = {pool.name: pool.resources.kind for pool in load.placement.pools(load.roles).values()}
+    kinds = {pool.name: pool.resources.kind for pool in load.pools.values()}
     return [
         f"{name} requests GPUs of kind {kind}, whose memory is unknown, so sizes are not checked (known: "
         f"{', '.join(sorted(_KINDS))})"
@@ -250,7 +248,7 @@ def unknown_kinds(load: Load) -> list[str]:
 class _Stage:
     def __init__(self, load: Load, shapes: Mapping[str, Shape], room: Room) -> None:
         self._load, self._shapes, self._room = load, shapes, room
-        self._pools = load.placement.pools([role for role in load.roles if role != "reward"])  # with models
+        self._pools = load.pools
 
     def micro_batches(self, prompt_tokens: int) -> Settled:
         """Choose the tokens of a micro-batch, and whether layers are recomputed."""
@@ -272,8 +270,7 @@ class _Stage:
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
         tokens, again = self._load.micro_batch_tokens, self._load.activation_checkpointing
-        trained = next(role for role in ("policy", "critic", "reward_model") if role in self._load.roles)
-        home = next(pool for pool in self._pools.values() if trained in pool.roles)
+        home = next(pool for pool in self._pools.values() if self._load.trained[0] in pool.roles)
         usual = tokens or MICRO_BATCH_TOKENS[self._device(home)]
         yield from ((usual, way) for way in ((False, True) if again is None else (again,)))
         while tokens is None and usual > LEAST_TOKENS:
@@ -403,11 +400,11 @@ def _object_store(load: Load, shapes: Mapping[str, Shape], room: Room) -> Size |
     if load.object_store is not None:
         return Size("object_store", float(load.object_store), "bytes", False, "")
     sent, policy = 0, shapes.get("policy")
-    if policy is not None and "rollout" in load.roles and not shared_weights(load):
-        home = load.placement.pools(load.roles)[load.placement.pool_of("policy").name]
+    if policy is not None and load.role("rollout") and not shared_weights(load):
+        home = load.pools[load.placement.pool_of("policy").name]
         sent = policy.parameters * width_of(load, device_of(load, home, gpu_there=room.gpu_there))
     usual = min(int(_STORE_SHARE * room.memory), _STORE_USUAL)
-    rows = load.samples * load.response_tokens * load.wide
+    rows = load.samples * load.response_tokens * sum(role.wide for role in load.roles)
     value = max(usual, min(2 * sent + rows, int(_STORE_MOST * room.memory)))
     many = f"twice the {gib(sent)} of weights sent to rollouts" + (f", {gib(rows)} of a teacher's" if rows else "")
     why = many if value > usual else "a tenth of memory, at most 8 GiB"

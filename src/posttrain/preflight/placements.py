@@ -7,7 +7,7 @@ judges responses return scores?
 
 import importlib.util
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobspec import allows
 from posttrain.domain.kinds import OWN, Load, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.rendering import CONFIG, is_classifier
+from posttrain.domain.roles import DECLARED, ROLLOUT, RoleSpec
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Machine, room_of, this_machine
@@ -77,10 +77,10 @@ def refuse_infeasible(
     machine = this_machine() if loads else Machine(1)
     for name, load in loads.items():
         shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
-        found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
+        found = unfit(load, shapes.get(load.names[0]))
         found += _missing_ray(load) if manifest.image is None and workspace.own_jobs else []
         if load.ray_address is None:
-            found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
+            found = infeasible(load.placement, machine.resources(), roles=load.names) + found
             settled = settle(load, shapes, room_of(machine))
             peaks = resident(settled.load, shapes, gpu_there=bool(machine.gpus)).peaks
             found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
@@ -171,7 +171,7 @@ def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path
     """Yield one warning for each slower fall-back that a stage's model needs."""
     for stage in planned.manifest.stages:
         if contract := planned.contracts.get(stage.name):
-            roles = contract.load.roles if contract.load else ("rollout",)
+            roles = contract.load.roles if contract.load else (ROLLOUT,)
             for warning in fallback_warnings(planned.manifest, stage, roles, workspace, path, spec.model):
                 yield f"{stage.name}: {warning}"
 
@@ -180,8 +180,7 @@ def role_shapes(
     manifest: Manifest, stage: StageManifest, load: Load, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> dict[str, Shape]:
     """Return the shape of each role's model; roles without a model or with a model of unknown shape are omitted."""
-    slots = {role: role if role in NAMED_MODELS and role in stage.inputs else "model" for role in load.roles}
-    slots.pop("reward", None)
+    slots = {role.name: role.model for role in load.roles if role.model}
     found = {role: _shape(manifest, stage, slot, workspace, source, model) for role, slot in slots.items()}
     return {role: shape for role, shape in found.items() if shape is not None}
 
@@ -211,7 +210,7 @@ def stored_config(
 def fallback_warnings(
     manifest: Manifest,
     stage: StageManifest,
-    roles: Collection[str],
+    roles: Sequence[RoleSpec],
     workspace: OpenWorkspace,
     source: Path,
     model: str | None,
@@ -223,9 +222,9 @@ def fallback_warnings(
         source: the run file or lock, for errors.
         model: the base model's ref in the run file; None: the model is in the store.
     """
-    named = [slot for slot in NAMED_MODELS if slot in stage.inputs]
     found = []
-    for slot, readers in (("model", set(roles) - set(named)), *((slot, {slot}) for slot in named)):
+    for slot in dict.fromkeys(role.model for role in roles if role.model):
+        readers = {role.name for role in roles if role.model == slot}
         began = origin(manifest, stage, slot)
         if slot not in stage.inputs or isinstance(began, StageManifest):  # models of `init_model` need no fall-back
             continue
@@ -303,11 +302,18 @@ def refuse_judges_without_scores(
         InputError: a judge generates text; the message names the file, the stage and the judge.
     """
     for stage in manifest.stages:
-        if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
-            raise InputError(
-                f"{source}: stages.{stage.name}.{_JUDGE}: must score responses, got {stage.inputs[_JUDGE].name}, which "
-                "is not a sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
-            )
+        for slot in (_JUDGE, *_declared(stage, "score")):
+            if slot in stage.inputs and scores(manifest, stage, slot, workspace, source, model) is False:
+                raise InputError(
+                    f"{source}: stages.{stage.name}.{slot}: must score responses, got {stage.inputs[slot].name}, which "
+                    "is not a sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
+                )
+
+
+def _declared(stage: StageManifest, *heads: str) -> Iterator[str]:
+    """Yield the input slots of the models of a stage's declared roles with one of these heads."""
+    roles = stage.params.get("roles") or {} if stage.kind in OWN else {}
+    yield from (slot for name, role in roles.items() if role["head"] in heads and (slot := f"{DECLARED}{name}"))
 
 
 def scores(
@@ -339,9 +345,12 @@ def check_teachers(
         InputError: a teacher is unusable; the message names the file, the stage and the teacher.
     """
     for stage in manifest.stages:
-        if _SLOT in stage.inputs:
-            asked = _Asked(manifest, stage, workspace, source, model)
-            if fault := asked.scores() or asked.speaks_otherwise() or asked.has_fewer():
+        for slot in (_SLOT, *_declared(stage, "language", "value", "score")):
+            if slot not in stage.inputs:
+                continue
+            asked = _Asked(manifest, stage, slot, workspace, source, model)
+            scoring = "" if slot in _declared(stage, "value", "score") else asked.scores()
+            if fault := scoring or asked.speaks_otherwise() or asked.has_fewer():
                 raise InputError(f"{source}: stages.{stage.name}.{fault}")
             yield from asked.is_the_student()
 
@@ -350,20 +359,28 @@ class _Asked:
     """The teacher and the student of one stage."""
 
     def __init__(
-        self, manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
+        self,
+        manifest: Manifest,
+        stage: StageManifest,
+        slot: str,
+        workspace: OpenWorkspace,
+        source: Path,
+        model: str | None,
     ) -> None:
-        self._manifest, self._stage, self._workspace = manifest, stage, workspace
-        self._source, self._model, self._name = source, model, stage.inputs[_SLOT].name
+        self._manifest, self._stage, self._slot, self._workspace = manifest, stage, slot, workspace
+        self._source, self._model, self._name = source, model, stage.inputs[slot].name
 
     def scores(self) -> str:
         """Return the fault of a teacher that scores responses instead of generating text; "" if there is no fault."""
-        if not scores(self._manifest, self._stage, _SLOT, self._workspace, self._source, self._model):
+        if not scores(self._manifest, self._stage, self._slot, self._workspace, self._source, self._model):
             return ""
-        return f"{_SLOT}: must generate text, got {self._name}, which scores responses; name a model that generates"
+        return (
+            f"{self._slot}: must generate text, got {self._name}, which scores responses; name a model that generates"
+        )
 
     def speaks_otherwise(self) -> str:
         """Return the fault of a teacher whose tokens differ from the student's; "" if no difference was found."""
-        began = [origin(self._manifest, self._stage, slot) for slot in ("model", _SLOT)]
+        began = [origin(self._manifest, self._stage, slot) for slot in ("model", self._slot)]
         if len({type(one) for one in began}) > 1:  # the run makes only one of them; the job compares them
             return ""
         found = [self._tokens(one) for one in began]
@@ -371,22 +388,22 @@ class _Asked:
             return ""
         sizes = " and ".join(str(len(tokens or ())) for tokens in found)
         return (
-            f"{_SLOT}: must have the student's tokenizer, got {self._name} with another (vocabularies of {sizes} "
+            f"{self._slot}: must have the student's tokenizer, got {self._name} with another (vocabularies of {sizes} "
             "tokens); name a model of the student's family"
         )
 
     def has_fewer(self) -> str:
         """Return the fault if a vocabulary has fewer than `top_k` tokens; "" if there are enough tokens."""
         asked = self._stage.params.get("top_k")
-        sizes = [size for slot in ("model", _SLOT) if (size := self._size(slot))]
+        sizes = [size for slot in ("model", self._slot) if (size := self._size(slot))]
         if not isinstance(asked, int) or not sizes or asked <= min(sizes):
             return ""
         return f"top_k: must be at most {min(sizes)}, the tokens of the vocabulary, got {asked}; lower it"
 
     def is_the_student(self) -> Iterator[str]:
         """Yield a warning if teacher and student are the same model, since the student then learns nothing."""
-        student, teacher = self._stage.inputs.get("model"), self._stage.inputs[_SLOT]
-        if student is None or student.source != teacher.source:
+        student, teacher = self._stage.inputs.get("model"), self._stage.inputs[self._slot]
+        if student is None or student.source != teacher.source or self._slot != _SLOT:
             return
         told = (student.word, teacher.word) if student.source == "stage" else (student.digest, teacher.digest)
         if told[0] and told[0] == told[1]:

@@ -78,6 +78,40 @@ class Score:
         return self.status in ("error", "timeout")
 
 
+def weighted(weights: Mapping[str, float], parts: Mapping[str, Score]) -> Score:
+    """Return the weighted sum of the scores of one completion, with the parts as components.
+
+    A completion with a failed part has no score. A part without a score adds nothing; if no part has a score, the sum
+    has none. The sum is rounded once (`math.fsum`), so the order is irrelevant, and one part with weight 1 keeps its
+    score, bit for bit.
+
+    Args:
+        weights: name → weight of each part.
+        parts: name → score.
+    """
+    known = {name: one.score for name, one in parts.items() if one.score is not None}
+    components = dict(known)
+    for name, one in parts.items():
+        components |= {f"{name}/{inner}": value for inner, value in one.components.items()}
+    failed = next((one for one in parts.values() if one.failed), None)
+    if failed is not None:
+        return Score(None, components, failed.status, failed.message, parts)
+    if not known:
+        return Score(None, components, parts=parts)
+    try:
+        total = math.fsum(weights[name] * value for name, value in known.items())
+    except (OverflowError, ValueError):  # beyond the range of floats, or infinities of both signs
+        total = math.inf
+    if math.isfinite(total):
+        at: dict[int, list[float]] = {}
+        for name, one in parts.items():
+            for token, value in one.at.items():
+                at.setdefault(token, []).append(weights[name] * value)
+        return Score(total, components, parts=parts, at={token: math.fsum(at[token]) for token in sorted(at)})
+    terms = " + ".join(f"{weights[name]:g} · {value:g}" for name, value in known.items())
+    return Score(None, components, "error", f"the weighted sum of rewards must be finite, got {terms}", parts)
+
+
 class RewardFunction(Protocol):
     """Scores completions.
 

@@ -6,7 +6,6 @@ in parallel. `reward: {right: 1.0, brief: 0.2}` combines rewards: total = Σ w�
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from posttrain.sandbox.port import (
     part_of,
     refuse_failures,
     shortened,
+    weighted,
 )
 from posttrain.sandbox.protocol import Answers, End, Fault, MalformedError, Opened
 from posttrain.sandbox.session import (
@@ -426,37 +426,10 @@ class WeightedReward:
             RewardError, InputError: see `RewardFunction`.
         """
         told = {name: function.score(call, allowed, places) for name, (_, function) in self._parts.items()}
-        totals = [self._total({name: scores[i] for name, scores in told.items()}) for i in range(len(call))]
+        weights = {name: weight for name, (weight, _) in self._parts.items()}
+        totals = [weighted(weights, {name: scores[i] for name, scores in told.items()}) for i in range(len(call))]
         refuse_failures(totals, len(call) if places is None else None, allowed)
         return totals
-
-    def _total(self, parts: Mapping[str, Score]) -> Score:
-        known = {name: one.score for name, one in parts.items() if one.score is not None}
-        components = dict(known)
-        for name, one in parts.items():
-            components |= {f"{name}/{inner}": value for inner, value in one.components.items()}
-        failed = next((one for one in parts.values() if one.failed), None)
-        if failed is not None:
-            return Score(None, components, failed.status, failed.message, parts)
-        if not known:
-            return Score(None, components, parts=parts)
-        weighed = [self._parts[name][0] * value for name, value in known.items()]
-        try:
-            total = math.fsum(weighed)
-        except (OverflowError, ValueError):  # beyond the range of floats, or infinities of both signs
-            total = math.inf
-        if math.isfinite(total):
-            return Score(total, components, parts=parts, at=self._at(parts))
-        terms = " + ".join(f"{self._parts[name][0]:g} · {value:g}" for name, value in known.items())
-        return Score(None, components, "error", f"the weighted sum of rewards must be finite, got {terms}", parts)
-
-    def _at(self, parts: Mapping[str, Score]) -> dict[int, float]:
-        """Return a map from token to the weighted sum of the scores that the parts assign to the token."""
-        found: dict[int, list[float]] = {}
-        for name, one in parts.items():
-            for token, value in one.at.items():
-                found.setdefault(token, []).append(self._parts[name][0] * value)
-        return {token: math.fsum(values) for token, values in sorted(found.items())}
 
     def close(self) -> None:
         """Close every function."""

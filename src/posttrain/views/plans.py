@@ -82,6 +82,6 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
     }
     if stage.load is None:
         return plain
-    pools = stage.load.placement.pools(stage.load.roles)
+    pools = stage.load.placement.pools(stage.load.names)
     placed = [{"pool": name, "ranks": p.ranks, "roles": list(p.roles)} for name, p in pools.items()]
     return {**plain, "pools": placed, "residency": asdict(stage.residency) if stage.residency else None}

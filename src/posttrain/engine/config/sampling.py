@@ -7,11 +7,26 @@ algorithms, and distillation from a teacher.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from posttrain.domain.placement import ROLE_NAME
 from posttrain.domain.rewards import reward_slots
+from posttrain.domain.roles import (
+    CRITIC,
+    DECLARED,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    REWARD_MODEL,
+    ROLLOUT,
+    TEACHER,
+    RoleSpec,
+    Work,
+    with_models,
+)
 from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
 from posttrain.engine.config.training import TrainingConfig
@@ -19,6 +34,7 @@ from posttrain.engine.settings import (
     MOST_ROWS,
     Few,
     NonNegative,
+    OptimizerConfig,
     PolicyGradientOptimizerConfig,
     ProbeConfig,
     Rows,
@@ -30,6 +46,16 @@ from posttrain.engine.settings import (
 )
 
 TRACE_BYTES = 10_000_000
+_TAKEN = ("policy", "rollout", "reward", "main", "collocated", "sleep")
+
+
+def _free(role: str) -> str:
+    if role in _TAKEN:
+        raise ValueError(f"must be a name other than {', '.join(_TAKEN)}, got {role!r}")
+    return role
+
+
+RoleWord = Annotated[str, Field(pattern=ROLE_NAME), AfterValidator(_free)]
 
 
 class LagConfig(Frozen):
@@ -181,7 +207,25 @@ class SamplingConfig(TrainingConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
-        return super().inputs() | reward_slots("reward", self.reward)
+        return super().inputs() | reward_slots("reward", self.functions)
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """The frozen roles that score responses."""
+        return ()
+
+    @property
+    def functions(self) -> str | dict[str, float] | None:
+        """The reward functions: `reward` without the terms that are roles of the stage."""
+        if not isinstance(self.reward, dict):
+            return None if self.reward in self.reward_models else self.reward
+        return {name: weight for name, weight in self.reward.items() if name not in self.reward_models} or None
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Role that scores responses → its weight in the reward."""
+        given = self.reward if isinstance(self.reward, dict) else {self.reward: 1.0}
+        return {name: given[name] for name in self.reward_models if name in given}
 
     @property
     def response_tokens(self) -> int:
@@ -211,9 +255,9 @@ class SamplingConfig(TrainingConfig):
         """
         return sum(turn * (self.max_new_tokens + self.observed_most) for turn in range(1, self.turns_most))
 
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[RoleSpec, ...]:
         """Return the policy, the rollout, and the reward if there is one."""
-        return ("policy", "rollout", *(["reward"] if self.reward else []))
+        return (POLICY, ROLLOUT, *([REWARD] if self.functions else []))
 
 
 class OnPolicyConfig(SamplingConfig):
@@ -225,7 +269,8 @@ class OnPolicyConfig(SamplingConfig):
         "credit that is given to each group by itself, which this kind does not declare; drop stream_gradients"
     )
 
-    reward_model: Word | None = None  # a stage or a registered model that scores responses instead of `reward`
+    # a stage or a registered model that scores responses, instead of `reward` or as its term `reward_model`
+    reward_model: Word | None = None
     mini_batches: Rows = 1  # optimiser steps per rollout batch (in ppo, per pass over the rollout batch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
@@ -235,9 +280,15 @@ class OnPolicyConfig(SamplingConfig):
 
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
-        if (self.reward is None) == (self.reward_model is None):
+        term = isinstance(self.reward, dict) and REWARD_MODEL.name in self.reward
+        if term and self.reward_model is None:
+            raise ValueError(f"reward.{REWARD_MODEL.name} needs a model, got none; set reward_model")
+        if not term and (self.reward is None) == (self.reward_model is None):
             given = "neither" if self.reward is None else "both"
-            raise ValueError(f"exactly one of reward and reward_model must be given, got {given}")
+            raise ValueError(
+                f"exactly one of reward and reward_model must be given, got {given}; to add them, give weights: "
+                f"reward: {{exact: 1.0, {REWARD_MODEL.name}: 0.5}}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -255,7 +306,7 @@ class OnPolicyConfig(SamplingConfig):
                 f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: no batch would be sampled "
                 "by a trained policy; lower lag.steps"
             )
-        roles = [role for role in self.roles() if role in ("critic", "reference", "reward_model")]
+        roles = [role for role in with_models(self.roles()) if role not in ("policy", "rollout")]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
         if busy:
             raise ValueError(
@@ -280,7 +331,7 @@ class OnPolicyConfig(SamplingConfig):
                 f"a rollout in its own pool, got it in the pool {at['rollout']} with the policy; write placement: "
                 "{policy: {…}, rollout: {…}}"
             )
-        roles = [role for role in self.roles() if role in ("reference", "reward_model")]
+        roles = [role.name for role in self.roles() if role.model and not role.trained and role != ROLLOUT]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
         if not reason and busy:
             reason = (
@@ -300,10 +351,26 @@ class OnPolicyConfig(SamplingConfig):
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return super().inputs() | ({"reward_model": ("model", self.reward_model)} if self.reward_model else {})
 
-    def roles(self) -> tuple[str, ...]:
-        """Return the policy, the reference of a KL penalty, the rollout, and the reward or reward model."""
-        reference = ("reference",) if getattr(self, "kl", None) else ()
-        return ("policy", *reference, "rollout", "reward" if self.reward else "reward_model")
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """Return the policy, the reference of a KL penalty, the rollout, and the judge."""
+        reference = (REFERENCE,) if getattr(self, "kl", None) else ()
+        return (
+            POLICY,
+            *reference,
+            ROLLOUT,
+            *([REWARD] if self.functions else []),
+            *([REWARD_MODEL] if self.reward_models else []),
+        )
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """The reward model, if there is one."""
+        return (REWARD_MODEL.name,) if self.reward_model else ()
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The reward model and its weight: 1, unless `reward` has weights."""
+        return super().terms if self.reward else dict.fromkeys(self.reward_models, 1.0)
 
     def described(self, kind: str) -> str:
         """See `TrainingConfig.described`."""
@@ -414,10 +481,14 @@ class PPOConfig(OnPolicyConfig):
         """The passes of the policy plus the passes of the critic."""
         return 2 * self.ppo_epochs
 
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[RoleSpec, ...]:
         """Return the roles of `OnPolicyConfig` and a critic."""
         policy, *others = super().roles()
-        return (policy, "critic", *others)
+        return (policy, CRITIC, *others)
+
+    def learning(self, role: str) -> tuple[OptimizerConfig, int]:
+        """Return the role's optimiser; the policy does not learn while the critic warms up."""
+        return (self.critic.optimizer, 0) if role == "critic" else (self.optimizer, self.critic.warmup)
 
 
 class TurnsConfig(SamplingConfig):
@@ -450,6 +521,29 @@ class TurnsConfig(SamplingConfig):
         return self.observation_tokens
 
 
+class RoleConfig(Frozen):
+    """A further role of a dataflow: a model that predicts, scores responses, or learns."""
+
+    model: Word | None = None  # its initial model; None: the stage's
+    head: Literal["language", "value", "score"] = "language"  # what it predicts: tokens, values of tokens, or one score
+    trained: bool = False  # whether the dataflow's updates train it
+    optimizer: PolicyGradientOptimizerConfig | None = None  # of a trained role; None: the stage's
+
+    @model_validator(mode="after")
+    def _learns_what_it_can(self) -> Self:
+        if self.trained and self.head == "score":
+            raise ValueError("a role with head: score cannot be trained here; train it in a reward_model stage")
+        if self.optimizer and not self.trained:
+            raise ValueError("optimizer needs trained: true, got a frozen role; remove optimizer")
+        return self
+
+    def spec(self, name: str) -> RoleSpec:
+        """Return the role."""
+        work: tuple[Work, ...] = ("score",) if self.head == "score" else ("predict",)
+        model = f"{DECLARED}{name}" if self.model else "model"
+        return RoleSpec(name, model, self.head, self.trained, (*work, "update") if self.trained else work)
+
+
 class DataflowConfig(TurnsConfig):
     """A user-defined algorithm: a class derived from `recipes.dataflow.Dataflow`."""
 
@@ -461,9 +555,35 @@ class DataflowConfig(TurnsConfig):
         None  # maximum tokens of the budget that a step uses; None: enough to train on each response once
     )
 
+    # its further roles, such as reference, critic, teacher or reward models, whose predictions the class requires
+    declared: dict[RoleWord, RoleConfig] = Field(default_factory=dict, alias="roles", max_length=16)
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write the roles as in run.yaml; leave out default values, as `SamplingConfig` does."""
+        said: dict[str, Any] = handler(self)
+        said["roles"] = said.pop("declared")
+        return {name: value for name, value in said.items() if value or name not in ("stop", "roles")}
+
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
-        return super().inputs() | {"recipe": ("recipe", self.recipe)}
+        own = {f"{DECLARED}{name}": ("model", role.model) for name, role in self.declared.items() if role.model}
+        return super().inputs() | {"recipe": ("recipe", self.recipe)} | own
+
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """Return the roles of `SamplingConfig`, and the declared roles."""
+        policy, *others = super().roles()
+        return (policy, *(role.spec(name) for name, role in self.declared.items()), *others)
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """The declared roles that score responses."""
+        return tuple(name for name, role in self.declared.items() if role.head == "score")
+
+    def learning(self, role: str) -> tuple[OptimizerConfig, int]:
+        """Return the role's own optimiser, or else that of the stage."""
+        own = self.declared[role].optimizer if role in self.declared else None
+        return own or self.optimizer, 0
 
 
 class DistillConfig(SamplingConfig):
@@ -495,16 +615,11 @@ class DistillConfig(SamplingConfig):
         """The maximum number of documents in one optimiser step."""
         return -(-self.samples // self.mini_batches)
 
-    @property
-    def wide(self) -> int:
-        """The bytes of the teacher's tokens per response token: ids and log-probabilities, four bytes each."""
-        return 8 * self.top_k
-
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return super().inputs() | {"teacher": ("model", self.teacher)}
 
-    def roles(self) -> tuple[str, ...]:
-        """Return the roles of `SamplingConfig` and a teacher."""
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """Return the roles of `SamplingConfig` and a teacher; a token's id and log-probability take four bytes each."""
         policy, *others = super().roles()
-        return (policy, "teacher", *others)
+        return (policy, replace(TEACHER, wide=8 * self.top_k), *others)

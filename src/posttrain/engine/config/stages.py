@@ -15,9 +15,10 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, RATE, SHARE, AlgorithmSpec, Driver, ItemRange, Load, StageKind, installed_kind
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
+from posttrain.domain.roles import ROLLOUT
 from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
-from posttrain.engine.config.sampling import DistillConfig, OnPolicyConfig, SamplingConfig
+from posttrain.engine.config.sampling import OnPolicyConfig, SamplingConfig
 from posttrain.engine.config.training import RowsConfig, TrainingConfig
 from posttrain.engine.settings import (
     MOST_ROWS,
@@ -234,11 +235,11 @@ def load_of(kind: str, config: object) -> Load | None:
     runtime, roles = config.runtime, config.roles()
     sampled = config if isinstance(config, SamplingConfig) else None
     lag = config.lag if isinstance(config, OnPolicyConfig) else None
-    scored = sampled is not None and sampled.reward is not None
+    scored = sampled is not None and sampled.functions is not None
     return Load(
         kind=kind,
         roles=roles,
-        placement=config.placement.for_roles(roles, config.described(kind)),
+        placement=config.placement.for_roles([role.name for role in roles], config.described(kind)),
         device=runtime.device,
         dtype=runtime.dtype,
         micro_batch_tokens=_written(runtime.micro_batch_tokens),
@@ -258,7 +259,6 @@ def load_of(kind: str, config: object) -> Load | None:
         lag=lag.steps if lag else 0,
         correction=lag.correction if lag and lag.correction != "bypass" else "",
         streams=isinstance(config, OnPolicyConfig) and config.stream_gradients,
-        wide=config.wide if isinstance(config, DistillConfig) else 0,
     )
 
 
@@ -267,7 +267,7 @@ def _answering(kind: str, config: EvaluateConfig) -> Load:
     runtime, suites = config.runtime, config.suites.values()
     return Load(
         kind=kind,
-        roles=("rollout",),
+        roles=(ROLLOUT,),
         placement=Placement(),
         device=runtime.device,
         dtype=runtime.dtype,

@@ -3,11 +3,13 @@
 Every kind of training has a length, probes, and settings for devices and computation.
 """
 
+from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from posttrain.domain.placement import Placement
+from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec
 from posttrain.domain.validation import Frozen
 from posttrain.engine.settings import (
     EarlyStoppingConfig,
@@ -62,9 +64,17 @@ class TrainingConfig(Frozen):
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[RoleSpec, ...]:
         """Return the stage's roles; the first is the model that it outputs."""
-        return ("policy",)
+        return (POLICY,)
+
+    def has(self, role: str) -> bool:
+        """Return whether the stage has a role of this name."""
+        return any(one.name == role for one in self.roles())
+
+    def learning(self, role: str) -> tuple[OptimizerConfig, int]:
+        """Return the optimiser of a trained role, and the number of initial steps in which the role does not learn."""
+        return self.optimizer, 0
 
     def described(self, kind: str) -> str:
         """Return the stage's name for errors about roles, with the settings that decide which roles it has."""
@@ -99,9 +109,9 @@ class RewardModelConfig(RowsConfig):
 
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
 
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[RoleSpec, ...]:
         """Return the one role: the reward model."""
-        return ("reward_model",)
+        return (replace(POLICY, name="reward_model", head="score"),)
 
 
 class DPOConfig(RowsConfig):
@@ -112,6 +122,6 @@ class DPOConfig(RowsConfig):
     beta: float = Field(default=0.1, gt=0, le=1e4)  # strength of the penalty for deviating from the reference
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # assumed share of the pairs with inverted labels
 
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[RoleSpec, ...]:
         """Return the policy, and its starting state as the reference."""
-        return ("policy", "reference")
+        return (POLICY, REFERENCE)

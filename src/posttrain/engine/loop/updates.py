@@ -51,15 +51,15 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
         if column.role not in there:
             raise InputError(
                 f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
-                "open the roles with it"
+                "declare it in the stage's roles"
             )
     refuse_odd(columns, roles, name)
     for update in updates:
         if update.role not in roles.learners:
             trained = ", ".join(roles.learners)
             raise InputError(
-                f"{name} trains the role {update.role}, but the roles that learn are {trained}; open {update.role} "
-                "as a role that learns"
+                f"{name} trains the role {update.role}, but the roles that learn are {trained}; declare {update.role} "
+                "with trained: true"
             )
     asked = [(column.role, column.need, f"{name} needs {column.need} for {column.name}") for column in columns]
     for update in updates:

@@ -64,7 +64,7 @@ class PolicyGradient(Sampling[C]):
         """Return the reference's column if there is a KL penalty, and the proximal column if another policy sampled."""
         lag = self.config.lag
         proximal = (PROXIMAL,) if lag and lag.correction != "bypass" else ()
-        return (*proximal, *((REFERENCE,) if "reference" in self.config.roles() else ()))
+        return (*proximal, *((REFERENCE,) if self.config.has("reference") else ()))
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
         """Return the samples that have a score."""

@@ -49,8 +49,9 @@ from posttrain.store.attempts import AttemptFolder
 _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
     *("domain/canonical.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py"),
+    "domain/roles.py",
     *("domain/weights.py", "pacing/admission.py", "pacing/balance.py"),
-    *("planner/residency.py", "planner/sizes.py", "planner/sizes.py"),
+    *("planner/residency.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
 # Parquet rows, regex reads answers.
@@ -203,7 +204,7 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
             if ":" not in slot:  # the names of weighted rewards distinguish them, also in metrics
                 (params["suites"][rest] if slot.startswith(JUDGES) else params)["reward"] = slot
         elif rest:
-            params[first][rest]["data"] = slot
+            params[first][rest]["model" if kind == "model" else "data"] = slot
         elif isinstance(params[first], dict):
             params[first]["data"] = slot
         else:

@@ -27,15 +27,14 @@ from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.rewards import reward_slots
+from posttrain.domain.roles import RoleSpec, with_models
 from posttrain.engine.assembly import PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     DataflowConfig,
     EvaluateConfig,
     InitModelConfig,
-    PPOConfig,
     RowsConfig,
     SamplingConfig,
     TrainingConfig,
@@ -51,6 +50,7 @@ from posttrain.engine.groups.port import Recorder
 from posttrain.engine.groups.worker_group import DEADLINES, Deadlines, ResourcePool
 from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order, Selection
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.files import (
     ModelSource,
@@ -69,7 +69,15 @@ from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scores import Environment, ModelScorer, RewardScorer, Scorer, TextEnvironment, response_text
+from posttrain.engine.scores import (
+    Environment,
+    ModelScorer,
+    RewardScorer,
+    Scorer,
+    SumScorer,
+    TextEnvironment,
+    response_text,
+)
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.machine import room_of, this_machine
@@ -80,9 +88,6 @@ from posttrain.planner.residency import Shape, infeasible
 from posttrain.planner.sizes import Room, Settled, settle
 from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
-
-_SEQUENCE_PARALLEL = frozenset({"policy", "critic", "reward_model"})  # roles whose ranks can share one batch's tokens
-_ALONE = frozenset({"rollout", "reference", "teacher"})  # roles whose ranks never communicate, in any stage
 
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:
@@ -107,7 +112,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
         InfrastructureError: no cluster could be reached or started.
     """
     device = settled_device(config.runtime)
-    pools = config.placement.pools(roles_of(config)).values()
+    pools = config.placement.pools(with_models(config.roles())).values()
     alone = len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools)
     if alone and not config.runtime.ray_address:
         with ResourcePool(InlineBackend(device=device), recorder, costs=costs, deadlines=_deadlines(config)) as pool:
@@ -121,8 +126,9 @@ def _open_cluster_pools(
     config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
 ) -> dict[str, ResourcePool]:
     """Return each role's pool of Ray processes. All pools are checked with the cluster before any pool is created."""
-    roles, address = roles_of(config), config.runtime.ray_address
+    roles, address = with_models(config.roles()), config.runtime.ray_address
     pools = config.placement.pools(roles)
+    learners = {role.name for role in config.roles() if role.trained}
     ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
     to = f"asking the Ray cluster at {address}" if address else "starting Ray on this machine"
     recorder.sink(Note(f"{to} for the ranks of {ranks}; each loads its packages, which may take a minute", time.time()))
@@ -135,8 +141,8 @@ def _open_cluster_pools(
     deadlines = _deadlines(config)
     for name, pool in pools.items():
         wanted = pool.resources
-        # each rank of frozen roles and decoders takes whole sequences
-        shared = config.runtime.sequence_parallel if set(pool.roles) & _SEQUENCE_PARALLEL else 1
+        learns = not learners.isdisjoint(pool.roles)
+        shared = config.runtime.sequence_parallel if learns else 1  # ranks of other roles take whole sequences
         backend = cluster.backend(
             name,
             wanted.rank_count,
@@ -147,7 +153,7 @@ def _open_cluster_pools(
             sequence_parallel=shared,
             start_seconds=deadlines.start,
             collective_seconds=deadlines.call / 2,  # the collective's error then comes before the call's
-            collective=not _ALONE.issuperset(pool.roles),
+            collective=learns,
         )
         made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
         opened |= dict.fromkeys(pool.roles, stack.enter_context(made))
@@ -161,11 +167,6 @@ def _deadlines(config: TrainingConfig) -> Deadlines:
         DEADLINES.start if start == "auto" else start,
         DEADLINES.call if call == "auto" else call,
     )
-
-
-def roles_of(config: TrainingConfig) -> tuple[str, ...]:
-    """Return the roles of a stage that run in pools."""
-    return tuple(role for role in config.roles() if role != "reward")
 
 
 def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str, float]]:
@@ -196,14 +197,12 @@ def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
     room = Room() if load.ray_address is not None else room_of(this_machine())
     if room.gpu_there and settled_device(config.runtime) != "cuda":  # torch does not see the machine's GPUs
         room = Room(memory=room.memory)
-    shapes = {role: shape for role in load.roles if (shape := _shape(job, role)) is not None}
+    shapes = {role.name: shape for role in load.roles if role.model and (shape := _shape(job, role)) is not None}
     return settle(load, shapes, room)
 
 
-def _shape(job: Job, role: str) -> Shape | None:
-    if role == "reward":
-        return None
-    folder = job.input(role if role in NAMED_MODELS and role in job.order.inputs else "model")
+def _shape(job: Job, role: RoleSpec) -> Shape | None:
+    folder = job.input(role.model)
     config = _config(folder)
     if config is None:
         return None
@@ -310,14 +309,18 @@ def _algorithm(job: Job, config: TrainingConfig) -> Any:
 def _from_rows(
     job: Job, config: RowsConfig, algorithm: RowAlgorithm[Any], tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf
 ) -> Trained:
-    source = ScalarSource if kind_of(job.order.kind).scores else ModelSource
-    roles = open_learner(config, source(job.input("model"), config.runtime.dtype), job.order.seed, pool_of)
+    roles = open_learner(config, _source(job, config, config.roles()[0]), job.order.seed, pool_of)
     context = roles.made.one(TrainWorker.context_length)
     limit = min(config.max_length or context, context)
     rows = _rows(job, config, "data", tokenizer, limit, None)
     held_out = _rows(job, config, "probe", tokenizer, limit, config.probe.items) if config.probe else []
     recipe = FromRows(config, algorithm, roles, rows, job.order.seed, held_out, phase=job.order.kind)
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+
+
+def _source(job: Job, config: TrainingConfig, role: RoleSpec) -> ModelSource | ScalarSource:
+    source = ModelSource if role.head == "language" else ScalarSource
+    return source(job.input(role.model), config.runtime.dtype)
 
 
 def _rows(
@@ -339,34 +342,19 @@ def _on_policy(
     pool_of: PoolOf,
     stack: ExitStack,
 ) -> Trained:
-    dtype, judged, taught = config.runtime.dtype, "reward_model" in job.order.inputs, "teacher" in job.order.inputs
-    if taught:
-        _check_teacher(job.input("model"), job.input("teacher"), job.label("teacher"))
-    if judged:
-        _check_judge(job.input("model"), job.input("reward_model"), job.label("reward_model"))
-    roles = open_roles(
-        config,
-        ModelSource(job.input("model"), dtype),
-        job.order.seed,
-        pool_of,
-        critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
-        reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
-        teacher=ModelSource(job.input("teacher"), dtype) if taught else None,
-        stop=(*config.stop, *algorithm.source.stop),
-    )
+    own = [role for role in config.roles() if role.model]
+    for role in own:
+        if role.name in config.reward_models:
+            _check_judge(job.input("model"), job.input(role.model), job.label(role.model))
+        elif role.model != "model":
+            _check_teacher(job.input("model"), job.input(role.model), job.label(role.model), role)
+    sources = {role.name: _source(job, config, role) for role in own}
+    model, stop = ModelSource(job.input("model"), config.runtime.dtype), (*config.stop, *algorithm.source.stop)
+    roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
     context = roles.made.one(TrainWorker.context_length)
-    if taught:
-        context = min(context, roles.frozen["teacher"].one(FrozenWorker.context_length))
+    context = min([context, *(one.one(FrozenWorker.context_length) for one in roles.frozen.values())])
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
-    scorer: Scorer | None = None
-    if judged:
-        scorer = ModelScorer(
-            roles.frozen["reward_model"], tokenizer, tokens=roles.micro_batch_tokens, early=roles.early("reward_model")
-        )
-    elif config.reward:
-        scorer = _reward_function(
-            job, config, config.reward, tokenizer, train, stack, placed=algorithm.reads_token_scores
-        )
+    scorer = _scorer(job, config, roles, tokenizer, train, stack, placed=algorithm.reads_token_scores)
     recipe = OnPolicy(
         *(config, algorithm, roles, train, scorer, job.order.seed, _probe(job, config, tokenizer, context)),
         phase=job.order.kind,
@@ -374,6 +362,28 @@ def _on_policy(
         environment=_environment(config, algorithm, tokenizer),
     )
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+
+
+def _scorer(
+    job: Job,
+    config: SamplingConfig,
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Prompt],
+    stack: ExitStack,
+    *,
+    placed: bool,
+) -> Scorer | None:
+    """Return the stage's scorer: reward functions, a reward model, or their weighted sum; None without any."""
+    functions, weights = config.functions, config.terms
+    called = _reward_function(job, config, functions, tokenizer, train, stack, placed=placed) if functions else None
+    judges = {
+        name: ModelScorer(roles.frozen[name], tokenizer, tokens=roles.micro_batch_tokens, early=roles.early(name))
+        for name in weights
+    }
+    if not judges or (called is None and [*weights.values()] == [1.0]):
+        return next(iter(judges.values()), called)
+    return SumScorer(called, judges, weights | (functions if isinstance(functions, dict) else {}))
 
 
 def _reward_function(
@@ -385,7 +395,7 @@ def _reward_function(
     stack: ExitStack,
     *,
     placed: bool,
-) -> Scorer:
+) -> RewardScorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
     timeout = float(config.reward_timeout)  # `settled` has replaced `auto`
     opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
@@ -454,19 +464,19 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
         )
 
 
-def _check_teacher(policy: Path, teacher: Path, name: str) -> None:
-    """Check that a teacher has the policy's vocabulary, since it scores the policy's tokens.
+def _check_teacher(policy: Path, teacher: Path, name: str, role: RoleSpec) -> None:
+    """Check that a role's model has the policy's vocabulary, since it reads the policy's tokens.
 
     Raises:
-        InputError: the teacher scores responses, or has a different vocabulary.
+        InputError: the model of a role that predicts tokens scores responses, or the vocabularies differ.
     """
     if load_tokenizer(policy).get_vocab() != load_tokenizer(teacher).get_vocab():
         raise InputError(
-            f"teacher {name} must have the policy's tokenizer, got another vocabulary; name a teacher of the "
+            f"{role.name} {name} must have the policy's tokenizer, got another vocabulary; name a {role.name} of the "
             "policy's model family"
         )
-    if is_sequence_classifier(teacher):
-        raise InputError(f"teacher {name} must generate text, got a model that scores; name a model that generates")
+    if role.head == "language" and is_sequence_classifier(teacher):
+        raise InputError(f"{role.name} {name} must generate text, got a model that scores; name a model that generates")
 
 
 def _prompts(
