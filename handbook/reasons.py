@@ -7,7 +7,7 @@ from posttrain.domain.lifecycle import Reason, StopCause
 
 def table() -> str:
     """Return the table: code, objects that have it, meaning, next action."""
-    lines = ["| reason | of | meaning | what to do next |", "|---|---|---|---|"]
+    lines = ["| reason | object | meaning | what to do next |", "|---|---|---|---|"]
     for one in Reason:
         lines.append(f"| `{one.value}` | {', '.join(one.of)} | {one.meaning} | {one.action} |")
     lines += ["", "An attempt whose job was stopped names the cause (`stop_cause`):", ""]

@@ -231,7 +231,7 @@ def test_a_rollback_by_click_says_what_will_serve_and_wants_a_reason(page: Any, 
     before = ledger.history("prod")
     page.goto(f"{world.bench.url}/projects/default/channels/prod")
     page.click("text=Roll back…")
-    page.wait_for_selector("text=Will serve afterwards")
+    page.wait_for_selector("text=Live after the rollback")
     assert before[0].model_digest.removeprefix("sha256:")[:12] in page.inner_text(".after")
     page.click("button.danger")  # the field is required: nothing is sent
     assert len(ledger.history("prod")) == len(before)

@@ -230,8 +230,7 @@ def test_a_cluster_that_never_comes_up_is_ended_with_a_line(tmp_path: Path) -> N
         assert reaper.stderr is not None
         said = reaper.stderr.read()
         assert (
-            said
-            == "a local Ray cluster must come up within 0 seconds, got ModuleNotFoundError: No module named 'ray'\n"
+            said == "a local Ray cluster did not start within 0 seconds: ModuleNotFoundError: No module named 'ray'\n"
         )
         assert not folder.exists()
     finally:

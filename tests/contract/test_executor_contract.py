@@ -438,7 +438,7 @@ def test_what_is_said_of_a_job_that_is_gone() -> None:
         "exit code 3": Observation(JobState.EXITED, 3),
         "its process has ended": Observation(JobState.LOST),
         "its supervisor has ended": Observation(JobState.LOST, detail="its supervisor has ended"),
-        "the executor no longer has a job of that name": Observation(JobState.UNKNOWN),
+        "the executor no longer has a job with this name": Observation(JobState.UNKNOWN),
         "pod b-0: exit code 3": Observation(
             JobState.EXITED, 3, pods=(PodSeen("a-0", JobState.EXITED, 0), PodSeen("b-0", JobState.EXITED, 3))
         ),
@@ -571,7 +571,8 @@ def test_a_job_ends_when_its_maximum_runtime_is_over(spec: Make) -> None:
     wait_until(lambda: look(LocalExecutor(), job).state is JobState.EXITED)
     seen = look(LocalExecutor(), job)
     assert (seen.cause, seen.exit_code) == (Cause.OVERTIME, -signal.SIGTERM)
-    assert f"maximum runtime of {NEVER_SECONDS:g} s is over" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+    over = f"the job has reached its maximum runtime of {NEVER_SECONDS:g} s"
+    assert over in AttemptFolder(Path(job.attempt_dir)).log.read_text()
 
 
 def test_a_job_that_does_not_end_in_its_grace_is_killed(tmp_path: Path) -> None:

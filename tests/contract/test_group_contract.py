@@ -197,7 +197,7 @@ def test_a_feed_of_a_process_that_is_gone_says_so(pools: Opening) -> None:
 def test_a_feed_that_says_nothing_has_a_deadline(pools: Opening, tmp_path: Path) -> None:
     policy = pools(1).start("policy", gw.Policy).within(0.2)
     feed = policy.feed(answers, gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
-    with pytest.raises(DeadlineError, match=r"policy must answer waits within 0.2 seconds, got no answer for"):
+    with pytest.raises(DeadlineError, match=r"policy must answer waits within 0.2 seconds, but did not answer for"):
         drained(feed)
     with pytest.raises(WorkerLostError, match="given up, policy did not answer waits"):
         policy.each(gw.Policy.noted, "on")
@@ -394,7 +394,7 @@ def test_what_cannot_travel(shared: Opening) -> None:
 
     with pytest.raises(InputError, match="top level of a module"):
         policy.one(local)
-    with pytest.raises(InputError, match=r"arguments of policy\.accept must be sent"):
+    with pytest.raises(InputError, match=r"arguments of policy\.accept cannot be sent to another process"):
         policy.one(gw.Policy.accept, open(os.devnull))  # type: ignore[arg-type]  # noqa: SIM115
 
 
@@ -440,7 +440,9 @@ def test_a_worker_killed_from_outside(pools: Opening) -> None:
 
 @RAY
 def test_what_the_cluster_could_never_hold_is_refused_at_once(pools: Opening, clusters: Callable[[], object]) -> None:
-    with pytest.raises(InputError, match=r"pool huge must fit .* 99 ranks of 1 CPU; the cluster has 8 CPU"):
+    with pytest.raises(
+        InputError, match=r"pool huge does not fit .* 99 ranks of 1 CPU were requested, but the cluster has 8 CPU"
+    ):
         pools(99, "huge")
     with pytest.raises(InputError, match=r"1 GPU \+ 0\.001 accelerator_type:H100"):
         clusters().backend("gpu", gpus=1, kind="h100")  # type: ignore[attr-defined]
@@ -449,7 +451,7 @@ def test_what_the_cluster_could_never_hold_is_refused_at_once(pools: Opening, cl
 @RAY
 def test_a_full_cluster_names_who_is_in_the_way(pools: Opening, clusters: Callable[[], object]) -> None:
     pools(1, "hog")
-    with pytest.raises(InfrastructureError, match=r"the rest used by .*hog"):
+    with pytest.raises(InfrastructureError, match=r"are free, and .*hog.* uses the rest"):
         clusters().backend("late", 8, start_seconds=1)  # type: ignore[attr-defined]
 
 

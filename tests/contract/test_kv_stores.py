@@ -263,7 +263,7 @@ def test_no_page_is_made_beyond_the_budget() -> None:
     most = world.budget // (PAGE * world.shape.position_bytes)
     prompt = tuple(range(PAGE * most))
     pairs = [torch.zeros(len(prompt), 2, KV_HEADS, WIDTH)] * LAYERS
-    with pytest.raises(JobFailedError, match=f"keys and values must fit .* {most} pages .* got {most + 1} pages"):
+    with pytest.raises(JobFailedError, match=f"keys and values must fit .* {most} pages .* need {most + 1} pages"):
         world.store.keep({prompt: (0, len(prompt))}, pairs)
     assert world.store.allocated == 0
     world.store.allow(world.budget + PAGE * world.shape.position_bytes)
@@ -319,7 +319,8 @@ def test_varlen_is_for_half_precision_on_cuda(device: str, dtype: torch.dtype, w
 
 
 @pytest.mark.parametrize(
-    ("raises", "words"), [(True, "failed: RuntimeError: not this torch"), (False, "0.5 off plain attention")]
+    ("raises", "words"),
+    [(True, "failed: RuntimeError: not this torch"), (False, "differs from plain attention by 0.5")],
 )
 def test_varlen_that_this_torch_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch, raises: bool, words: str) -> None:
     """As a fall-back of the model, by its reason."""

@@ -81,9 +81,9 @@ WRONG = {
     "{'turn_scores': [0.5, 1e300]}": r"finite numbers within ±1e\+30 as turn_scores of IT, got 1e\+300",
     "{'score': 1e300}": r"a score within ±1e\+30 for IT, got 1e\+300; scale it",
     "{'token_scores': {0: 10**400}}": r"finite numbers within ±1e\+30 as token_scores of IT, got inf",
-    "{'token_scores': {4: 0.5}}": "token_scores of tokens 0 to 3 of IT, got one of token 4",
-    "{'token_scores': {1: 0.5}}": "token_scores of tokens that the policy sampled for IT, got one of token 1",
-    "{'token_scores': {1e300: 0.5}}": "token_scores of tokens 0 to 3 of IT, got one of token 1000000",
+    "{'token_scores': {4: 0.5}}": "token_scores of tokens 0 to 3 of IT, got a score of token 4",
+    "{'token_scores': {1: 0.5}}": "token_scores of tokens that the policy sampled for IT, got a score of token 1",
+    "{'token_scores': {1e300: 0.5}}": "token_scores of tokens 0 to 3 of IT, got a score of token 1000000",
     "{'token_scores': [0.5]}": "token_scores as a map of tokens to numbers for IT, got list",
     "{'token_scores': {-1: 0.5}}": "token_scores of tokens by number from 0 for IT, got -1",
     "{'token_scores': {0.5: 0.5}}": "token_scores of tokens by number from 0 for IT, got 0.5",
@@ -147,6 +147,6 @@ def test_places_are_bounded() -> None:
     """Of a response whose length nobody told, too."""
     with pytest.raises(AnswerError, match=f"scores of at most {MAX_PLACES} tokens of it, got {MAX_PLACES + 1}"):
         plain({"token_scores": dict.fromkeys(range(MAX_PLACES + 1), 0.5)}, "it", [])
-    with pytest.raises(AnswerError, match="tokens 0 to 9999999 of it, got one of token 10000000"):
+    with pytest.raises(AnswerError, match="tokens 0 to 9999999 of it, got a score of token 10000000"):
         plain({"token_scores": {10**7: 0.5}}, "it", [])
     assert plain({"turn_scores": np.array([0.5])}, "it", [])["score"] == 0.5

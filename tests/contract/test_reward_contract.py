@@ -431,7 +431,7 @@ class TestUserErrors:
         [
             ("def score(completion:\n", None, InputError, r"reward\.py:1 is not valid Python"),
             ("def score(completion):\n    return 1\n", "scoer", InputError, "no function 'scoer'; it defines score"),
-            ("def a(x): ...\ndef b(x): ...\n", None, InputError, "it defines a, b; name the one with --entry a"),
+            ("def a(x): ...\ndef b(x): ...\n", None, InputError, "it defines a, b; name the function with --entry a"),
             ("def score(x, y):\n    return 1\n", None, InputError, "no known dialect"),
             ("import nowhere_to_be_found\n", None, RewardError, r"reward\.py:1 raised ModuleNotFoundError"),
         ],

@@ -95,5 +95,5 @@ def test_the_ports_that_it_declares_and_no_others(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     reached = {name for name, value in said["found"].items() if value}
     assert reached == {"declared", "tcp", "names", "asks for names"}
-    told = "any host at its declared ports, and any host by UDP, not only the hosts that it declares"
+    told = "any host at the declared ports, and any host by UDP, not only the hosts that it declares"
     assert any(told in note for note in said["notes"])

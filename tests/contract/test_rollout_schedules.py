@@ -310,7 +310,7 @@ def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> No
 
 def test_what_never_fits_is_refused_when_it_is_submitted() -> None:
     engine = engine_of(model_of("qwen3"), kv_cache=1000)
-    with pytest.raises(InputError, match=r"runtime.kv_cache must have room for generation 0\.0 of 41 tokens"):
+    with pytest.raises(InputError, match=r"runtime.kv_cache must hold the 41 tokens of generation 0\.0"):
         engine.submit(requests([[3]], 1))
 
 

@@ -177,10 +177,14 @@ ATTACKS: list[tuple[Twist, type[PosttrainError], str]] = [
         EngineError,
         "sample 0 of prompt 1 must have one log-probability a token, got an array of 2 dimensions",
     ),
-    (changed(prompt=[7, 8]), EngineError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
+    (
+        changed(prompt=[7, 8]),
+        EngineError,
+        "sample 0 of prompt 1 must begin with its prompt of 3 tokens, but begins differently",
+    ),
     (lambda done: [*done, *done[2:3]], EngineError, "sample once, got sample 0 of prompt 1 twice; fix the engine"),
     (lambda done: [replace(c, id=f"{c.id}9") for c in done], EngineError, r"got \d+\.0\.09, which was not requested"),
-    (never, SilentError, "returned no sample within 0 s, with 4 waiting, the first sample 0 of prompt 0"),
+    (never, SilentError, "returned no sample within 0 s; waiting: 4, the first is sample 0 of prompt 0"),
     (
         lambda done: [replace(c, trajectory=c.trajectory.ended("aborted")) for c in done],
         EngineError,
@@ -240,7 +244,7 @@ def read_to_the_end(feed: Any) -> None:
     [
         (lambda done: [*done, *done[1:2]], "every sample once, got sample 1 of prompt 388 twice; fix the engine"),
         (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), "the answer to sample 0 of prompt 389 must have log-probabilities"),
-        (never, "returned no sample within 0 s, with 4 waiting, the first sample 0 of prompt 388"),
+        (never, "returned no sample within 0 s; waiting: 4, the first is sample 0 of prompt 388"),
     ],
 )
 def test_in_a_second_call_the_line_names_its_prompts_and_not_those_of_the_first(
@@ -288,7 +292,7 @@ def test_what_comes_late_is_no_answer_to_the_next_call() -> None:
     assert len(generate(engine, PROMPTS, samples=2, sampling=SAMPLING)) == 4, "it is passed over"
     alone = [late[0]]
     silent = HostileRollout(lambda done: alone)
-    with pytest.raises(SilentError, match="returned no sample within 0 s, with 4 waiting"):
+    with pytest.raises(SilentError, match="returned no sample within 0 s; waiting: 4"):
         generate(silent, PROMPTS, samples=2, sampling=SAMPLING, patience=0)
 
 

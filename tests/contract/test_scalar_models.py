@@ -222,7 +222,7 @@ def test_a_model_that_cannot_pack_is_padded_and_right() -> None:
 
 
 def test_what_cannot_score_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"must contain a config\.json"):
+    with pytest.raises(NotFoundError, match=r"is not a model folder: it has no config\.json"):
         load_scalar_model(tmp_path / "nowhere")
     config = BertConfig(
         vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True

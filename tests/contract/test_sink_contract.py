@@ -254,7 +254,7 @@ def test_a_url_that_cannot_be_posted_to_is_refused(url: str) -> None:
 def test_a_url_may_be_named_by_a_variable(http: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", SECRET)
     sink = WebhookSink({"url_env": "POSTTRAIN_SINK_HOOK_URL", "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}, lambda: NOW)
-    with pytest.raises(SinkError, match="POSTTRAIN_SINK_HOOK_URL must be set"):
+    with pytest.raises(SinkError, match="POSTTRAIN_SINK_HOOK_URL is not set"):
         sink.send([notice(1)])
     monkeypatch.setenv("POSTTRAIN_SINK_HOOK_URL", http.url)
     sink.send([notice(1)])
@@ -431,7 +431,7 @@ def test_user_and_password_go_over_tls_alone(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(SinkError, match="does not support the requested method"):
             of_email(plain, security="starttls", **named).send([notice(1)])
         monkeypatch.setenv("POSTTRAIN_SINK_MAIL_PASSWORD", "wrong horse")
-        with pytest.raises(SinkError, match="refuses user and password") as caught:
+        with pytest.raises(SinkError, match="rejects the user name and password") as caught:
             secured.send([notice(1)])
         assert "wrong horse" not in str(caught.value)
         assert not plain.logins

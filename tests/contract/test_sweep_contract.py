@@ -114,5 +114,5 @@ def test_a_newer_releases_tables_may_name_more(ledger: Ledger, blobs: ObjectBlob
     blobs.put(b"what it needs")
     with ledger.database.write(across="a test") as connection:
         connection.execute(text("UPDATE schema_version SET version_num = '0099', usable_since = '0003'"))
-    with pytest.raises(WorkspaceError, match="run gc with the newer release"):
+    with pytest.raises(WorkspaceError, match="run gc with the newer version of Posttrain"):
         swept(ledger, blobs, tmp_path)

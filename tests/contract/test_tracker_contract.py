@@ -158,7 +158,8 @@ def test_a_run_that_another_workspace_wrote_is_refused(bench: Bench) -> None:
     write(bench, ROWS[:2], failed)  # of before workspaces had an identity
     write(bench, ROWS[:3], failed, about=OURS)
     for _ in range(2):
-        with pytest.raises(WorkspaceError, match="another workspace wrote its run sort-1 there; name another location"):
+        told = "another workspace has written its run sort-1 to this location; name a different location"
+        with pytest.raises(WorkspaceError, match=told):
             write(bench, ROWS, DONE, about=THEIRS)
     close(bench.points(), expected(ROWS[:3], bench.tracker()))
     write(bench, ROWS, DONE, about=OURS)

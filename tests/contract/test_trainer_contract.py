@@ -85,7 +85,7 @@ def test_parameters_that_cannot_be_locked_are_refused(trainer: Trainer) -> None:
         ({"extract": "(["}, r"suites.h.extract: must be a regular expression, got '\(\['"),
         ({"extract": "A: .*"}, r"suites.h.extract: must have a group around the answer, got 'A: \.\*'"),
         ({"temperature": 0.7}, r"suites.h: temperature needs samples >= 1, got 0.7"),
-        ({"samples": 2, "pass_at": [3]}, r"suites.h: pass_at must be <= samples \(2\), got 3"),
+        ({"samples": 2, "pass_at": [3]}, r"suites.h: every k of pass_at must be <= samples \(2\), got 3"),
         ({"top_p": 0.9}, r"suites.h: top_p needs samples >= 1, got 0.9 with samples: 0; set samples"),
         ({"top_k": 5}, r"suites.h: top_k needs samples >= 1, got 5"),
         ({"min_p": 0.1}, r"suites.h: min_p needs samples >= 1, got 0.1"),

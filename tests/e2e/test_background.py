@@ -267,7 +267,7 @@ def test_what_cannot_start_leaves_nothing(bench: Workbench) -> None:
         terminal.press(CTRL_C)
         assert terminal.finish() == 130
         assert "no luck today" in terminal.shown
-        assert "detached; the job continues, the stages after it wait for a driver" in terminal.shown
+        assert "detached; running jobs continue, and later stages wait for a driver" in terminal.shown
         assert (drivers(bench), driver(bench, run_id)) == ([], ("none", None))
 
         del bench.environment["PYTHONPATH"]

@@ -60,7 +60,7 @@ def test_an_export_has_the_type_that_was_asked_for(bench: Workbench, dtype: str)
     for name, tensor in cast.items():
         assert torch.equal(tensor, whole[name].to(wanted))
     assert AutoModelForCausalLM.from_pretrained(bench.folder / "out", dtype="auto").dtype == wanted
-    assert (bench.folder / "out" / "README.md").read_text().count(f"Weights in {dtype}") == 1
+    assert (bench.folder / "out" / "README.md").read_text().count(f"The weights are in {dtype}") == 1
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.deep), signal.SIGKILL])

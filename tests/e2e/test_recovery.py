@@ -362,7 +362,7 @@ def test_ctrl_c_detaches(bench: Workbench, reference: Reference) -> None:
     ended = bench.finish(process)
     run_id = bench.run_id()
     assert (ended.code, ended.err) == (130, "")
-    assert "detached; the job continues" in ended.out
+    assert "detached; running jobs continue" in ended.out
     assert f"posttrain stop {run_id}" in ended.out
     assert job in bench.live("job")
     go.touch()

@@ -110,7 +110,7 @@ def test_commands_in_a_served_folder_go_through_its_server(served: Served) -> No
     host = served.host
     assert host.run("whoami", "-o", "json").json["role"] == "admin"
     refused = host.run("serve", "--port", "0", code=9).error
-    assert f"is served already, by process {served.process.pid} at {served.url}; end that one first" in refused
+    assert f"is served already, by process {served.process.pid} at {served.url}; end that server first" in refused
     place = host.root / "server.json"
     assert place.stat().st_mode & 0o077 == 0
     known = json.loads(place.read_text())
@@ -168,7 +168,7 @@ def test_a_browser_sees_what_real_jobs_do(served: Served) -> None:
     status = ann.get(f"/projects/default/runs/{run_id}").body.decode()
     report = ann.get(f"/projects/default/runs/{run_id}/report").body.decode()  # drawn by a worker's process
     assert "succeeded" in status
-    for words in ("grpo: curves", "responses while it trained", "Gates", "Lineage", "<svg"):
+    for words in ("grpo: curves", "responses during training", "Gates", "Lineage", "<svg"):
         assert words in report, words
     assert ann.get(f"/projects/default/runs/{run_id}/log").status == 200
     server = psutil.Process(served.process.pid)

@@ -57,7 +57,7 @@ def test_the_job_takes_what_the_plan_said(empty: Workbench) -> None:
     page = (empty.root / "runs" / run_id / "report.html").read_text()
     curves, settings = page.split("Hyperparameters")
     assert "sizes/" not in curves  # they do not change by step
-    assert re.search(r"sizes/kv_cache</td><td><code>2097152, as the job used it", settings)
+    assert re.search(r"sizes/kv_cache</td><td><code>2097152 \(used by the job\)", settings)
 
 
 @pytest.mark.slow

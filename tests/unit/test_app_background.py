@@ -103,8 +103,8 @@ def test_who_drives_a_run_is_told_from_its_lease_and_its_request(world: World, w
         ask(workspace, run_id, owner=owner)
         assert told(world, run_id) == {**nobody, "log": log}
     ask(workspace, run_id, trouble="it broke")
-    assert "(it gave up the run: it broke)" in world.ok("get", run_id)
-    assert f"{run_id} (its background driver gave it up: it broke; log: {log})" in world.ok("doctor")
+    assert "(the background driver gave the run up: it broke)" in world.ok("get", run_id)
+    assert f"{run_id} (its background driver gave the run up: it broke; log: {log})" in world.ok("doctor")
     ask(workspace, run_id, owner=process_name(), root="/elsewhere")
     assert told(world, run_id) == nobody, "the workspace is a copy: its run is driven where it came from"
 
@@ -162,7 +162,7 @@ def test_whoever_holds_the_requests_is_waited_for_and_told(
     monkeypatch.setattr(drivers, "_LOCK_SECONDS", 0.0)
     with (
         requests_held(workspace.root),
-        pytest.raises(InfrastructureError, match="another process has held it"),
+        pytest.raises(InfrastructureError, match="another process has held the lock of this folder"),
         requests_held(workspace.root),
     ):
         pass

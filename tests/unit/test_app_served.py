@@ -99,7 +99,7 @@ def test_queue_and_store_are_looked_at(workspace: Workspace, monkeypatch: pytest
     workspace.seal()
     found = states(standing_checks(workspace))
     assert found["queue"][0] == "ok"
-    assert found["queue"][1].startswith("1 wait for a driver; 0 under way; 0 events")
+    assert found["queue"][1].startswith("objects that wait for a driver: 1; in progress: 0; unsealed events: 0")
     assert found["store"][0] == "ok"
 
     def away(*_: object) -> bool:

@@ -116,7 +116,9 @@ def proved() -> None:
 @pytest.mark.slow
 def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
-    assert "approve:  the release waits for 2 of user:ann, user:bob, user:cy" in world.ok("plan", "run.yaml")
+    assert "approve:  the release waits for 2 approvals (approvers: user:ann, user:bob, user:cy)" in world.ok(
+        "plan", "run.yaml"
+    )
     run = waits(world)
     said = told(world, run)
     assert "release needs 2 approvals, has none; user:ann, user:bob or user:cy may approve" in said
@@ -205,11 +207,11 @@ def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: Worl
     approvers = ["user:eve", "user:ada", "user:ann"]
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=approvers))
     run = waits(world)
-    assert "must be approved by a user other than its owner, got user:eve; user:ann may" in refused(
+    assert "must be approved by a user other than its owner, got user:eve; user:ann may approve it" in refused(
         world, "approve", run, code=13
     )
     user("ada")  # whom the run file names as its owner
-    assert "got user:ada; user:ann may" in refused(world, "approve", run, code=13)
+    assert "got user:ada; user:ann may approve it" in refused(world, "approve", run, code=13)
     user("mallory")
     for verb in ("approve", "reject"):
         assert "only its approvers may approve or reject, got user:mallory" in refused(world, verb, run, code=13)
@@ -227,7 +229,9 @@ def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: Worl
 def test_a_policy_may_let_owners_approve(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"]))
     run = waits(world)
-    assert "too few users other than its owner may approve: name more approvers in the policy" in told(world, run)
+    assert "too few users other than the request's owner may approve: name more approvers in the policy" in told(
+        world, run
+    )
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"], self_approval=True))
     assert ends(world, run, 9)["reason"] == "PolicyNotMet"
     run = waits(world)
@@ -678,7 +682,7 @@ def test_who_submitted_a_run_does_not_approve_it_once_that_name_was_erased(
     bench.reconciler.tick(run_id)
     release = bench.stage(run_id, "release")
     assert (release.state, release.reason) == ("ready", Reason.WAITING_FOR_APPROVAL)
-    assert "the name of its owner was erased; submit the run again" in release.message
+    assert "the name of the request's owner was erased; submit the run again" in release.message
     verify_rows(bench.ledger)
 
 
@@ -717,7 +721,9 @@ def test_an_approval_counts_nothing_while_whoever_gave_it_is_no_approver_of_the_
     grant(bench, "user:bob", Role.SUBMITTER)
     while (tick := bench.reconciler.tick(run_id)) is not None and tick.changed:
         pass
-    lacking = "too few users other than its owner may approve: name more approvers in the policy, or give user:ann"
+    lacking = (
+        "too few users other than the request's owner may approve: name more approvers in the policy, or give user:ann"
+    )
     assert f"has none; {lacking} or user:bob the role approver" in bench.stage(run_id, "release").message
     with pytest.raises(ApprovalError, match="has none"):
         promote(bench.stores, run_id, "prod")
@@ -887,7 +893,9 @@ def test_audit_3_a_submitter_ships_nothing_to_a_protected_channel_without_a_poli
     world.ok("channel", "protect", "prod", "--reason", "it serves people")
     user("sue")
     world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.976\n"))
-    assert "approve:  the release waits for 1 of user:ada, user:ann, user:eve" in world.ok("plan", "run.yaml")
+    assert "approve:  the release waits for 1 approval (approvers: user:ada, user:ann, user:eve)" in world.ok(
+        "plan", "run.yaml"
+    )
     run = waits(world)
     assert "needs 1 approval, has none; user:ann or user:eve may approve" in told(world, run)
     assert "needs the role approver" in refused(world, "promote", run, code=13)
@@ -912,12 +920,13 @@ def test_audit_3_a_workspace_of_one_principal_protects_nothing(world: World, use
     world.ok("run", "run.yaml")
     before = world.json("get", "prod")
     said = refused(world, "channel", "protect", "prod", code=2)
-    assert "must have a second principal who can approve before it is protected, got user:eve alone" in said
+    assert "cannot be protected, because no principal other than user:eve could approve" in said
     assert "posttrain member set" in said
     assert "posttrain serve" in said
     assert world.json("get", "prod") == before
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:ann"]))
-    assert "got user:eve alone" in refused(world, "channel", "protect", "prod", code=2), "a name may be a slip"
+    again = refused(world, "channel", "protect", "prod", code=2)
+    assert "no principal other than user:eve could approve" in again, "a name may be a slip"
     met(world, user, "ann")
     world.ok("channel", "protect", "prod")
     assert world.json("get", "prod")["protected"]
@@ -1086,6 +1095,6 @@ def test_audit_31_a_policy_that_changes_during_a_run_is_said_at_once(world: Worl
     assert world.json("get", run)["warnings"] == []
     world.ok("channel", "set-policy", "prod", policy_file(world))
     (warning,) = world.json("get", run)["warnings"]
-    assert warning.startswith("the policy of channel prod was changed since this run was planned")
-    assert "posttrain run RUN.yaml plans it under the policy" in warning
+    assert warning.startswith("the policy of channel prod was changed after this run was planned")
+    assert "posttrain run RUN.yaml plans a run under the current policy" in warning
     assert warning[:60] in told(world, run)

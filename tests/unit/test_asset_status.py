@@ -137,7 +137,7 @@ def test_bytes_are_followed_under_any_name(world: World) -> None:
     assert ", recalled)" in world.ok("ls")
     assert "recalled: its live model comes from dataset:train@1, recalled by" in world.ok("get", "prod")
     assert "status: recalled by" in " ".join(world.ok("lineage", "dataset:train").split())
-    assert "warning: it comes from dataset:train@1" in world("export", "prod", "out").stderr
+    assert "warning: the model comes from dataset:train@1" in world("export", "prod", "out").stderr
     world.write("next.yaml", text.replace("model:mine", "channel:prod").replace("dataset:train", "dataset:other"))
     assert "comes from dataset:train@1" in refused(world, "plan", "next.yaml", code=2)
     assert "comes from dataset:train@1" in refused(world, "run", "more.yaml", "--again", code=2)
@@ -194,6 +194,6 @@ def test_two_names_of_the_same_bytes(world: World) -> None:
     world.ok("asset", "add", "dataset:copy", world.write("copy.jsonl", (world.root / "train.jsonl").read_text()))
     world.ok("asset", "recall", "dataset:train", "--reason", "bad")
     told = world("asset", "approve", "dataset:copy")
-    assert "warning: its bytes still start no run: dataset:train@1 is recalled by user:" in told.stderr
+    assert "warning: no run can start from these bytes, because dataset:train@1 is recalled by user:" in told.stderr
     world.write("copy.yaml", RUN.replace("dataset:train", "dataset:copy"))
     assert "dataset:copy@1 has the bytes of dataset:train@1" in refused(world, "plan", "copy.yaml", code=2)

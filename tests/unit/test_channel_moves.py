@@ -112,4 +112,6 @@ def test_the_page_of_a_channel_is_one_page(world: World, monkeypatch: pytest.Mon
 def _shows_a_policy(bench: ServerBench, browser: Any, world: World) -> bool:
     world.ok("channel", "set-policy", "prod", policy_file(world, quarantine={"lift": "never"}))
     page = browser.get("/projects/default/channels/prod").body.decode()
-    return all(word in page for word in ("dataset:heldout@1", "evaluators", "Quarantined models return never"))
+    return all(
+        word in page for word in ("dataset:heldout@1", "evaluators", "Quarantined models are never released again")
+    )

@@ -88,7 +88,7 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
     assert "no policy; next: posttrain channel set-policy prod POLICY.yaml" in world.ok("channel", "policy", "prod")
     said = world("channel", "set-policy", "prod", policy_file(world, approvers=["user:ann", "user:Bjørn Ωmega"]))
     assert "2 gates on 1 suite" in said.stdout
-    for note in ("channel prod is new", "suites.heldout: any evaluator may judge"):
+    for note in ("channel prod is new", "suites.heldout: any evaluator is accepted"):
         assert note in said.stderr
     for person in ("user:ann", "user:Bjørn Ωmega"):
         assert f"warning: approvers: {person} has done nothing in this project so far" in said.stderr
@@ -129,7 +129,7 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gates": []}, "gates: must be at least one, got none"),
+        ({"gates": []}, "gates: must contain at least one gate, got none"),
         ({"gates": [ACCURACY, ACCURACY]}, "names must be unique, got 'accuracy' twice"),
         ({"gates": [{**ACCURACY, "metric": "other/accuracy"}]}, "must be SUITE/METRIC of a suite below `suites`"),
         ({"gates": [{**ACCURACY, "metric": "accuracy"}]}, "must be SUITE/METRIC"),
@@ -213,14 +213,23 @@ def test_a_run_may_add_gates_and_make_them_stricter(guarded: World) -> None:
 @pytest.mark.parametrize(
     ("gate", "words"),
     [
-        ({**ACCURACY, "at_least": 0.5}, "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.5"),
-        ({**ACCURACY, "confidence": 0.6}, "gates.accuracy.confidence: the policy of channel prod says 0.95, got 0.6"),
-        ({**ACCURACY, "min_items": 2}, "gates.accuracy.min_items: the policy of channel prod says 20, got 2"),
-        ({**ACCURACY, "metric": "heldout/truncated"}, "gates.accuracy.metric: the policy of channel prod says heldout"),
-        ({**ACCURACY, "at_least": None, "at_most": 0.99}, "gates.accuracy.at_least: the policy of channel prod says"),
-        ({**STEADY, "margin": 0.5}, "gates.no-regression.margin: the policy of channel prod says 0.04, got 0.5"),
+        ({**ACCURACY, "at_least": 0.5}, "gates.accuracy.at_least: the policy of channel prod requires 0.9, got 0.5"),
+        (
+            {**ACCURACY, "confidence": 0.6},
+            "gates.accuracy.confidence: the policy of channel prod requires 0.95, got 0.6",
+        ),
+        ({**ACCURACY, "min_items": 2}, "gates.accuracy.min_items: the policy of channel prod requires 20, got 2"),
+        (
+            {**ACCURACY, "metric": "heldout/truncated"},
+            "gates.accuracy.metric: the policy of channel prod requires heldout",
+        ),
+        (
+            {**ACCURACY, "at_least": None, "at_most": 0.99},
+            "gates.accuracy.at_least: the policy of channel prod requires",
+        ),
+        ({**STEADY, "margin": 0.5}, "gates.no-regression.margin: the policy of channel prod requires 0.04, got 0.5"),
         ({**STEADY, "not_worse_than": "base", "if_channel_empty": None}, "no-regression.not_worse_than: the policy of"),
-        ({**STEADY, "direction": "lower"}, "gates.no-regression.direction: the policy of channel prod says higher"),
+        ({**STEADY, "direction": "lower"}, "gates.no-regression.direction: the policy of channel prod requires higher"),
     ],
 )
 def test_a_weaker_gate_of_the_same_name_is_refused(guarded: World, gate: dict[str, Any], words: str) -> None:
@@ -232,7 +241,7 @@ def test_a_weaker_gate_of_the_same_name_is_refused(guarded: World, gate: dict[st
 def test_no_option_goes_around_a_policy(guarded: World) -> None:
     weak = "gates=[{name: accuracy, metric: heldout/accuracy, at_least: 0.1}]"
     said = refused(guarded, "run", "run.yaml", "--set", weak, code=2)
-    assert "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.1" in said
+    assert "gates.accuracy.at_least: the policy of channel prod requires 0.9, got 0.1" in said
     path = run_file(guarded, lambda raw: raw.update(policy="none"))
     assert "policy: unknown key" in refused(guarded, "run", path, code=2)
     path = run_file(guarded, lambda raw: raw["release"].update(policy="none"))
@@ -351,7 +360,7 @@ def other_suite(value: dict[str, Any]) -> None:
     ("change", "words"),
     [
         (no_policy, "the policy of channel prod is sha256:"),
-        (weaker, "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.1"),
+        (weaker, "gates.accuracy.at_least: the policy of channel prod requires 0.9, got 0.1"),
         (fewer, "gates: the policy of channel prod requires 'no-regression'"),
         (other_evidence, "stages.gate.evidence.evaluate: must measure the released model"),
         (
@@ -429,7 +438,7 @@ def test_a_forged_run_that_went_past_the_plan_does_not_ship(world: World, monkey
     with monkeypatch.context() as blind:
         blind.setattr("posttrain.preflight.locks._refuse_unmet", lambda *_: None)
         said = refused(world, "run", path, code=9)
-    assert "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.1" in said
+    assert "gates.accuracy.at_least: the policy of channel prod requires 0.9, got 0.1" in said
     assert "gates.accuracy.at_least" in refused(world, "promote", world.newest(), code=9)
     assert world.json("get", "prod")["live"] is None
 

@@ -92,7 +92,9 @@ def test_the_best_model_is_judged_and_released_and_everything_names_it(world: Wo
     card = Path(world.root / "out")
     world.ok("export", "prod", str(card))
     text = (card / "README.md").read_text()
-    assert "The best model of its stage by the probe (probe/accuracy 0.875 at step 2), not the last one." in text
+    assert (
+        "This is the best model of its stage by the probe (probe/accuracy 0.875 at step 2), not the last model." in text
+    )
     assert "/grpo/best`" in text
     assert json.loads((card / "lineage.json").read_text())["model"]["output"] == "best"
     world.ok("get", "sort", "--report")
@@ -246,12 +248,12 @@ def test_a_best_model_that_nothing_was_trained_in_is_told(
     text = BEST.replace("  evaluate:", more).replace("model: grpo/best, suites", "model: more, suites")
     text = text.replace("prod, model: grpo/best", "prod, model: more").replace("at_least: 0.8", "at_least: 0.4")
     world.write("run.yaml", text if later else BEST)
-    said = "grpo: its best model by the probe is the one it began with (step 0)"
+    said = "grpo: the best model by the probe is the model with which the stage began (step 0)"
     assert said not in world.ok("run", "run.yaml", "--seed", "3")
     monkeypatch.setattr("cli_world.train", untrained)
     world.write("reward.py", BAD_REWARD + "\n")
     world.ok("asset", "add", "reward:sort", "reward.py")
-    line = f"warning: {said}, so no update of grpo ships"
+    line = f"warning: {said}, so no update of grpo is released"
     assert line in world.ok("run", "run.yaml").splitlines()
     run = world.newest()
     assert line in world.ok("get", run).splitlines()

@@ -61,7 +61,7 @@ def test_two_runs_are_paired_item_by_item(story: tuple[World, str, str]) -> None
 def test_audit_33_one_seed_of_each_is_warned_of(story: tuple[World, str, str]) -> None:
     world, good, bad = story
     (warning,) = world.json("compare", good, bad)["warnings"]
-    assert warning.startswith("1 seed of each setting compared")
+    assert warning.startswith("only 1 seed of each setting is compared")
     assert f"warning: {warning}" in " ".join(world.ok("compare", good, bad, "--html", "page.html").split())
     assert warning.partition(" (")[0] in (world.root / "page.html").read_text()
 

@@ -189,7 +189,7 @@ class TestExamples:
         assert all((out / file).stat().st_size for file in plan.datasets.values())
 
     @pytest.mark.parametrize(
-        ("name", "words"), [("02-count", "odd"), ("04-best-of-n", "must differ from the name of another")]
+        ("name", "words"), [("02-count", "odd"), ("04-best-of-n", "has the same name as another file")]
     )
     def test_one_that_is_broken_or_would_mix_up_files_is_refused_and_leaves_nothing(
         self, empty: World, name: str, words: str

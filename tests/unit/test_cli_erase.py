@@ -76,7 +76,7 @@ def test_policies_that_name_a_person_are_told_of(world: World) -> None:
     world.ok("channel", "set-policy", "beta", policy_file(world, approvers=["user:ann"]))
     left = world.json("erase", f"user:{WHO}", "--reason", "they left")["left"]
     (told,) = [line for line in left if "policy of channel" in line]
-    assert told.startswith("the policy of channel prod, which names them")
+    assert told.startswith("the policy of channel prod, which contains the name")
     assert "posttrain channel set-policy prod POLICY.yaml" in told
 
 

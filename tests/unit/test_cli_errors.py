@@ -127,7 +127,7 @@ def test_a_lock_of_other_sources_is_refused(world: World) -> None:
     manifest = json.loads((world.root / "other.lock.json").read_text())
     manifest["code"]["native"] = "sha256:" + "0" * 64
     world.write("other.lock.json", json.dumps(manifest))
-    assert "differ from the locked ones" in one_line(world("run", "other.lock.json"))
+    assert "differ from those in the lock" in one_line(world("run", "other.lock.json"))
     manifest["surprise"] = 1
     world.write("other.lock.json", json.dumps(manifest))
     assert "surprise" in one_line(world("run", "other.lock.json"))
@@ -280,7 +280,10 @@ def test_ctrl_c_while_it_loads_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
 def test_audit_2_a_project_is_checked_before_a_workspace_is_opened(world: World) -> None:
     """A slip would open a project that no list shows."""
     data = world.write("few.jsonl", '{"prompt": "q", "completion": "a"}\n')
-    for name, words in (("../x", "must be 1-63 of a-z 0-9 -"), ("typo", "there is no project 'typo', only ")):
+    for name, words in (
+        ("../x", "must be 1 to 63 characters from a-z 0-9 -"),
+        ("typo", "there is no project 'typo', only "),
+    ):
         result = world("--project", name, "asset", "add", "dataset:few", data)
         assert (result.exit_code, words in one_line(result)) == (2, True), result.stderr
     with sqlite3.connect(world.root / ".posttrain" / "ledger.db") as ledger:

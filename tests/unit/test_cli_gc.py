@@ -85,7 +85,7 @@ def test_words_for_people(world: World) -> None:
     open_blobs(world.root / ".posttrain" / "blobs").put(b"left behind")
     said = world.ok("gc")
     assert "deleted 0 artifacts" in said
-    assert "kept 1 that are not needed but are younger than 24h" in said
+    assert "kept 1 artifacts that are not needed but are younger than 24h" in said
     assert "would delete 1 artifacts (0.0 MiB)" in world.ok(*NOW, "--dry-run")
     refused = world("gc", "--older-than", "a while")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
@@ -208,7 +208,7 @@ def test_a_store_that_another_workspace_uses_is_left_alone(tmp_path: Path, monke
             worlds[0].ok(*NOW)
     refused = worlds[1](*NOW)
     assert (refused.exit_code, refused.stderr.count("\n")) == (ConflictError.exit_code, 1)
-    assert f"used by this workspace alone to run gc, got {tmp_path / 'one' / '.posttrain'} too" in refused.stderr
+    assert f"is also used by the workspace {tmp_path / 'one' / '.posttrain'}, whose artifacts" in refused.stderr
 
 
 def test_only_an_admin_may(world: World) -> None:

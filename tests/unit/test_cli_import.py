@@ -154,7 +154,9 @@ class TestTheHistory:
     def test_nan_is_kept_and_told(self, world: World) -> None:
         rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": float("inf")}]
         trl_output(world.root / "out", rows=rows)
-        assert "2 of its values are NaN or infinite, kept as they are" in world.ok("import", "trl-output", "out")
+        assert "2 values of the history are NaN or infinite and are kept unchanged" in world.ok(
+            "import", "trl-output", "out"
+        )
         loss = [row["value"] for row in points(world, "history:out")]
         assert loss[0] != loss[0]
         assert loss[1:] == [0.5, float("inf")]
@@ -335,7 +337,7 @@ class TestRefused:
             assert "name must match" in refused(world, "trl-output", "out", "--name", name)
         else:
             out.rename(world.root / "モデル")
-            assert "set one with --name" in refused(world, "trl-output", "モデル")
+            assert "give a name with --name" in refused(world, "trl-output", "モデル")
 
     @pytest.mark.parametrize("what", ["put", "transaction"])
     def test_a_full_disk_registers_nothing(

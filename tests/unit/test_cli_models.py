@@ -211,7 +211,7 @@ class TestBase:
         path = on(world, "model:tiny", data={"train": "channel:prod", "heldout": "dataset:heldout"})
         result = world("plan", path)
         assert result.exit_code == 2
-        assert "expected a dataset, and a channel names a model" in result.stderr
+        assert "must name a dataset, but a channel names a model" in result.stderr
 
 
 def move(world: World, shipped: str) -> str:
@@ -295,7 +295,7 @@ class TestCard:
         world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
         assert world("run", "run.yaml", "--seed", "9").exit_code == 3
         world.ok("export", world.newest(), "bad")
-        assert "of a run that is **rejected**" in Path("bad/README.md").read_text()
+        assert ", in a run whose state is **rejected**" in Path("bad/README.md").read_text()
         said = json.loads(Path("bad/lineage.json").read_text())
         assert said["state"] == "rejected"
         assert "| accuracy | FAIL |" in Path("bad/README.md").read_text()
@@ -387,7 +387,7 @@ class TestExport:
         assert done["digest"] == stage_model(world, shipped, "sft")
         card = Path("sft/README.md").read_text()
         assert "No gate has judged this model." in card
-        assert "No evaluation of this model was made" in card
+        assert "The run did not evaluate this model." in card
         base = world.json("export", "model:tiny", "base-out")
         assert (base["card"], sorted(base["files"])) == (False, ["config.json", "model.safetensors"])
         write_model(Path("there"), 0.1)
@@ -422,7 +422,7 @@ class TestExport:
         [
             (("nobody", "out"), "there is no run 'nobody'"),
             (("prod", "out", "--dtype", "int4"), "dtype must be one of float32, bfloat16, float16, got 'int4'"),
-            (("./base", "out"), "is a folder on this machine already; copy it"),
+            (("./base", "out"), "is already a folder on this machine; copy the folder"),
             (("prod", "/proc/nowhere/out"), "/proc/nowhere"),
             (("prod", ".posttrain/blobs/out"), "must not be in the workspace"),
             (("prod", "~nobody-of-this-name/out"), "name another folder"),
@@ -493,7 +493,7 @@ class TestProgress:
     def test_before_files_are_copied(self, seen: World, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
         monkeypatch.setattr("posttrain.store.blobs.ObjectBlobs.fetch", begun)
         result = seen("export", "prod", "out-of-it", "-o", form)
-        begins = "copying prod to out-of-it; every file is hashed on the way"
+        begins = "copying prod to out-of-it and verifying the hash of every file"
         assert result.stderr.splitlines() == [begins, "error: it began"]
         assert result.stdout == ""
 

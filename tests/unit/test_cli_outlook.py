@@ -53,7 +53,7 @@ def test_a_budget_below_what_is_spent_at_the_least_is_refused(world: World, verb
 def test_a_budget_that_may_do_is_never_refused(world: World) -> None:
     world.write("run.yaml", RUN + f"budget: {{tokens: {LEAST}}}\n")
     shown = world.ok("plan", "run.yaml")
-    assert f"warning:  budget.tokens is {LEAST}, and the run may take up to about" in shown
+    assert f"warning:  budget.tokens is {LEAST}, but the run may take up to about" in shown
     assert shown.splitlines()[-1] == "next:     posttrain run run.yaml", "what is not probable needs no change"
     assert world.json("plan", "run.yaml")["changes"] == []
 
@@ -76,7 +76,7 @@ def test_what_earlier_runs_took_is_held_against_the_budget(world: World) -> None
         else:
             shown = world.ok("plan", "run.yaml")
         assert f"warning:  budget.{name} is {budget.split()[1]}" in shown
-        assert ("and by earlier stages the run takes about 200 s" in shown) == (name == "wall_clock")
+        assert ("but according to earlier stages the run takes about 200 s" in shown) == (name == "wall_clock")
         last = shown.splitlines()[-1]
         assert f"raise budget.{name} to " in last
         assert " or lower steps" in last or " or give evaluate fewer items or samples" in last
@@ -104,7 +104,7 @@ def test_a_run_says_its_warnings_before_it_begins(world: World) -> None:
         (GATE.replace("0.9", "1.0"), "not even for a perfect model; change at_least"),
         (
             GATE.replace("}", ", min_items: 201}"),
-            "needs min_items: 201 to be judged, its suite has 200; add items or lower min_items",
+            "requires min_items: 201 to be judged, but its suite has 200 items; add items or lower min_items",
         ),
         (
             "{name: accuracy, metric: heldout/response_tokens, at_most: 1.001}",
@@ -168,7 +168,7 @@ def test_what_another_run_computes_now_is_not_counted(world: World) -> None:
     assert world("plan", "run.yaml").exit_code == 0
     shown = world.ok("plan", world.write("run.yaml", RUN + "budget: {tokens: 33}\n"))
     assert f"{world.newest()}/sft computes it now" in shown
-    assert f"the run takes at least about {LEAST - 32}: it would stop at its budget, unless an active" in shown
+    assert f"the run takes at least about {LEAST - 32}, so the run would stop at its budget, unless an active" in shown
     assert shown.splitlines()[-1] == "next:     posttrain run run.yaml"
     own = RUN.replace("model: sft, data", "model: base, data")  # of this one nothing comes from elsewhere but its sft
     assert "at least" in world("plan", world.write("own.yaml", own + f"budget: {{tokens: {LEAST - 33}}}\n")).stderr

@@ -39,10 +39,10 @@ def test_the_report_shows_what_came_of_the_run(shown: tuple[World, str]) -> None
         "0.980 [0.950, 0.995]", "before: base model:tiny@1", "items higher, lower, same 176, 0, 24",
         "sft: curves", "training loss", "gradient norm, before clipping", "grpo: curves", "mean training reward",
         "entropy per token", "KL to the reference", "held-out accuracy (probe)", "tokens per second", "learning rate",
-        "grpo: responses while it trained", "step 1: 3 of the 3", "step 1500: 3 of the 3", "exact 2", "reward: error",
-        "evaluate: answers to heldout (stage grpo)", "4 of 200 greedy answers are wrong",
+        "grpo: responses during training", "step 1: 3 of the 3", "step 1500: 3 of the 3", "exact 2", "reward: error",
+        "evaluate: answers to heldout (stage grpo)", "4 of 200 greedy responses are wrong",
         "1 greedy response to each item.",
-        "base-eval: answers to heldout", "180 of 200 greedy answers are wrong", "Q: sort 1199", "nothing", "(empty)",
+        "base-eval: answers to heldout", "180 of 200 greedy responses are wrong", "Q: sort 1199", "nothing", "(empty)",
         "Time, throughput and memory", "rollout 500 ms 63 %", "2200 MiB", "704 MiB", "Hyperparameters",
         "prompts_per_step", "dataset:heldout@1", "Budget", "150,420", "Lineage",
     ):  # fmt: skip
@@ -81,8 +81,8 @@ def test_a_comparison_of_two_runs_has_the_items_that_changed_hands(shown: tuple[
     html = (world.root / "page.html").read_text()
     text = text_of(html)
     for words in (
-        "A sort and B second", "won, lost, tied 0, 136, 64", "difference to A, clear of 0", "-0.68 [-0.7",
-        "B is right on 0 items that A gets wrong, and wrong on 136 that it gets right", "lost: 16 of 136",
+        "A sort and B second", "won, lost, tied 0, 136, 64", "difference from A, clear of 0", "-0.68 [-0.7",
+        "B is right on 0 items on which A is wrong, and wrong on 136 items on which A is right", "lost: 16 of 136",
         "grpo: curves", "A sort", "B second", "Parameters that differ", "reward:sort@2", "stages.grpo.params.steps",
     ):  # fmt: skip
         assert words in text, words
@@ -110,6 +110,6 @@ def test_responses_that_are_gone_are_told_and_the_report_is_written(shown: tuple
     try:
         world.ok("get", good, "--report")
         assert "evaluate: " in text_of(report(world, good)).partition("Scores")[0], "a warning at the top"
-        assert "180 of 200 greedy answers are wrong" in text_of(report(world, good))
+        assert "180 of 200 greedy responses are wrong" in text_of(report(world, good))
     finally:
         path.write_bytes(kept)

@@ -140,7 +140,7 @@ def test_a_stage_that_went_on_from_another_run_says_where_its_first_steps_are(wo
         assert "were trained in" not in world(verb, first).stdout
     assert {s["name"]: s["begun"] for s in world.json("get", second)["stages"]}["grpo"] == words
     folder = world.root / ".posttrain" / "runs" / second
-    assert f"grpo: {words}; curve and trace begin after them" in (folder / "report.html").read_text()
+    assert f"grpo: {words}; the curves and the trace begin after these steps" in (folder / "report.html").read_text()
     job.say(AttemptFolder(folder / "grpo" / "001"), range(5, 7), LATER, 10)
     assert f"note:   grpo: {words}" in world.ok("trace", second, "--out", "traces")
     assert words in (world.root / "traces" / f"{second}-trace.html").read_text()

@@ -155,7 +155,7 @@ def test_why_says_which_number_missed_by_how_much(story: tuple[World, dict[str, 
     assert "FAIL" in shown
     assert "which misses the requirement (at least 0.9) by 0.6" in shown
     assert "95 % confidence limit" in shown
-    assert "reason: 0 of 2 gates pass (GateFailed)" in shown
+    assert "reason: 0 of 2 gates passed (GateFailed)" in shown
 
 
 def test_diff_says_that_the_reward_changed(story: tuple[World, dict[str, str]]) -> None:

@@ -152,7 +152,7 @@ def test_audit_26_a_model_worse_than_before_is_the_first_thing_said(world: World
     """It ships: its gate asks for little."""
     world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
     world.write("run.yaml", ABSOLUTE.replace(EVALUATE, SFT + EVALUATE).replace("at_least: 0.9", "at_least: 0.1"))
-    (hint,) = [line for line in world.ok("plan", "run.yaml").splitlines() if "none compares with another" in line]
+    (hint,) = [line for line in world.ok("plan", "run.yaml").splitlines() if "no gate compares with another" in line]
     assert "{name: no-regression, metric: heldout/accuracy, not_worse_than: base, margin: 0.02}" in hint
     last = world.ok("run", "run.yaml")
     assert world.json("get", "prod")["live"] is not None

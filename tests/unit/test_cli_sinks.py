@@ -126,7 +126,10 @@ def test_a_dead_sink_beside_a_run_touches_neither_run_nor_other_sink(
         assert behind > 10
         assert http.until(lambda posts: len(posts) > 0)
         said = process("attach", world.newest()).stderr
-        assert f"sink deaf: {behind} events wait for the next driver; posttrain sink ls shows why" in said, said
+        waits = (
+            f"sink deaf: {behind} events that were not delivered wait for the next driver; posttrain sink ls shows why"
+        )
+        assert waits in said, said
         while standing(world, "well")["behind"]:
             world.ok("attach", world.newest())
         assert [one["type"] for one in told(well)] == ["run.succeeded"]
@@ -234,7 +237,7 @@ def test_no_secret_is_recorded(world: World, http: Receiver, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("x",), "needs one of"),
+        (("x",), "needs exactly one of"),
         (("x", "--jsonl", "a.jsonl", "--webhook", "http://h/"), "got webhook and jsonl"),
         (("x", "--webhook", "http://h/"), "must have --secret-env VAR or"),
         (("x", "--webhook", "ftp://h/", "--secret-env", "POSTTRAIN_SINK_S"), "URL must be http"),

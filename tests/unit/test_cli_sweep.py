@@ -57,7 +57,8 @@ def test_audit_33_fewer_than_three_seeds_are_warned_of(world: World, seeds: int)
         assert "warning:" not in world.ok(*words)
         return
     (warning,) = found["warnings"]
-    assert warning.startswith(f"{seeds} seed{'s' * (seeds > 1)} of each setting compared")
+    counted = f"seed{'s' * (seeds > 1)} of each setting {'are' if seeds > 1 else 'is'} compared"
+    assert warning.startswith(f"only {seeds} {counted}")
     shown = " ".join(world.ok(*words).split())
     assert shown.count(f"warning: {warning}") == 2, "before anything is spent, and below the table"
 

@@ -137,7 +137,7 @@ def test_what_does_not_go_together_is_refused(story: tuple[World, str]) -> None:
         assert result.exit_code == 2, words
         assert len(result.stderr.strip().splitlines()) == 1
     assert "did you mean 'grpo'?" in world("trace", run, "--stage", "grpoo").stderr
-    assert "got no spans" in world("trace", run, "--stage", "sft").stderr
+    assert f"stage sft of run {run} has reported no spans" in world("trace", run, "--stage", "sft").stderr
     assert "no sample was recorded" in world.ok("trace", run, "--samples", "--stage", "sft")
 
 

@@ -180,7 +180,7 @@ def test_a_redone_step_counts_once_and_is_told_where_it_differs(world: World) ->
     said = world.ok("track", run)
     found = [p[2:] for p in points(world.root / "here" / f"{run}.csv") if p[:2] == ("sft", "loss")]
     assert found == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (5, 0.15)]
-    assert "1 values of steps done again differ" in said
+    assert "1 values of repeated steps differ from the first values, which were kept" in said
     assert "sft/loss at step 4: first 0.25, redone 0.2" in tracker(world, run)["message"]
 
 
@@ -261,7 +261,7 @@ def test_what_was_chosen_after_a_run_is_no_warning_of_it(world: World) -> None:
     world.ok("init", "--tracker", "csv")
     shown = world.ok("get", run)
     assert "warning" not in shown
-    said = f"chosen after the run was submitted; posttrain track {run} writes it"
+    said = f"the tracker was chosen after the run was submitted; posttrain track {run} writes the data"
     assert (tracker(world, run)["state"], tracker(world, run)["message"]) == ("not written", said)
     assert "csv written" in world.ok("track", run)
     assert tracker(world, run)["state"] == "written"
@@ -378,7 +378,7 @@ def test_a_target_is_of_one_workspace(world: World, tmp_path: Path, monkeypatch:
     assert second.newest() == run
     refused = second("track", run)
     assert (refused.exit_code, refused.stderr.count("\n")) == (TrackerError.exit_code, 1)
-    assert f"another workspace wrote its run {run} there; name another location" in refused.stderr
+    assert f"another workspace has written its run {run} to this location; name a different location" in refused.stderr
     assert tracker(second, run)["state"] == "trouble"
     assert points(shared / f"{run}.csv") == written
     second.ok("track", run, "--tracker", f"csv={tmp_path / 'elsewhere'}")

@@ -53,7 +53,7 @@ def test_more_items_than_anybody_has_are_refused(world: World) -> None:
     assert result.exit_code == 2
     assert "gates.0.min_items: must be at most 10000000, got 10000000000000000000000" in result.stderr
     world.write("run.yaml", RUN.replace("at_least: 0.9}", "at_least: 0.9, min_items: 10000000}"))
-    assert "needs min_items: 10000000 to be judged, its suite has 200" in world("plan", "run.yaml").stderr
+    assert "requires min_items: 10000000 to be judged, but its suite has 200 items" in world("plan", "run.yaml").stderr
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.trainers.native import NativeTrainer
 
 TAKEN = Capacity(2, {"0": "a-1 of ada", "1": "b-1 of bob (in /home/bob)"})
-SAID = "needs 1 of 2 devices, 0 free: 0 is held by a-1 of ada; 1 is held by b-1 of bob (in /home/bob)"
+SAID = "needs 1 of 2 devices, but none is free: 0 is held by a-1 of ada; 1 is held by b-1 of bob (in /home/bob)"
 
 
 @pytest.fixture

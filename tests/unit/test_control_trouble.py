@@ -374,7 +374,7 @@ def test_a_rollback_to_broken_weights_is_refused_and_moves_nothing(bench: Bench,
     before = bench.ledger.history("prod")
     spoil(bench, b"weights", how)
     with pytest.raises(
-        IntegrityError, match=r"channel prod stays at release 2: model sha256:.*cannot be served"
+        IntegrityError, match=r"channel prod stays at release 2: model sha256:.*cannot be released"
     ) as told:
         actions.rollback(bench.stores, "prod", to)
     assert "\n" not in str(told.value)

@@ -107,7 +107,7 @@ def test_several_files_are_one_data_set(catalog: Catalog, blobs: BlobStore, tmp_
     assert catalog.add_dataset(folder, "one").digest == catalog.add_dataset(first, "one").digest
     with pytest.raises(InputError, match=r"files must have different names, got a\.jsonl twice"):
         catalog.add_dataset(first, "sums", first)
-    with pytest.raises(InputError, match="each of several paths must be a file, got the folder"):
+    with pytest.raises(InputError, match="if several paths are given, each must be a file, got the folder"):
         catalog.add_dataset(first, "sums", folder)
 
 

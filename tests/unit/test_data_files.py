@@ -159,14 +159,14 @@ def test_a_long_list_is_read_through_a_small_window(
         (b'prompt,answer\n"x\ny",b\na\n', r"d row 2 \(line 4\) must have 2 cells like its header, got 1"),
         (b'prompt,answer\n"a,b\n', "is not CSV: unexpected end of data"),
         (b"prompt, answer\na,b\n", "without surrounding spaces, got ' answer'"),
-        (b"prompt,prompt\na,b\n", "must not have a column twice"),
+        (b"prompt,prompt\na,b\n", "must have columns with different names, got prompt, prompt; rename one"),
         (b"prompt,x\na,\xff\n", "must be UTF-8, got byte 0xff"),
         (b"name,age\nada,36\n", "names one of the columns prompt, question, messages, text, chosen, got 'name,age'"),
         (b"messages\nhello\n", "d row 1: messages must be a list of messages, got text"),
-        (b"PK\x03\x04....", "got a zip archive; unpack it"),
+        (b"PK\x03\x04....", "got a zip archive; unpack or convert the file"),
         (gz(b'{"prompt": "a"}\n')[:-9], "d cannot be read: .*ended"),
-        (gz(gz(b"{}")), "must contain text inside gzip, got binary data"),
-        (zstd(parquet(TABLE)), "must contain text inside zstd, got binary data"),
+        (gz(gz(b"{}")), r"must contain text when unpacked \(gzip\), got binary data"),
+        (zstd(parquet(TABLE)), r"must contain text when unpacked \(zstd\), got binary data"),
         (gz(b'{"prompt": "a"}\n{"prompt": \n'), "d:2 must be one JSON object per line"),
         (arrow(TABLE)[:300], "d cannot be read as Arrow"),
         (b"\xff\xff\xff\xff" + bytes(60), "at least one row, got 0|cannot be read as Arrow"),
@@ -185,7 +185,9 @@ def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(
     data = pack(lines([{"prompt": "a" * 100_000}] * 30))
     assert len(read_rows(blob(data))) == 30
     monkeypatch.setattr(files, "ALWAYS", 1_000_000)
-    with pytest.raises(InputError, match=r"x must unpack to at most 1000000 bytes .* got more; unpack it yourself"):
+    with pytest.raises(
+        InputError, match=r"x must have at most 1000000 bytes when unpacked .* got more; unpack the file yourself"
+    ):
         read_rows(blob(data), name="x")
     monkeypatch.setattr(files, "MOST_ROW", 50_000)
     with pytest.raises(InputError, match="x:1 must be a row of at most 50000 bytes"):
@@ -231,8 +233,8 @@ def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
 def test_a_row_is_named_by_its_file_where_there_are_several(tmp_path: Path) -> None:
     rows = read_rows(data_files(shards(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")), name="d")
     assert rows.files == {"a.jsonl": 2, "b.jsonl": 2, "c.jsonl": 2}
-    assert rows.located("d row 4 must have the answer of row 1, got x", "d") == (
-        "d/b.jsonl row 2 must have the answer of a.jsonl row 1, got x"
+    assert rows.located("d row 4 repeats the prompt of row 1 but has a different answer", "d") == (
+        "d/b.jsonl row 2 repeats the prompt of a.jsonl row 1 but has a different answer"
     )
     alone = read_rows(tmp_path / "a.jsonl", name="d")
     assert alone.located("d row 2: too long", "d") == "d row 2: too long"

@@ -134,6 +134,6 @@ def test_as_a_ref() -> None:
 
 def test_registering_one_says_where_it_is_written(catalog: Catalog) -> None:
     with pytest.raises(
-        NotFoundError, match=r"write it in run\.yaml, as in rewards: \{mine: trl\.rewards:accuracy_reward\}"
+        NotFoundError, match=r"name it in run\.yaml, as in rewards: \{mine: trl\.rewards:accuracy_reward\}"
     ):
         catalog.add_reward(Path("trl.rewards:accuracy_reward"), "x")

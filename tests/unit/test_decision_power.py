@@ -145,7 +145,7 @@ def test_what_no_number_of_items_can_show() -> None:
 def test_a_suite_smaller_than_the_minimum_cannot_pass(possible: ItemRange) -> None:
     note = gate_power(ACCURACY, 10, possible)
     assert note.power == 0.0
-    assert note.warning == "gate accuracy cannot pass: the suite has 10 items, the rule requires min_items: 20"
+    assert note.warning == "gate accuracy cannot pass: the suite has 10 items, but the rule requires min_items: 20"
 
 
 def test_an_empty_channel_is_taken_into_account() -> None:

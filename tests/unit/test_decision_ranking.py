@@ -81,7 +81,7 @@ def test_few_seeds_in_common_decide_nothing() -> None:
     found = rank("s/accuracy", [half, better], "higher")
     assert [(one.best, one.worst) for one in found.settings] == [(1, 2)] * 2
     assert found.differences[0].low > 0, "only the rank is withheld"
-    assert "1 of 1 pairs have fewer than 3 seeds in common, which decide nothing" in found.notes
+    assert "1 of 1 pairs have fewer than 3 seeds in common and are therefore not ordered" in found.notes
     lost = rank("s/accuracy", [{1: bits(52), 2: bits(80)}, {2: bits(59), 3: bits(81)}], "higher")
     assert [(one.best, one.worst) for one in lost.settings] == [(1, 2)] * 2
     assert lost.differences[0].seeds == 1

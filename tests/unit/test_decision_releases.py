@@ -90,7 +90,7 @@ def test_a_report_that_names_no_release_is_of_the_only_one_with_its_baseline() -
 )
 @pytest.mark.parametrize("current", ["old", "new", "other"])
 def test_anything_but_a_pass_ships_nothing(outcome: Outcome, error: type[Exception], current: str) -> None:
-    with pytest.raises(error, match=rf"gate accuracy says {outcome.value}: it is 0\.4"):
+    with pytest.raises(error, match=rf"the outcome of gate accuracy is {outcome.value}: it is 0\.4"):
         promotion(at("old", current), 1, "new", report(outcome))
 
 

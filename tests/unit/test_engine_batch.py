@@ -77,7 +77,7 @@ def test_sum_by_document(docs: list[Document]) -> None:
         ([], "at least one document"),
         ([Document((), (1,))], "document 0 has an empty prompt"),
         ([Document((1,), (2, 3), (-1.0,))], r"one log-probability per response token \(2\), got 1"),
-        ([Document((1,), (2,), (-1.0,)), Document((1,), (2,))], "all 2 documents or for none, got 1"),
+        ([Document((1,), (2,), (-1.0,)), Document((1,), (2,))], "all 2 documents or for none, but are given for 1"),
     ],
 )
 def test_pack_refuses(documents: list[Document], message: str) -> None:

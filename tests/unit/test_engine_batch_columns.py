@@ -109,7 +109,7 @@ def test_documents_of_a_unit_are_never_separated() -> None:
     assert batch.select_items([1]).lengths == (4, 3)
     with pytest.raises(InputError, match="must stay together"):
         batch.select([0])
-    with pytest.raises(InputError, match=r"units to select must be in 0\.\.1, got 2"):
+    with pytest.raises(InputError, match=r"index of a unit must be in 0\.\.1, got 2"):
         batch.select_items([2])
     with pytest.raises(InputError, match="must be a multiple of 2, got 3"):
         TokenBatch.pack(DOCUMENTS, unit=2)
@@ -119,7 +119,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     batch = _batch()
     with pytest.raises(InputError, match="must have"):
         TokenBatch.gather([batch], [[0]])
-    with pytest.raises(InputError, match="same columns, got values"):
+    with pytest.raises(InputError, match="same columns, but only some parts have values"):
         TokenBatch.gather([batch.select([0]), batch.select([1, 2]).with_columns(values=torch.ones(5))], [[0], [1, 2]])
     with pytest.raises(InputError, match="one per document"):
         TokenBatch.pack(DOCUMENTS, sample_ids=["a"])

@@ -96,7 +96,8 @@ def test_the_probe_is_the_objective_on_held_out_pairs() -> None:
 def test_without_a_reference_it_is_refused_before_anything_is_read() -> None:
     made = config()
     roles = open_learner(made, adopt_module(initial_model(TINY, TOKENIZER, 0)), 0, inline())
-    with pytest.raises(InputError, match="DPO needs the role reference for reference_logprobs, got policy"):
+    needed = "DPO needs the role reference for reference_logprobs, but the open roles are policy;"
+    with pytest.raises(InputError, match=needed):
         FromRows(made, DPO(made), Roles(roles.learners), PAIRS, 0)
 
 

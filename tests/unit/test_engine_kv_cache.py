@@ -64,5 +64,5 @@ def test_a_batch_is_the_rectangle_that_fits() -> None:
 def test_a_row_that_the_cache_cannot_hold_is_refused_before_anything_is_decoded(
     engine: type[NativeRollout | ModuleRollout],
 ) -> None:
-    with pytest.raises(InputError, match=r"must have room for generation .* of 11 tokens \(2816 bytes\), got 2560"):
+    with pytest.raises(InputError, match=r"must hold the 11 tokens of generation .* \(2816 bytes\), got 2560"):
         generate(engine(made(), 2560), PROMPTS, samples=1, sampling=SAMPLING)

@@ -268,7 +268,8 @@ class TestPPO:
         assert "reference" not in roles.frozen
         for kl in (PPOKLConfig(), PPOKLConfig(place="loss", estimator="k3")):
             config = PPOConfig(data="d", reward="r", steps=1, kl=kl)
-            with pytest.raises(InputError, match="PPO needs the role reference for reference_logprobs, got critic"):
+            needed = "PPO needs the role reference for reference_logprobs, but the open roles are critic"
+            with pytest.raises(InputError, match=needed):
                 OnPolicy(config, PPO(config), roles, PROMPTS, EvenTokens(), 0)
         grpo = GRPOConfig(data="d", reward="r", steps=1, kl=KLConfig(coefficient=0.1))
         with pytest.raises(InputError, match="GRPO needs the role reference"):
@@ -277,7 +278,9 @@ class TestPPO:
     def test_needs_a_critic(self) -> None:
         recipe = best_of_n()
         config = PPOConfig(data="d", reward="r", steps=1)
-        with pytest.raises(InputError, match="PPO needs the role critic for values, got policy; open the"):
+        with pytest.raises(
+            InputError, match="PPO needs the role critic for values, but the open roles are policy; decl"
+        ):
             OnPolicy(config, PPO(config), recipe.roles, PROMPTS, EvenTokens(), 0)
 
     @pytest.mark.parametrize(
@@ -393,7 +396,7 @@ class TestDataflow:
 
     def test_more_tokens_than_declared_end_it(self) -> None:
         recipe = best_of_n(tokens_per_step=1)
-        with pytest.raises(InputError, match="at most 1 were declared; set tokens_per_step"):
+        with pytest.raises(InputError, match="but declared at most 1; raise tokens_per_step"):
             recipe.step(0, quiet(0))
 
     def test_one_that_minimises_nothing_is_refused(self) -> None:

@@ -220,7 +220,7 @@ def test_documents_that_are_not_formed_by_group_are_refused(model: ModelSource) 
     config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, runtime=runtime, **options)  # type: ignore[arg-type]
     away, here = ResourcePool(InlineBackend(pool="rollout")), ResourcePool(InlineBackend(pool="policy"))
     roles = open_roles(config, model, 11, lambda role: away if role == "rollout" else here)
-    with pytest.raises(InputError, match=r"Best declares that it forms documents by group, .* set groupwise to False"):
+    with pytest.raises(InputError, match=r"Best declares groupwise documents, .* set groupwise to False"):
         OnPolicy(config, Best(config), roles, PROMPTS, Even(), 11).step(0, quiet(0))
     Best.groupwise = False
     assert OnPolicy(config, Best(config), roles, PROMPTS, Even(), 11).step(0, quiet(0)).tokens > 0
@@ -386,17 +386,18 @@ class TestGradients:
     @pytest.mark.parametrize(
         ("kind", "options", "why"),
         [
-            (PPOConfig, {}, "stream_gradients needs one update whose terms share a denominator, got ppo"),
-            (ReinforcePlusPlusConfig, {}, "given to each group by itself, got reinforce_plus_plus"),
-            (GRPOConfig, {"mini_batches": 2}, "one optimiser step for each step, got mini_batches 2; set it to 1"),
-            (GRPOConfig, {"lag": {"steps": 1}}, "a rollout that samples what the step trains, got lag 1"),
-            (GRPOConfig, {"lag": {"steps": 0}}, "samples without a correction, got lag 0; drop one of them"),
+            (PPOConfig, {}, "stream_gradients needs one update whose terms share a denominator, but ppo"),
+            (ReinforcePlusPlusConfig, {}, "assigned to each group separately, but reinforce_plus_plus"),
+            (GRPOConfig, {"mini_batches": 2}, "needs mini_batches: 1, got 2; set mini_batches to 1"),
+            (GRPOConfig, {"lag": {"steps": 1}}, r"samples what the step trains, but lag is set \(lag\.steps: 1\)"),
+            (GRPOConfig, {"lag": {"steps": 0}}, r"without a correction, but lag is set \(lag\.steps: 0\); remove"),
             (
                 GRPOConfig,
                 {"placement": {**APART, "reference": {"with": "rollout"}}, "kl": {"coefficient": 0.1}},
-                "roles that answer while the rollout works, got reference in its pool rollout; write placement",
+                "roles that compute while the rollout works, got reference in the rollout's pool rollout; "
+                "write placement",
             ),
-            (GRPOConfig, {"placement": "collocated"}, "a rollout in its own pool, got it in the pool main with"),
+            (GRPOConfig, {"placement": "collocated"}, "but the rollout is in the policy's pool main; write"),
         ],
     )
     def test_where_they_cannot_the_plan_says_so(self, kind: Any, options: dict[str, Any], why: str) -> None:
@@ -502,9 +503,9 @@ class TestGradients:
             groupwise = False
 
         for odd, why in (
-            (Whitened, "Whitened, whose advantages of all groups differ by"),
+            (Whitened, "the advantages of Whitened change by .* when all groups are"),
             (Twice, "needs one update whose terms share a denominator, in one mini-batch, got Twice"),
-            (Across, "needs documents that are formed by group, got Across"),
+            (Across, "needs documents that are formed by group, but Across forms documents differently"),
         ):
             made = group(model, "grpo", stream_gradients=True)
             config = made._algorithm.config  # type: ignore[attr-defined]
@@ -739,5 +740,5 @@ def test_who_sleeps_is_asked_early_only_in_a_pool_of_its_own(model: ModelSource,
     assert naps == ["False", "True"]
     streamed = config.model_copy(update={"stream_gradients": True})
     roles = open_roles(streamed, model, 11, lambda role: pools["rollout" if role == "rollout" else "policy"])
-    with pytest.raises(InputError, match="got reference in a pool that it shares with others and sleeps in"):
+    with pytest.raises(InputError, match="but reference shares the rollout's pool or sleeps in a shared"):
         OnPolicy(streamed, GRPO(streamed), roles, PROMPTS, Even(), 11)

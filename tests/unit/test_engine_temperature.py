@@ -209,7 +209,7 @@ def test_audit_15_documents_formed_without_a_temperature_get_that_of_their_group
     batch = formed(mixed)
     with pytest.raises(InputError, match=r"must each have a temperature, got \[0\.7, 1\.3\]"):
         with_temperature(batch, mixed)
-    with pytest.raises(InputError, match="must be given for all 2 documents or none, got 1"):
+    with pytest.raises(InputError, match="must be given for all 2 documents or for none, but is given for 1"):
         TokenBatch.pack([Document([1], [2], temperature=0.5), Document([1], [2])])
     with pytest.raises(InputError, match=r"the temperature of a document must be > 0, got 0\.0"):
         predict(exact_model(), TokenBatch.pack([Document([1], [2], temperature=0.0)]), {"logprobs"})

@@ -54,8 +54,9 @@ def test_audit_18_traces_of_long_responses_stay_within_the_bytes_of_the_stage(tm
     assert {one.step for one in samples} >= {0, STEPS // 2, STEPS - 1}
     assert budget.dropped == STEPS * 8 - len(samples) > 0
     first, last = [fact.message for fact in facts if isinstance(fact, Note)]
-    assert "samples of step 0 leave no trace: trace.bytes must hold all samples that a stage traces" in first
-    assert last == f"{budget.dropped} samples left no trace, because trace.bytes is {TRACE_BYTES}"
+    cause = f"because trace.bytes ({TRACE_BYTES}) is too small for all samples that the stage traces"
+    assert f"samples of step 0 were not traced, {cause}" in first
+    assert last == f"{budget.dropped} samples were not traced, because trace.bytes is {TRACE_BYTES}"
 
 
 def test_audit_18_attempts_that_resume_stay_within_the_bytes_together(tmp_path: Path) -> None:

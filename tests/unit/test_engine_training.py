@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
     desk = Desk(tmp_path, sft(), orders=stop_after(1))
     desk.run()
     desk.controller.fingerprint = "sha256:y"
-    with pytest.raises(IntegrityError, match="is from another stage"):
+    with pytest.raises(IntegrityError, match="is from a different stage"):
         desk.controller.resume(desk.latest())
     with pytest.raises(IntegrityError, match="does not fit the model"):
         Desk(tmp_path, sft(gpt2())).controller.resume(desk.latest())
@@ -371,7 +371,7 @@ class TestProbe:
     @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ["1"]}])
     def test_a_row_without_a_usable_answer_is_refused(self, row: dict[str, Any]) -> None:
         items = [PROMPTS[0], replace(PROMPTS[1], row=row)]
-        with pytest.raises(InputError, match="dataset:p@1 row 2 needs `answer`"):
+        with pytest.raises(InputError, match="dataset:p@1 row 2 needs an `answer`"):
             AccuracyProbe(items, TOKENIZER, extract=r"(\d)", max_new_tokens=3, name="dataset:p@1")
 
 

@@ -290,7 +290,7 @@ def test_turns_ahead_in_pools_of_their_own_whatever_is_late(tmp_path: Path, lag:
 def test_an_algorithm_of_turns_needs_an_environment() -> None:
     recipe = talk()
     config = PPOConfig(data="d", reward="r", steps=1)
-    with pytest.raises(InputError, match="Talk samples 2 turns, which needs an environment"):
+    with pytest.raises(InputError, match="Talk samples 2 turns, for which the stage needs an environment"):
         OnPolicy(config, Talk(config), recipe.roles, PROMPTS, EvenTokens(), 11)
 
 
@@ -322,8 +322,8 @@ def test_what_is_observed_is_text_of_a_bounded_length() -> None:
     assert asked[0] == ({"answer": "1"}, [TOKENIZER.decode([7])])
     for words in (
         "at most 4 tokens, got 10",
-        "some text or None, got ''; give None",
-        "must give text or None, got int",
+        "must return non-empty text or None, got ''; return None",
+        "must return text or None, got int",
     ):
         (failed,) = environment([PROMPTS[0]], [said])
         assert isinstance(failed, Failed)
@@ -442,7 +442,7 @@ def test_where_nobody_scores_a_failure_is_told_once() -> None:
         recipe._ahead._tell_failed("observe: it broke", 1, 3, Trace(facts.append, step))
     [note] = facts
     assert isinstance(note, Note)
-    assert note.message.startswith("observe: it broke; 1 of 3 samples end there, untrained; later ones are counted")
+    assert note.message.startswith("observe: it broke; 1 of 3 samples end there and are not trained on; later fail")
 
 
 def test_a_sample_of_several_sequences_is_refused_by_name() -> None:

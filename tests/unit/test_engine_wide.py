@@ -175,9 +175,9 @@ def test_what_nobody_filled_or_fetched_is_one_line() -> None:
         batch.wide("candidates")
     with pytest.raises(InputError, match=r"must be in this process to be read, but the rows of 2 documents are elsew"):
         handed(batch, [[0, 1]]).wide("candidates")
-    with pytest.raises(InputError, match=r"one row for each response token, \[2, 3\] by document, got \[3, 2\]; fill"):
+    with pytest.raises(InputError, match=r"response token: expected \[2, 3\] rows per document, got \[3, 2\]; fill"):
         batch.with_wide("candidates", handed(bare([3, 2]), [[0, 1]]).wide_columns["candidates"])
-    with pytest.raises(InputError, match=r"must have the same wide columns, got candidates in only some"):
+    with pytest.raises(InputError, match=r"same wide columns, but in some parts candidates is missing"):
         TokenBatch.gather([handed(batch, [[0, 1]]), batch], [[0, 1], [2, 3]])
     narrow = batch.with_wide("candidates", WideColumn(1, (TopK.empty(2, 1), TopK.empty(3, 1))))
     with pytest.raises(InputError, match="must have the same wide columns"):

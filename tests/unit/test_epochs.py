@@ -134,7 +134,7 @@ def test_every_kind_of_training_takes_exactly_one_of_steps_and_epochs(kind: str)
 
 def test_an_old_ppo_file_is_told_what_its_epochs_are_called_now() -> None:
     ppo = {"kind": "ppo", "data": "train", "reward": "exact", "steps": 3, "epochs": 2}
-    with pytest.raises(InputError, match="those over a rollout batch are ppo_epochs"):
+    with pytest.raises(InputError, match="ppo_epochs counts passes over a rollout batch"):
         planned(changed("stages.ppo", ppo))
     with pytest.raises(InputError, match=r"critic\.warmup must be < steps \(7\), got 9"):
         planned(changed("stages.ppo", {**ppo, "steps": 7, "epochs": None, "critic": {"warmup": 9}}))

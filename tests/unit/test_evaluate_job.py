@@ -182,10 +182,10 @@ class TestSuite:
             items_of(tokenizer, config, ("q1", "1"), ("q1", "1"))
 
     def test_refused_rows(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        with pytest.raises(InputError, match=r"x row 1 needs `answer`, .* got columns prompt"):
+        with pytest.raises(InputError, match=r"x row 1 needs an `answer`: .* got columns prompt"):
             suite_items([{"prompt": "q"}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99)
         for odd in (["1"], True, {"a": "1"}):
-            with pytest.raises(InputError, match=r"x row 1 needs `answer`, the text or number"):
+            with pytest.raises(InputError, match=r"x row 1 needs an `answer`: the text or number"):
                 suite_items(
                     [{"prompt": "q", "answer": odd}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99
                 )
@@ -199,7 +199,7 @@ class TestSuite:
         items = items_of(tokenizer, config, ("q", "1"))
         rollout = says(tokenizer, {"q": ["1", "1"]})
         meter = Meter(limit=19)  # greedy: 1 + 8 at the most, 3 in fact; then 1 + twice 8
-        with pytest.raises(BudgetExceededError, match=r"at most 17 tokens\): 3 of the stage's 19 are spent"):
+        with pytest.raises(BudgetExceededError, match=r"at most 17 tokens\): 3 of the stage's 19 tokens are spent"):
             evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=meter)
         assert meter.tokens == 3
         with pytest.raises(BudgetExceededError, match="deadline passed"):
@@ -335,7 +335,7 @@ def test_one_prompt_with_two_answers_is_refused(bench: Bench, answered: Answered
     other = {**bench.rows[0], "answer": "other"}
     _, result = answered(bench.order(rows=[*bench.rows, other]))
     assert result.failure is not None
-    assert "dataset:heldout@1 row 25 must have the answer of row 1, whose prompt it repeats" in result.failure.message
+    assert "dataset:heldout@1 row 25 repeats the prompt of row 1 but has a different answer" in result.failure.message
 
 
 def _table(**columns: list[Any]) -> bytes:
@@ -492,8 +492,8 @@ def test_budget_is_never_passed(bench: Bench, answered: Answered) -> None:
 @pytest.mark.parametrize(
     ("rows", "suite", "message"),
     [
-        ([{"prompt": "q"}], {}, "dataset:heldout@1 row 1 needs `answer`"),
-        ([{"prompt": "q", "answer": None}], {}, "dataset:heldout@1 row 1 needs `answer`"),
+        ([{"prompt": "q"}], {}, "dataset:heldout@1 row 1 needs an `answer`"),
+        ([{"prompt": "q", "answer": None}], {}, "dataset:heldout@1 row 1 needs an `answer`"),
         (
             [{"prompt": "q" * 60, "answer": "1"}],
             {},

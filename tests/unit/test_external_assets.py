@@ -319,7 +319,7 @@ def test_what_is_asked_wrongly_is_refused(world: World, place: Elsewhere) -> Non
 
 
 def test_a_files_version_is_refused() -> None:
-    with pytest.raises(InputError, match="a version must be of an object in s3, gs, az, got '3'"):
+    with pytest.raises(InputError, match="a version can be given only for an object in s3, gs, az, got '3'"):
         external("file:///rows.jsonl", "3")
     assert str(external("gs://bucket/rows.jsonl", "3")) == "gs://bucket/rows.jsonl (version 3)"
     assert External("s3://bucket/my%20rows.jsonl").name == "my rows.jsonl"

@@ -249,7 +249,7 @@ def test_verls_settings_train_here_as_they_do_there(world: World) -> None:
     assert (stage["critic"]["clip"], stage["critic"]["warmup"]) == (0.4, 1)
     assert stage["critic"]["optimizer"]["learning_rate"] == 3e-5
     assert stage["epochs"] == 3
-    assert any("verl drops the last rows of an epoch that fill no step" in item for item in draft.changed), (
+    assert any("verl drops the last rows of an epoch that do not fill a step" in item for item in draft.changed), (
         "40 rows, 16 a step"
     )
     assert (stage["optimizer"]["warmup_steps"], stage["optimizer"]["schedule"]) == (4, "constant")  # half of 8 steps
@@ -327,7 +327,7 @@ def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> 
         "GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs=mine, args=GRPOConfig(max_steps=3), train_dataset=data)\n"
     )
     draft, _ = trl(world, "grpo.py", script)
-    assert any("data.map (line 8): code changes the rows" in item for item in draft.changed)
+    assert any("data.map (line 8): this code changes the rows" in item for item in draft.changed)
     assert any("copy mine into reward.py: importing grpo.py would start the training" in i for i in draft.fill_in)
     draft, _ = trl(world, "grpo.yaml", "reward_funcs: [accuracy_reward]\nmax_steps: 3\n")
     assert draft.run["rewards"] == {"reward": "trl.rewards:accuracy_reward"}
@@ -381,7 +381,11 @@ def test_weights_that_are_all_zero_are_told(world: World) -> None:
         ("a.py", "print(1)", "must contain settings, got none"),
         ("a.sh", "echo 'open", "cannot be read as shell commands"),
         ("a.sh", "", "must contain settings"),
-        ("a.yaml", "reward_funcs: [f, g]\nreward_weights: [1]\n", "must be one for each of 2 reward_funcs, got 1"),
+        (
+            "a.yaml",
+            "reward_funcs: [f, g]\nreward_weights: [1]\n",
+            "must have one number for each of the 2 reward_funcs, got 1",
+        ),
         ("a.yaml", "reward_funcs: [f]\nreward_weights: [.inf]\n", "reward_weights must be finite numbers, got inf"),
     ],
 )

@@ -251,7 +251,7 @@ def test_audit_25_several_files_and_parts_of_them_are_told(world: World) -> None
     draft, _ = read(world, text + "    field='rows'), args=SFTConfig(max_steps=3))\n")
     assert any("posttrain asset add dataset:train a.jsonl b.jsonl" in item for item in draft.fill_in)
     assert any(line.startswith("dataset_train_split: train[:10%]") for line in draft.changed)
-    assert any(line.startswith("load_dataset.field: rows: is not read") for line in draft.changed)
+    assert any(line.startswith("load_dataset.field: rows: this argument is not read") for line in draft.changed)
 
 
 def test_audit_25_a_guarded_script_is_not_said_to_train_when_it_is_imported(world: World) -> None:
@@ -273,7 +273,7 @@ def test_audit_25_dpo_is_read(world: World) -> None:
     draft, stage = read(world, text)
     assert (draft.run["stages"]["dpo"]["kind"], stage["beta"], stage["label_smoothing"]) == ("dpo", 0.3, 0.1)
     assert stage["optimizer"]["learning_rate"] == 1e-6
-    told = "loss_type: ['ipo']: is not supported; the loss of a pair is the sigmoid one, with beta and label_smoothing"
+    told = "loss_type: ['ipo']: is not supported; the loss on a pair is the sigmoid loss, with beta and label_smoothing"
     assert told in draft.changed
 
 

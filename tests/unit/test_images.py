@@ -242,7 +242,7 @@ def test_an_edited_lock_measures_nothing_that_its_stages_do_not(world: World) ->
     [sft] = [stage for stage in lock["stages"] if stage["kind"] == "sft"]
     sft["outputs"] |= {"metrics": "file", "items": "file"}
     world.write("y.lock.json", json.dumps(lock))
-    assert "stages.sft: outputs: of kind sft must be model, got" in world("run", "y.lock.json").stderr
+    assert "stages.sft: outputs: a stage of kind sft must have model, got" in world("run", "y.lock.json").stderr
     assert not world.executor.launched
 
 
@@ -254,8 +254,8 @@ def test_rewards_that_nothing_confines_in_an_image_need_a_workspace_that_trusts_
     refused = world("plan", naming(world, IMAGE))
     assert refused.exit_code == 2
     assert (
-        "rewards must be confined, which is not possible here: in an image they can access everything that their job "
-        "can" in refused.stderr
+        "rewards must be confined, which is not possible here: in an image, rewards can access everything that their "
+        "job can access" in refused.stderr
     )
 
 

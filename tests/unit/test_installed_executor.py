@@ -170,7 +170,7 @@ def test_an_executor_that_was_uninstalled_refuses_plans_and_hinders_no_look(worl
     world.ok("ls")
     told = world("doctor")
     assert told.exit_code == 10
-    assert "no job starts until this is fixed" in told.stdout
+    assert "fix this; until then, no job starts" in told.stdout
 
 
 def test_a_workspace_does_not_change_its_executor_under_a_run(world: World, site: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_workspace_does_not_change_its_executor_under_a_run(world: World, site
         again = submit(workspace.stores, workspace.stores.manifest(made), again=True).run.id
     refused = world("init", "--executor", "far")
     assert refused.exit_code == 9
-    assert f"executor must stay fake while runs have or may start jobs ({again}), got far;" in refused.stderr
+    assert f"executor must remain fake while runs have jobs or may start some ({again}), got far;" in refused.stderr
     assert f"stop them: posttrain stop {again}" in refused.stderr
     world.ok("stop", again)
     world("attach", again)

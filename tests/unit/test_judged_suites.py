@@ -121,7 +121,7 @@ def test_a_mean_stays_in_the_range_of_what_it_is_of(values: list[float]) -> None
     [
         (1.0000000000000002, "must have a score from 0 to 1 (reward_range), got 1.0000000000000002 for '12'"),
         (-1e-9, "must have a score from 0 to 1 (reward_range), got -1.0000000000000001e-09"),
-        (None, "must have a score, but its reward returned none for '12'"),
+        (None, "the reward returned no score for '12'; return a score for every"),
         (float("nan"), "must return finite numbers, got nan"),
         (float("inf"), "must return finite numbers, got inf"),
     ],
@@ -170,7 +170,7 @@ def test_a_prompt_that_is_repeated_is_one_item_only_where_its_row_is() -> None:
     assert len(distinct_items(rows, "d", whole=True)) == 2
     rows[1]["level"] = 3
     assert len(distinct_items(rows, "d")) == 2
-    with pytest.raises(InputError, match="d row 2 must have the level of row 1, whose prompt it repeats"):
+    with pytest.raises(InputError, match="d row 2 repeats the prompt of row 1 but has a different level"):
         distinct_items(rows, "d", whole=True)
 
 
@@ -250,7 +250,7 @@ def test_rows_without_answers_are_measured_by_weighted_rewards(bench: Bench) -> 
     ("entry", "words", "spent"),
     [
         ("much", "must have a score from 0 to 1 (reward_range), got 7.25", True),
-        ("picky", "must have a score, but its reward returned none", True),
+        ("picky", "the reward returned no score for ", True),
         ("level", "parameter 'level' is neither a column", False),
         ("gone", "rules.py has no function 'gone'", False),
     ],
@@ -327,7 +327,7 @@ def test_each_suite_reward_is_held_against_the_rows(plans: Plans) -> None:
 def test_rows_without_answers_are_told(plans: Plans) -> None:
     plans.heldout(*bare(3), {"prompt": "Q: sort 77", "answer": "77"})
     told = "evaluate: {} items of {} have no answer to compare with, so heldout/accuracy is {}"
-    some = told.format("3 of 4", "dataset:heldout@2", "measured on the other 1 only")
+    some = told.format("3 of 4", "dataset:heldout@2", "measured only on the other 1")
     assert some in view_plan(plans.workspace, plans.file(suite_of())).warnings
     plans.heldout(*bare(3))
     none = told.format("3 of 3", "dataset:heldout@3", "not measured")
@@ -350,7 +350,7 @@ def test_a_gate_on_answers_that_are_not_there_is_refused(plans: Plans) -> None:
     why = "heldout/accuracy requires answers, and dataset:heldout@2 has none; gate the suite's reward instead"
     assert plans.refused(suite_of(gate)) == f"gates.accuracy: {why}"
     plans.heldout(*bare(60), *({"prompt": f"Q: sort 1{i}", "answer": "1"} for i in range(100, 110)))
-    assert "needs min_items: 20 to be judged, its suite has 10" in plans.refused(suite_of(gate))
+    assert "requires min_items: 20 to be judged, but its suite has 10 items" in plans.refused(suite_of(gate))
 
 
 def test_a_gate_on_the_reward_is_judged_on_its_range(plans: Plans) -> None:
@@ -365,7 +365,7 @@ def test_a_gate_on_the_reward_is_judged_on_its_range(plans: Plans) -> None:
 
 def test_repeated_prompts_with_other_columns_are_refused(plans: Plans) -> None:
     plans.heldout({"prompt": "Q: sort 1", "level": 1}, {"prompt": "Q: sort 1", "level": 2})
-    assert "must have the level of row 1, whose prompt it repeats" in plans.refused(suite_of())
+    assert "repeats the prompt of row 1 but has a different level" in plans.refused(suite_of())
 
 
 def test_an_evaluation_alone_needs_the_cell_too(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,8 @@ def test_an_unknown_kind_is_told_of_those_that_are_installed(site: Path) -> None
         ('StageKind("distil", None, module="m")', LACKS),
         ('StageKind("distil", contract, module="m; rm")', LACKS),
         ('algorithm_kind("distil", "no path", "a:b")', LACKS),
-        ('StageKind("distil", contract, ships=True, module="m")', "must ship nothing"),
-        ('StageKind("distil", contract, from_nothing=True, module="m")', "must declare its models' sizes"),
+        ('StageKind("distil", contract, ships=True, module="m")', "must not set `ships` (its stages"),
+        ('StageKind("distil", contract, from_nothing=True, module="m")', "must not set `from_nothing`"),
         ("1 / 0", "loading kind_bad_{}:KIND raised ZeroDivisionError: division by zero; fix or uninstall it"),
     ],
     ids=["number", "name", "driver", "no-module", "no-contract", "module", "path", "ships", "nothing", "raises"],
@@ -162,7 +162,7 @@ def test_a_kind_that_is_none_is_one_line(site: Path, kind: str, says: str, reque
 @pytest.mark.parametrize(
     ("contract", "says"),
     [
-        ("None", "must give a StageContract, got NoneType"),
+        ("None", "must return a StageContract, got NoneType"),
         ('StageContract({"a": {1}}, {}, {"model": "tree"})', "parameters must be JSON"),
         ('StageContract({"runtime": "fast"}, {}, {"model": "tree"})', "runtime must be a map whose threads are"),
         ('StageContract({"placement": {}}, {}, {"model": "tree"})', "the parameter placement must have a load"),

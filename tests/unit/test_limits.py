@@ -181,13 +181,13 @@ def test_audit_24_requests_that_ended_give_their_bytes_and_places_back() -> None
         await (await begin(BODY, 50))()
         for _ in range(3):
             second, third = await begin(UPLOAD, 1), await begin(UPLOAD, 1)
-            with pytest.raises(LimitError, match="at most 3 uploads at the same time, got one more"):
+            with pytest.raises(LimitError, match="may have at most 3 uploads at the same time; wait"):
                 await begin(UPLOAD, 1)
             await second()
             await third()
         await first()
         first = await begin(BODY, 1)
-        with pytest.raises(LimitError, match="at most 50 bytes of requests with bodies at the same time, got 50 more"):
+        with pytest.raises(LimitError, match="at most 50 bytes of requests with a body at the same time, got 50 more"):
             await begin(BODY, 50)
         await first()
         await (await begin(UPLOAD, 1000))()  # one alone may be as large as it likes

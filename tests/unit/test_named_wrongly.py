@@ -38,7 +38,7 @@ def refused(world: World, *words: str) -> str:
 def test_a_channel_where_a_run_is_asked_for_names_the_run_that_it_serves(world: World, verb: str) -> None:
     run = world.newest()
     said = refused(world, verb, "prod")
-    assert f"prod is a channel, which serves release 1, made by run {run}" in said
+    assert f"prod is a channel, which points at release 1, made by run {run}" in said
     assert "posttrain get prod" in said
     assert "did you mean 'prod'" not in said
 
@@ -46,7 +46,7 @@ def test_a_channel_where_a_run_is_asked_for_names_the_run_that_it_serves(world: 
 @pytest.mark.parametrize("words", [("get",), ("why",), ("lineage",), ("verify",)])
 def test_a_release_that_there_is_not_is_told_with_those_that_there_are(world: World, words: tuple[str, ...]) -> None:
     said = refused(world, *words, "prod@9")
-    assert "channel prod has no release 9, it has release 1 only; see posttrain get prod" in said
+    assert "channel prod has no release 9, only release 1; see posttrain get prod" in said
 
 
 def test_a_release_where_a_run_is_asked_for_names_its_run(world: World) -> None:

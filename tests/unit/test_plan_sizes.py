@@ -100,9 +100,8 @@ def test_without_checkpointing_the_usual_micro_batch_would_not_fit() -> None:
 
 def test_the_smallest_micro_batch_is_an_answer_and_an_answer_can_be_too_long() -> None:
     long = settled(load("grpo", reward="exact", max_new_tokens=300_000, placement=TOGETHER))
-    assert (
-        "with the smallest micro-batches, 300000 tokens, and layers computed again; one GPU has 79.6 GiB" in long.short
-    )
+    many = "with the smallest micro-batches, 300000 tokens, with activation checkpointing; one GPU has 79.6 GiB"
+    assert many in long.short
     assert long.short.endswith("use more ranks, a smaller model, or give roles separate pools")
     narrow = settled(load("grpo", reward="exact", max_new_tokens=10_000, runtime={"dtype": "float32"}), "llama")
     assert narrow.short
@@ -153,8 +152,8 @@ def test_ranks_that_convert_side_by_side_need_the_machines_memory() -> None:
         assert too_much_to_load(same, stored[width], 64 * 2**30, gpu_there=True) == []
     [line] = too_much_to_load(of, stored[4], 64 * 2**30, gpu_there=True)
     assert line == (
-        "memory: 8 ranks of policy convert their model side by side in this machine's memory, 8 × 14.2 GiB, it has "
-        "64.0 GiB; use fewer ranks on one machine, or compute in the type of its file"
+        "memory: 8 ranks of policy convert their models at the same time, which takes 8 × 14.2 GiB, but this machine "
+        "has 64.0 GiB; use fewer ranks on one machine, or compute in the dtype of the model's file"
     )
     assert too_much_to_load(of, stored[4], 8 * whole, gpu_there=True) == []
     assert len(too_much_to_load(wide, stored[2], 8 * whole, gpu_there=True)) == 1, "twice as wide"
@@ -200,7 +199,7 @@ def test_the_object_store_has_room_for_a_teachers_tokens() -> None:
     assert [role.wide for role in load("distill", **taught).roles if role.wide] == [512]
     assert size(found, "object_store") == 2 * 2 * shape().parameters + 512 * 10_000 * 64 * 8
     (why,) = [one.why for one in found.sizes if one.name == "object_store"]
-    assert why == "twice the 14.2 GiB of weights sent to rollouts, 2.4 GiB of a teacher's", why
+    assert why == "twice the 14.2 GiB of weights sent to rollouts, and 2.4 GiB of a teacher's tokens", why
 
 
 def test_small_models_have_what_they_always_had() -> None:
@@ -277,7 +276,7 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
         *("micro_batch_tokens", "activation_checkpointing", "kv_cache", "object_store", "reward_timeout"),
         *("start_timeout", "call_timeout"),
     }
-    assert "start_timeout: 1040.1 s: 5 min, or 10 s for each GiB of 8 × 13.0 GiB (policy) where that is more" in shown
+    assert "start_timeout: 1040.1 s: 5 min, or 10 s for each GiB of 8 × 13.0 GiB (policy) if that is more" in shown
     assert "call_timeout: 3600 s: 1 h, or 10 ms for each of the 320000 tokens of a rank's longest call" in shown
     assert all(size["chosen"] and size["why"] for size in sizes.values())
     assert "sizes" not in planned[0]  # a model from nothing has none to choose

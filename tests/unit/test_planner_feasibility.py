@@ -40,20 +40,20 @@ def test_what_fits_exactly_is_not_refused(value: Any) -> None:
 
 def test_too_many_gpus_of_all_pools_together() -> None:
     assert refusals({"policy": {"gpus": 4}, "rollout": {"gpus": 5}}) == [
-        "placement: policy and rollout request 9 gpus (policy 4, rollout 5), the cluster has 8; "
+        "placement: policy and rollout request 9 gpus (policy 4, rollout 5), but the cluster has 8; "
         "request fewer, or name a cluster with runtime.ray_address"
     ]
     (line,) = refusals({"collocated": {"gpus": 1}}, LAPTOP)
-    assert line.startswith("placement: collocated requests 1 gpus, the cluster has 0;")
+    assert line.startswith("placement: collocated requests 1 gpus, but the cluster has 0;")
 
 
 def test_too_many_cpus_of_all_pools_together() -> None:
     assert refusals({"policy": {"cpus": 2}, "reward": {"cpus": 31}}) == [
-        "placement: policy and reward request 33 cpus (policy 2, reward 31), the cluster has 32; "
+        "placement: policy and reward request 33 cpus (policy 2, reward 31), but the cluster has 32; "
         "request fewer, or put roles together with {with: policy}"
     ]
     (line,) = refusals({"collocated": {"cpus": 3}}, LAPTOP)
-    assert line == "placement: collocated requests 3 cpus, the cluster has 2; request fewer"
+    assert line == "placement: collocated requests 3 cpus, but the cluster has 2; request fewer"
 
 
 def test_ranks_that_ask_for_no_cpus_share_what_there_is() -> None:
@@ -68,7 +68,7 @@ def test_pools_of_roles_that_the_stage_does_not_have_are_not_asked_for() -> None
 
 def test_a_kind_that_is_not_there_is_named_beside_what_is() -> None:
     assert refusals({"policy": {"gpus": 1, "kind": "l40s"}}) == [
-        "placement: policy requests 1 gpus of kind l40s, the cluster has h100; change kind or leave it out"
+        "placement: policy requests 1 gpus of kind l40s, but the cluster has h100; change kind or leave it out"
     ]
     (line,) = refusals({"policy": {"gpus": 1, "kind": "l40s"}}, {"CPU": 4.0, "GPU": 2.0})
     assert "GPUs of no known kind" in line

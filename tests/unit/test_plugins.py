@@ -180,7 +180,7 @@ def test_doctor_names_what_is_installed_and_what_is_wrong_with_it(site: Path) ->
     for part in (
         "must be in one installed package, got posttrain-club 1.0 and posttrain-gym 1.0",
         "trainer 'native' of posttrain-odd 1: Posttrain itself has this name",
-        "trainer 'Camel' of posttrain-odd 1: names have small letters",
+        "trainer 'Camel' of posttrain-odd 1: a name must consist of lower-case letters",
         "mood 'x' of posttrain-odd 1: there is no group posttrain.moods",
     ):
         assert part in found.finding

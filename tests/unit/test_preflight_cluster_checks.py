@@ -231,9 +231,9 @@ class TestDevices:
             (Gpus(4, 4), "ok", "4 NVIDIA device(s)"),
             (Gpus(4, 4, "0,1", 2, "H100"), "ok", "CUDA_VISIBLE_DEVICES=0,1 are used; torch sees 2 (H100)"),
             (Gpus(4, 4, "GPU-8f3a,MIG-11aa"), "ok", "are used"),
-            (Gpus(8, 4), "warn", "nvidia-smi lists 4 device(s), /dev contains 8"),
-            (Gpus(4, 4, "0,7"), "warn", "names device 7, there are 4"),
-            (Gpus(0, None, "0"), "warn", "names device 0, there are 0"),
+            (Gpus(8, 4), "warn", "nvidia-smi lists 4 device(s), but /dev contains 8"),
+            (Gpus(4, 4, "0,7"), "warn", "names device 7, but there are 4"),
+            (Gpus(0, None, "0"), "warn", "names device 0, but there are 0"),
             (Gpus(4, 4, "1,1"), "warn", "names a device twice"),
             (Gpus(4, 4, ""), "warn", "hides 4 device(s)"),
             (Gpus(4, 4, "-1"), "warn", "hides 4 device(s)"),
@@ -273,7 +273,9 @@ class TestRay:
     def test_a_cluster_that_takes_us_in(self) -> None:
         answer = ray_answer(0, json.dumps(["2.60.0", 3, {"CPU": 96.0, "GPU": 8.0}]) + "\n", "")
         assert self.ask(answer) == Check(
-            "ray", "ok", "head:6379: 3 node(s), 96 CPU, 8 GPU; ray 2.60.0 and Python as here"
+            "ray",
+            "ok",
+            "head:6379: 3 node(s), 96 CPU, 8 GPU; the same versions of ray (2.60.0) and Python as here",
         )
 
     def test_other_versions_are_shown_beside_ours(self) -> None:

@@ -44,8 +44,8 @@ class TestTrust:
 
     @pytest.mark.usefixtures("unconfined")
     def test_a_workspace_that_trusts_them_runs_and_is_told(self, world: World) -> None:
-        assert "its rewards are trusted" in world.ok("init", "--rewards", "trusted")
-        assert "its rewards are trusted" in world.ok("init"), "it stays so"
+        assert "rewards are trusted in this workspace" in world.ok("init", "--rewards", "trusted")
+        assert "rewards are trusted in this workspace" in world.ok("init"), "it stays so"
         plan = world.json("plan", "run.yaml")
         assert any("trusts them: no namespaces" in warning for warning in plan["warnings"])
         world.ok("run", "run.yaml")

@@ -320,8 +320,8 @@ def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -
     with pytest.raises(InputError) as caught:
         plan(bench.file(roomy), bench.workspace)
     assert str(caught.value) == (
-        f"{bench.file(roomy)}: stages.evaluate.suites.heldout: dataset:heldout@2 row 3 must have the answer of row 1,"
-        " whose prompt it repeats, got a different answer: no response can be correct for both; drop one row"
+        f"{bench.file(roomy)}: stages.evaluate.suites.heldout: dataset:heldout@2 row 3 repeats the prompt of row 1"
+        " but has a different answer; no response can be correct for both; drop one row"
     )
 
     def probed(raw: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def contents(world: World) -> dict[str, bytes]:
         ("placement: {policy: {gpus: 3, ranks: 2}}", ("placement.policy", "multiple of ranks (2)", "3")),
         ("placement: {policy: {gpus: 2}}", ("policy requests 2 gpus", "this machine has 0", "ray_address")),
         ("placement: {policy: {cpus: 3}, reward: {cpus: 2}}", ("policy 3, reward 2", "this machine has 4")),
-        ("runtime: {device: cuda}", ("runtime.device cuda needs a GPU, and none is visible here", "auto or cpu")),
+        ("runtime: {device: cuda}", ("runtime.device cuda needs a GPU, but no GPU is visible here", "auto or cpu")),
         ("runtime: {sequence_parallel: 2}", ("sequence_parallel", "ranks of collocated (1)", "2")),
         ("placement: {collocated: {ranks: 4}}, runtime: {sequence_parallel: 3}", ("collocated (4)", "got 3")),
         ("placement: {policy: {ranks: 2}}, runtime: {ray_address: auto, sequence_parallel: 4}", ("policy (2)", "4")),
@@ -98,9 +98,8 @@ def test_a_model_that_cannot_fit_is_refused_and_one_that_may_not_is_a_warning(
     machine.append(Machine(4, 2**30))
     result = world("plan", name)
     assert result.exit_code == 2
-    assert "stages.sft: memory: ranks on CPUs need at least 1.3 GiB (main 1 × 1.3 GiB), this machine has 1.0 GiB" in (
-        result.stderr
-    )
+    needed = "stages.sft: memory: ranks on CPUs need at least 1.3 GiB (main 1 × 1.3 GiB)"
+    assert f"{needed}, but this machine has 1.0 GiB" in result.stderr
     full = "steps: 4, batch_size: 9000, runtime: {micro_batch_tokens: 65536}"
     text = RUN.replace("steps: 4", full).replace("HIDDEN", "768").replace("PLACED", "placement: collocated")
     written = world.write("placed.yaml", text)
@@ -125,13 +124,13 @@ def test_lag_is_told(world: World, machine: list[Machine]) -> None:
     name = file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}, lag: {steps: 2}")
     shown = " ".join(world.ok("plan", name).split())
     assert "lag 2: batch t is sampled by the policy after t - 2 steps" in shown
-    assert "correction: tis: the policy reads every response once more" in shown
+    assert "correction: tis: the policy computes log-probabilities of every response once more" in shown
     assert "the package ray" not in shown
     here = " ".join(world.ok("plan", file(world, "lag: {steps: 0, correction: decoupled}")).split())
-    assert "correction: decoupled: the policy reads every response once more" in here
+    assert "correction: decoupled: the policy computes log-probabilities of every response once more" in here
     assert "lag 0" not in here
     odd = world("plan", file(world, "lag: {steps: 0, correction: bypass}"))
-    assert (odd.exit_code, "lag.steps: 0 needs a correction" in odd.stderr) == (2, True)
+    assert (odd.exit_code, "lag.correction must be tis or decoupled with lag.steps: 0" in odd.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "lock"])
@@ -235,7 +234,9 @@ def test_a_lock_made_elsewhere_is_refused_where_it_cannot_run(world: World, mach
     before = contents(world)
     refused = world("run", "elsewhere.lock.json")
     assert refused.exit_code == 2
-    assert "elsewhere.lock.json: stages.grpo: placement: policy requests 2 gpus, this machine has 0" in refused.stderr
+    assert (
+        "elsewhere.lock.json: stages.grpo: placement: policy requests 2 gpus, but this machine has 0" in refused.stderr
+    )
     assert contents(world) == before
 
 

@@ -106,7 +106,7 @@ def test_a_student_that_is_its_own_teacher_is_warned_of(world: World) -> None:
         ("judge", "sft", "teacher: must generate text, got judge, which scores responses; name a model that generates"),
         (
             "other", "small",
-            "teacher: must have the student's tokenizer, got other with another (vocabularies of 10 and 11 "
+            "teacher: must have the student's tokenizer, but other has a different one (vocabularies of 10 and 11 "
             "tokens); name a model of the student's family",
         ),
         ("nobody", "sft", "teacher: no stage 'nobody' makes a model"),
@@ -122,7 +122,7 @@ def test_one_that_scores_or_speaks_otherwise_or_is_not_there_is_refused(
 def test_the_vocabularies_of_registered_models_are_compared_token_by_token(world: World) -> None:
     name = written(world, "model: model:tiny\n", "model: model:same\n", "model:other", "base")
     assert refused(world, name) == (
-        "teacher: must have the student's tokenizer, got model:other@1 with another (vocabularies of 18 and 18 "
+        "teacher: must have the student's tokenizer, but model:other@1 has a different one (vocabularies of 18 and 18 "
         "tokens); name a model of the student's family"
     )
     assert "teacher: model:mate@1" in world.ok(
@@ -142,7 +142,7 @@ def test_where_a_plan_cannot_tell_the_job_will(world: World) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("top_k: 8", "top_k: 61", "top_k: must be at most 60, the tokens of the vocabulary, got 61; lower it"),
+        ("top_k: 8", "top_k: 61", "top_k: must be at most 60, the size of the vocabulary, got 61; lower it"),
         ("top_k: 8", "top_k: 0", "top_k: must be at least 1, got 0"),
         ("teacher: sft, ", "", "teacher: is required; add it"),
         ("top_k: 8", "lag: {steps: 1}", "lag: unknown key here: only policy gradients have it"),
@@ -160,7 +160,7 @@ def test_what_a_stage_says_wrongly_is_one_line(world: World, old: str, new: str,
 
 def test_more_than_the_vocabulary_of_a_model_that_is_yet_to_be_made_is_refused(world: World) -> None:
     line = refused(world, written(world, "top_k: 8", "top_k: 18", "large", "small"))
-    assert line == "top_k: must be at most 17, the tokens of the vocabulary, got 18; lower it"
+    assert line == "top_k: must be at most 17, the size of the vocabulary, got 18; lower it"
 
 
 def test_words_of_others_are_understood(world: World) -> None:
@@ -195,7 +195,10 @@ class Flow(Dataflow):
 @pytest.mark.parametrize(
     ("role", "line"),
     [
-        ("{model: other}", "roles.extra: must have the student's tokenizer, got other with another (vocabularies of"),
+        (
+            "{model: other}",
+            "roles.extra: must have the student's tokenizer, but other has a different one (vocabularies of",
+        ),
         ("{model: judge}", "roles.extra: must generate text, got judge, which scores responses"),
         ("{model: sft, head: score}", "roles.extra: must score responses, got sft, which is not a sequence classifier"),
         ("{model: nobody}", "roles.extra: no stage 'nobody' makes a model"),

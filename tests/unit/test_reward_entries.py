@@ -115,7 +115,7 @@ def test_words_that_are_none_are_refused(bench: Bench, said: dict[str, Any], mat
 def test_a_file_of_several_says_how_to_name_one(bench: Bench) -> None:
     (bench.folder / "reward.py").write_text(TWO)
     refused = bench.refused(uses(ref="reward.py"))
-    assert refused.endswith("it defines right, brief; name the one with --entry right, in run.yaml with entry:")
+    assert refused.endswith("it defines right, brief; name the function with --entry right, or in run.yaml with entry:")
 
 
 def test_the_run_file_counts_before_the_registration_and_says_so(bench: Bench) -> None:

@@ -107,7 +107,7 @@ def test_audit_29_a_server_gives_a_secret_to_the_project_that_its_configuration_
             monkeypatch.setenv(SECRETS, listed)
             with (
                 confined(world.root),
-                pytest.raises(InputError, match=f"must be in {SECRETS} of the server as default/JUDGE_KEY"),
+                pytest.raises(InputError, match=f"the server's {SECRETS} must contain default/JUDGE_KEY"),
             ):
                 refuse_missing_secrets(workspace, manifest, Path("run.yaml"))
         monkeypatch.setenv(SECRETS, "bens/OTHER,default/JUDGE_KEY")

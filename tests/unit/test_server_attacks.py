@@ -157,7 +157,8 @@ def test_audit_6_an_error_of_the_server_tells_its_request_and_nothing_else(
     told = f"{answer.body.decode()} {answer.headers}"
     assert not [word for word in (*SECRETS, "pat", "inside", "bucket", "Traceback") if word in told], told
     assert answer.json["request"] == answer.headers["posttrain-request"]
-    assert answer.json["detail"].endswith("The server's log has the reason under the id of this request.")
+    told = "The server's log contains the reason, in the lines with the id of this request."
+    assert answer.json["detail"].endswith(told)
     if issubclass(kind, PosttrainError):
         assert any(SECRETS[1] in record.getMessage() for record in caplog.records), "the log has the reason"
 

@@ -157,7 +157,7 @@ def test_an_attempt_that_is_over_reads_nothing_any_more(bench: ServerBench, stat
     assert mine.status(mine.inputs["data"]) == 200
     ended(bench, mine, state)
     assert mine.status(mine.inputs["data"]) == 401
-    with pytest.raises(InfrastructureError, match="refuses this attempt"):
+    with pytest.raises(InfrastructureError, match="rejects this attempt"):
         mine.blobs.get(mine.inputs["data"])
 
 
@@ -391,7 +391,7 @@ def test_the_objects_of_a_channel_are_its_attempts_alone(tmp_path: Path, monkeyp
             assert bench.ask("PUT", "/v1/attempt/channel/events/", token, b"x").status == 422
             ended(bench, Job(bench, mine.attempt, mine.inputs))
             for deed in (lambda: objects.create("result.json", b""), lambda: objects.get("start.json")):
-                with pytest.raises(InfrastructureError, match="refuses this attempt"):
+                with pytest.raises(InfrastructureError, match="rejects this attempt"):
                     deed()
 
 
@@ -483,7 +483,7 @@ def test_an_admin_names_variables_and_takes_that_back(world: World, monkeypatch:
     world.ok("init")
     assert "HF_TOKEN" in settings.read_text()
     for name in ("AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "POSTTRAIN_TOKEN", "no name"):
-        assert "--job-variable must be" in world("init", "--job-variable", name).stderr
+        assert "--job-variable must name a variable" in world("init", "--job-variable", name).stderr
     world.ok("init", "--job-variable", "none")
     assert "job_variables" not in settings.read_text()
 

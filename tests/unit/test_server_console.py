@@ -111,11 +111,11 @@ def test_every_page_has_its_headers_and_nothing_of_a_run_is_markup(world: Consol
 
 def test_a_run_is_shown_with_stages_curves_samples_gates_and_cost(world: ConsoleWorld, ann: Browser) -> None:
     whole = text_of(ann.get(f"{HOME}/runs/{world.run}")) + text_of(ann.get(f"{HOME}/runs/{world.run}/report"))
-    for words in ("GatePassed", "1,020 tokens", "curves", "responses while it trained", "Lineage", "to spare", "<svg"):
+    for words in ("GatePassed", "1,020 tokens", "curves", "responses during training", "Lineage", "to spare", "<svg"):
         assert words in whole, words
     assert "grpo says hello" in text_of(ann.get(f"{HOME}/runs/{world.run}/log"))
     compared = text_of(ann.get(f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}"))
-    assert "difference to A" in compared
+    assert "difference from A" in compared
 
 
 def test_a_table_of_runs_is_sorted_and_filtered_by_metrics(world: ConsoleWorld, ann: Browser) -> None:
@@ -142,7 +142,7 @@ def test_a_table_of_runs_is_sorted_and_filtered_by_metrics(world: ConsoleWorld, 
 def test_the_audit_names_data_people_and_evidence(world: ConsoleWorld, ann: Browser) -> None:
     shown = text_of(ann.get(f"{HOME}/audit?of={world.run}"))
     people, rest = shown.split("On which evidence")
-    evidence, data = rest.split("Which data and models made it")
+    evidence, data = rest.split("From which data and models it was made")
     assert "release <b>1</b>" in people
     for words in ("heldout/accuracy", ">pass</span>"):
         assert words in evidence, words
@@ -153,7 +153,7 @@ def test_the_audit_names_data_people_and_evidence(world: ConsoleWorld, ann: Brow
     assert "No gate has judged it" in unjudged
     registered = text_of(ann.get(f"{HOME}/audit?of=model:sort/grpo@1"))  # its own lineage names no release
     assert "release <b>1</b>" in registered
-    assert f"{world.run}/evaluate" in registered.split("On which evidence")[1].split("Which data")[0]
+    assert f"{world.run}/evaluate" in registered.split("On which evidence")[1].split("From which data")[0]
     assert "is not a model" in text_of(ann.get(f"{HOME}/audit?of=dataset:train@1"))
     assert ann.get(f"{HOME}/audit?of=nothing").status == 404
     assert f"{HOME}/audit?of=prod" in text_of(ann.get(f"{HOME}/audit"))
@@ -349,7 +349,7 @@ def test_a_rollback_wants_a_reason_and_the_release_that_was_seen(world: ConsoleW
     zoe, ledger = world.browser("zoe"), world.bench.workspace.ledger
     place, before = f"{HOME}/channels/prod/rollback", ledger.history("prod")
     shown = text_of(zoe.get(place))
-    assert "Will serve afterwards" in shown
+    assert "Live after the rollback" in shown
     assert before[0].model_digest.removeprefix("sha256:")[:12] in shown
     missing = zoe.post(place, rollback(world, zoe, reason="  "))
     assert (missing.status, "needs a reason" in text_of(missing)) == (422, True)

@@ -136,7 +136,7 @@ def test_where_the_direct_way_fails_the_server_is_asked_and_that_is_said(
     proxy.ill(how, "GET", "X-Amz-Signature")
     assert fetched(bench, digest, tmp_path) == big.read_bytes()
     said = capfd.readouterr().err
-    assert said.count("cannot be used from here") == (1 if how == HALF else 2)
+    assert said.count("cannot be used from this machine") == (1 if how == HALF else 2)
     assert "X-Amz" not in said
 
 

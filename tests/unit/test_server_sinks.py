@@ -241,7 +241,7 @@ def test_audit_5_a_secret_belongs_to_the_project_that_the_configuration_names(
 
 @pytest.mark.parametrize("text", ["POSTTRAIN_SINK_A", "a/PGPASSWORD", "A/POSTTRAIN_SINK_A", "a/POSTTRAIN_SINK_*"])
 def test_audit_5_a_configuration_of_secrets_must_be_one(text: str) -> None:
-    with pytest.raises(InputError, match=r"must be PROJECT/VARIABLE"):
+    with pytest.raises(InputError, match=r"must be a comma-separated list of PROJECT/VARIABLE, got the entry"):
         secrets_of("a", {SECRETS: text})
 
 

@@ -68,10 +68,14 @@ def written(world: World, grpo: str, suite: str) -> str:
 @pytest.mark.parametrize(
     ("suite", "said"),
     [
-        ("", "responses of suite heldout end at no strings, the training responses of grpo at '</a>' or '</b>'"),
+        (
+            "",
+            "responses to suite heldout end at no strings, but responses in the training of grpo end at '</a>' or "
+            "'</b>'",
+        ),
         (
             ', stop: ["</a>"]',
-            "responses of suite heldout end at '</a>', the training responses of grpo at '</a>' or '</b>'",
+            "responses to suite heldout end at '</a>', but responses in the training of grpo end at '</a>' or '</b>'",
         ),
         (', stop: ["</b>", "</a>"]', None),
     ],
@@ -81,12 +85,10 @@ def test_plan_warns_of_a_suite_that_ends_responses_otherwise(world: World, suite
     name = written(world, 'stop: ["</a>", "</b>"],', suite)
     warnings = [line for line in world.json("plan", name)["warnings"] if "end at" in line]
     assert warnings == (
-        []
-        if said is None
-        else [f"evaluate: {said}; write stop: ['</a>', '</b>'] in the suite too, unless this is intended"]
+        [] if said is None else [f"evaluate: {said}; add stop: ['</a>', '</b>'] to the suite, unless this is intended"]
     )
     shown = " ".join(world.ok("plan", name).split())
-    assert (said is not None) == ("in the suite too" in shown)
+    assert (said is not None) == ("to the suite, unless this is intended" in shown)
 
 
 def test_plan_warns_of_no_stage_that_was_trained_without(world: World) -> None:
@@ -97,7 +99,7 @@ def test_get_and_why_say_how_responses_were_drawn(world: World) -> None:
     drawn = ', samples: 4, temperature: 0.7, top_p: 0.9, stop: ["</b>", "</a>"]'
     world.ok("run", written(world, "", drawn))
     said = (
-        "heldout: 1 greedy response to each item, and 4 sampled at temperature 0.7, top_p 0.9, "
+        "heldout: 1 greedy response and 4 sampled responses (temperature 0.7, top_p 0.9) to each item, "
         "each ends at the stop string '</a>' or '</b>'"
     )
     for command in ("get", "why"):

@@ -233,8 +233,8 @@ def test_a_row_rolled_back_by_swapping_events_is_found(tmp_path: Path, ledger: L
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("UPDATE assets SET meta = 'x'", "asset dataset:train@1: meta cannot be read, got 'x'"),
-        ("UPDATE stages SET outputs = '{'", "stage run1/sft: outputs cannot be read"),
+        ("UPDATE assets SET meta = 'x'", "asset dataset:train@1: meta is 'x', which is not JSON"),
+        ("UPDATE stages SET outputs = '{'", r"stage run1/sft: outputs is '\{', which is not JSON"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, ledger: Ledger, statement: str, words: str) -> None:

@@ -133,7 +133,7 @@ def test_an_older_ledger_is_refused_and_not_touched(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError) as caught:
         Database(path)
     assert str(caught.value) == (
-        f"ledger {path} has schema 0003, this Posttrain needs {schema.SCHEMA_VERSION}; "
+        f"ledger {path} has schema 0003, but this version of Posttrain needs {schema.SCHEMA_VERSION}; "
         "use the Posttrain version that created it, or `posttrain init` in another folder"
     )
     assert path.read_bytes() == before

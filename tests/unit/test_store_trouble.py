@@ -103,5 +103,5 @@ def test_a_server_asks_its_store_until_it_answers(
     told = [record.getMessage() for record in caplog.records if record.name == "posttrain.server"]
     assert len(told) == 2, told
     assert told[0].startswith("artifact store s3://artifacts/team does not answer")
-    assert told[0].endswith("this server is not ready until it answers")
+    assert told[0].endswith("this server is not ready until the store answers")
     assert told[1] == "the artifact store answers"

@@ -60,7 +60,7 @@ def test_audit_35_a_kill_in_a_shared_cgroup_is_a_hint(group: Path, late: bool) -
     counts(group, 4)
     told = kills.told(KILLED)
     assert "oom" not in told
-    assert "exit code -9; the kernel killed a process of its cgroup for memory, perhaps this one" in told["said"]
+    assert "exit code -9; memory ran out, and the kernel killed a process, possibly this job, in a" in told["said"]
 
 
 def test_audit_35_whoever_launched_the_job_does_not_share_its_cgroup(group: Path) -> None:

@@ -200,8 +200,8 @@ def scored(at: Mapping[int, float], *, allowed: float = 0.0) -> Sequence[Score]:
 def test_a_token_that_nobody_sampled_earns_nothing() -> None:
     assert scored({1: 0.25, 5: 1.0})[0].at == {1: 0.25, 5: 1.0}
     for at, line in (
-        ({6: 1.0}, r"the reward must return token_scores of tokens 0 to 5, got one of token 6"),
-        ({2: 1.0}, r"token_scores of tokens that the policy sampled, got one of token 2, an observation's"),
+        ({6: 1.0}, r"the reward must return token_scores of tokens 0 to 5, got a score of token 6"),
+        ({2: 1.0}, r"token_scores of tokens that the policy sampled, got a score of token 2, which is in an obs"),
     ):
         with pytest.raises(RewardError, match=line):
             scored(at)

@@ -66,8 +66,8 @@ def test_a_name_without_its_kind_is_told_how_to_write_it(world: World) -> None:
 
 def test_the_role_of_a_member_is_the_most_that_their_token_may(world: World) -> None:
     world.ok("member", "set", "user:ann", "approver")
-    assert "at most approver of default" in world.ok("token", "issue", "user:ann")
-    assert "at most viewer of default" in world.ok("token", "issue", "user:ann", "--role", "viewer")
+    assert "with at most the role approver of default" in world.ok("token", "issue", "user:ann")
+    assert "with at most the role viewer of default" in world.ok("token", "issue", "user:ann", "--role", "viewer")
 
 
 def test_a_server_knows_the_role_of_a_member_itself(
@@ -75,7 +75,7 @@ def test_a_server_knows_the_role_of_a_member_itself(
 ) -> None:
     monkeypatch.setenv("POSTTRAIN_TOKEN", served.person("amy", Role.ADMIN))
     world.ok("member", "set", "user:ann", "approver")
-    assert "at most approver of default" in world.ok("token", "issue", "user:ann")
+    assert "with at most the role approver of default" in world.ok("token", "issue", "user:ann")
     assert "user:bo has no role here" in refused(world, "token", "issue", "user:bo")
 
 
@@ -177,11 +177,11 @@ def test_a_token_of_another_project_says_so_to_whoever_has_a_role_there(
     monkeypatch.setenv("POSTTRAIN_TOKEN", two.tokens["default"])
     assert "also submitter of research" in world.ok("whoami")
     said = refused(world, "--project", "research", "ls", code=13)
-    assert "this token is of default; log in with a token of research: posttrain login" in said
+    assert "this token is for default; log in with a token for research: posttrain login" in said
     assert "--project research" in said
     told = [refused(world, "--project", one, "ls").replace(one, "X") for one in ("hidden", "absent")]
     assert told[0] == told[1]  # who has no role there is told nothing of it
-    assert "there is no project 'X' that you may see: this token is of default" in told[0]
+    assert "there is no project 'X' that you may see: this token is for default" in told[0]
 
 
 def test_logins_are_kept_by_project(world: World, two: ServerBench) -> None:

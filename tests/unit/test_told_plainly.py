@@ -120,7 +120,7 @@ def test_who_serves_a_workspace_is_named(world: World) -> None:
         with pytest.raises(ConflictError) as refused, _alone(root):
             pass
     said = str(refused.value)
-    assert "is served already, by process 4711 at http://127.0.0.1:1; end that one first" in said
+    assert "is served already, by process 4711 at http://127.0.0.1:1; end that server first" in said
 
 
 def test_a_stage_is_starting_until_its_job_says_something(world: World) -> None:
@@ -174,7 +174,7 @@ def test_whoever_waits_for_a_first_model_is_told_for_what(world: World, monkeypa
 
     monkeypatch.setattr("posttrain.app.models.create_model", made)
     world("asset", "create", "model:tiny", world.write("model.yaml", "{}"))
-    assert said[0].startswith("creating model:tiny in a run of one stage")
+    assert said[0].startswith("creating model:tiny in a run with one stage")
 
 
 def test_a_second_workspace_is_made_only_where_its_folder_is_named(
@@ -192,7 +192,7 @@ def test_a_second_workspace_is_made_only_where_its_folder_is_named(
     world.ok("ls")  # as it says: of the workspace above
     made = world("init", ".")
     assert made.exit_code == 0
-    assert f"it is below the workspace {tmp_path / '.posttrain'}" in made.stderr
+    assert f"the new workspace is below the workspace {tmp_path / '.posttrain'}" in made.stderr
     assert world("init", "--executor", "local").exit_code == 0  # of the one that is here now
     monkeypatch.chdir(tmp_path)
     assert world("init").stderr == ""
@@ -271,7 +271,7 @@ def test_a_model_that_was_brought_back_is_not_called_rolled_back(world: World) -
     world.ok("run", "run.yaml")
     world.ok("rollback", "prod")
     page = " ".join(console_page(world, "channels/prod").split())
-    served = page[page.index("It serves") : page.index("<h2>Policy</h2>")]
+    served = page[page.index("Live release") : page.index("<h2>Policy</h2>")]
     assert "brought back" in served
     assert "rolled back" not in served
     assert ">quarantined</span>" in page

@@ -145,7 +145,7 @@ class TestDeadlines:
         mute: Any = Mute()
         role = worker.RolloutWorker(context, None, mute, patience=0.01)
         drawn = SamplingParams(max_new_tokens=4)
-        with pytest.raises(SilentError, match=r"mute returned no sample within 0\.01 s, with 2 waiting"):
+        with pytest.raises(SilentError, match=r"mute returned no sample within 0\.01 s; waiting: 2"):
             list(role.feed(PromptBatch(((1, 2),), (0,)), drawn, 2))
 
 
@@ -205,7 +205,7 @@ class TestCheckpoints:
         attempt = shop.sft(f"taken-{other}", params={"steps": 2, "batch_size": 3 if other == "batch size" else 2})
         seed = 6 if other == "seed" else 5
         attempt.write_order(replace(attempt.read_order(), resume=resume, seed=seed))
-        refused(run(attempt), FailureClass.BAD_INPUT, "is from another stage")
+        refused(run(attempt), FailureClass.BAD_INPUT, "is from a different stage")
 
     def test_one_is_written_for_each_that_is_asked_for(self, tmp_path: Path) -> None:
         attempt = AttemptFolder(tmp_path)
@@ -228,12 +228,15 @@ def notes(attempt: AttemptFolder) -> list[str]:
 class TestLimits:
     def test_a_deadline_that_is_past_ends_a_job(self, shop: Shop) -> None:
         late = shop.sft("late", seconds_allowance=0.0, seconds_declared=60.0)
-        words = "deadline passed (0 s were left of budget.wall_clock: 60 s) at step 0 of 4; raise budget.wall_clock"
+        words = (
+            "deadline passed (when the attempt began, 0 s were left of budget.wall_clock: 60 s) at step 0 of 4; "
+            "raise budget.wall_clock"
+        )
         refused(run(late), FailureClass.BUDGET, words)
 
     def test_what_was_left_is_said_beside_what_was_declared(self, shop: Shop) -> None:
         poor = shop.sft("poor", token_allowance=3, tokens_declared=5000)
-        words = "0 of the stage's 3 are spent (budget.tokens: 5000) at step 0 of 4; raise budget.tokens"
+        words = "0 of the stage's 3 tokens are spent (budget.tokens: 5000) at step 0 of 4; raise budget.tokens"
         refused(run(poor), FailureClass.BUDGET, words)
 
     def test_a_pair_that_is_longer_than_the_stage_allows_is_refused(self, shop: Shop) -> None:

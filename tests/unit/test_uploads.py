@@ -131,7 +131,7 @@ def test_whoever_names_another_size_throws_away_nothing_of_a_colleague(
     answer = put(bench, DATA[start:total][:HALF], start, total)
     if start:
         assert (answer.status, answer.json["type"]) == (409, "urn:posttrain:problem:conflict")
-        assert f"another upload of it declares {len(DATA)} as its size" in answer.json["detail"]
+        assert f"another upload of this file declares the size {len(DATA)}" in answer.json["detail"]
     else:  # what came is not what the digest says
         assert (answer.status, answer.json["type"]) == (422, "urn:posttrain:problem:upload")
     assert bench.ask("GET", PATH + f"/state?size={len(DATA)}").json == {"held": False, "offset": HALF}

@@ -91,7 +91,7 @@ def test_a_field_that_the_server_does_not_know_is_refused(bench: ServerBench, mo
     assert (found.status, found.json["type"]) == (422, "urn:posttrain:problem:input")
     monkeypatch.setattr("posttrain.server.app.__version__", "0.0.9")
     control: Any = bench.control(KEY)
-    with pytest.raises(ApiVersionError, match=r"is Posttrain 0.0.9, this is .*; install Posttrain 0.0.9"):
+    with pytest.raises(ApiVersionError, match=r"is Posttrain 0.0.9, this client is .*; install Posttrain 0.0.9"):
         control.asks._body(OPERATIONS["set_member"], {"principal": "user:x", "role": "viewer", "of_tomorrow": 1})
 
 

@@ -97,7 +97,8 @@ def test_lengths_that_differ_are_refused(series: CurveSeries) -> None:
 
 
 def test_one_bound_alone_is_refused() -> None:
-    with pytest.raises(InputError, match="'reward': low and high must both be given or be left out, got only low"):
+    wanted = "'reward': low and high must be given together or left out together, got only low"
+    with pytest.raises(InputError, match=wanted):
         draw_learning_curve([CurveSeries("reward", "a", (0,), (0.5,), low=(0.4,))])
 
 

@@ -74,7 +74,7 @@ def test_a_panel_stays_in_its_frame_and_is_small() -> None:
     (line,) = made.lines
     assert len(line.path) < 3_500
     assert "greatest 40" in made.told
-    assert "1 not finite, left out" in made.told
+    assert "1 value that is not finite is left out" in made.told
     for path in (line.path, line.mean):
         for point in path[1:].split("L"):
             x, y = map(float, point.split())

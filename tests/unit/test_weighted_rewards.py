@@ -323,7 +323,7 @@ def test_killed_and_resumed_with_weights_gives_the_same_file(shop: Shop) -> None
     other = grpo(shop, "other", {"right": 1.0, "brief": 0.5}, resume=put_tree(shop.blobs, latest.path))
     failure = run(other).failure
     assert failure is not None
-    assert "is from another stage" in failure.message
+    assert "is from a different stage" in failure.message
 
 
 def test_the_one_that_fails_is_named(shop: Shop) -> None:

@@ -40,7 +40,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 4,", "steps: 4, lora: {rank: 8},", "lora: unknown key here: adapters and quantised weights are not"),
         ("steps: 6,", "steps: 6, use_vllm: true,", "use_vllm: unknown key here: vLLM and SGLang are not supported yet"),
         ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
-        ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not supported yet; kind: dpo is nearest"),
+        ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not supported yet; the nearest are kind: dpo"),
         (
             "kind: grpo",
             "kind: GSPO",

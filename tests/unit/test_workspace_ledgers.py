@@ -73,8 +73,8 @@ def test_a_workspace_with_its_own_ledger_takes_no_other(tmp_path: Path, monkeypa
         init_workspace(tmp_path, ledger=ADDRESS)
     root = (tmp_path / ".posttrain").resolve()
     assert str(caught.value) == (
-        f"{root}: its ledger is {root / 'ledger.db'}, but --ledger names {ADDRESS}; leave it out or create "
-        "another workspace"
+        f"{root}: its ledger is {root / 'ledger.db'}, but --ledger names {ADDRESS}; remove --ledger "
+        "(or unset POSTTRAIN_LEDGER), or create another workspace"
     )
     monkeypatch.setenv("POSTTRAIN_LEDGER", ADDRESS)
     with pytest.raises(WorkspaceError, match="POSTTRAIN_LEDGER names"):

@@ -12,7 +12,7 @@ from posttrain.domain.errors import InfrastructureError, PosttrainError
 MEDIA_TYPE = "application/problem+json"
 TYPE = "urn:posttrain:problem:"  # followed by the name of the error
 SERVER_ERRORS = 500  # this status and above: the fault is the server's, not the request's
-_LOG = "The server's log has the reason under the id of this request."
+_LOG = "The server's log contains the reason, in the lines with the id of this request."
 UNEXPECTED = "unexpected"  # a bug: the server's log has the details
 _STATUS: Mapping[type[PosttrainError], int] = {
     errors.NotFoundError: 404,
@@ -85,4 +85,6 @@ def raised(document: Mapping[str, Any]) -> PosttrainError:
     if found is not None:
         return found(detail)
     request = f" (request {document['request']})" if document.get("request") else ""
-    return InfrastructureError(f"the server met an unexpected error{request}; its log tells more")
+    return InfrastructureError(
+        f"the server failed with an unexpected error{request}; the server's log contains the details"
+    )

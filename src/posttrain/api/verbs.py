@@ -199,7 +199,7 @@ class Verb(Generic[P, R]):
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Name → parameter in its sent form, including the parameters in the path."""
+        """Return a map from name to the parameter as the client sends it, including the parameters in the path."""
         return dict(self._sent())
 
     @property
@@ -361,7 +361,7 @@ def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any
         ) from error
     if (of_project, of_verb, asked) != (project, verb.name, _asked(named)):
         raise CursorError(
-            "cursor must come from the same list, project and parameters, got one from another request; "
+            "the cursor is from a different list or project, or from a request with different parameters; "
             "leave it out for the first page"
         )
     return tuple(key)

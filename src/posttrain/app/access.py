@@ -30,8 +30,8 @@ def whoami(workspace: Workspace) -> Whoami:
 def add_project(workspace: Workspace, name: str) -> Whoami:
     if workspace.ledger.project != DEFAULT_PROJECT:
         raise InputError(
-            f"projects must be created by an admin of {DEFAULT_PROJECT}, got project {workspace.ledger.project}; "
-            f"use --project {DEFAULT_PROJECT}"
+            f"a project can be created only in the project {DEFAULT_PROJECT}, by an admin, but the project is "
+            f"{workspace.ledger.project}; use --project {DEFAULT_PROJECT}"
         )
     if not is_project(name):
         raise InputError(f"project {name[:80]!r}: must be 1-63 of a-z 0-9 - and begin with a letter or digit")

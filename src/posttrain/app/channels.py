@@ -191,12 +191,12 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
         if found.name.startswith("path:"):
             raise InputError(
                 f"{source}: suites.{name}.data: must be a registered data set, got the file {suite.data}; register "
-                "it with posttrain asset add, after which runs may name either"
+                "it with posttrain asset add; run files may then name the data set or the file"
             )
         if suite.digest not in (None, found.digest):
             raise InputError(
-                f"{source}: suites.{name}.digest: must be that of {found.name}, {found.digest}, got {suite.digest}; "
-                "leave it out, it is filled in"
+                f"{source}: suites.{name}.digest: must be {found.digest}, the digest of {found.name}, got "
+                f"{suite.digest}; leave the line out, and the digest is filled in"
             )
         suites[name] = suite.model_copy(update={"data": found.name, "digest": found.digest})
     return policy.model_copy(update={"suites": suites})
@@ -228,7 +228,7 @@ def policy_notes(
     for name, suite in pinned.policy.suites.items():
         if suite.evaluators == "any":
             yield (
-                f"suites.{name}: any evaluator may judge, so a run chooses its settings and rewards; "
+                f"suites.{name}: any evaluator is accepted, so a run chooses the settings and rewards; "
                 "posttrain plan RUN.yaml -v shows the digest that pins them"
             )
     for gate in pinned.policy.gates:
@@ -236,5 +236,5 @@ def policy_notes(
             of, _, quantity = gate.metric.rpartition("/")
             yield (
                 f"gates.{gate.name}.metric: no evaluate stage measures {quantity!r} on {of}"
-                f"{nearest(quantity, QUANTITIES)}; nothing passes until some stage does"
+                f"{nearest(quantity, QUANTITIES)}; no release passes until a stage measures it"
             )

@@ -63,7 +63,7 @@ def remote_checks(url: str) -> Iterator[Check]:
         yield Check("server", "fail", f"{url} answers, but is not a Posttrain server", f"correct {SERVER_VARIABLE}")
         return
     other = version != __version__
-    remedy = f"this command is Posttrain {__version__}: upgrade the older one" if other else ""
+    remedy = f"this command is Posttrain {__version__}; upgrade the older of the two" if other else ""
     yield Check("server", "warn" if other else "ok", f"{url} answers, Posttrain {version}", remedy)
     ready = reply.status == 200
     said = "it drives every run" if ready else reply.body.decode("utf-8", "replace")[:200]
@@ -82,7 +82,7 @@ def _clock(said: str) -> Iterator[Check]:
     bad = abs(apart) > _APART
     which = "ahead of" if apart > 0 else "behind"
     finding = f"{abs(apart):.0f} s {which} the server's" if bad else "as the server's"
-    yield Check("clock", "warn" if bad else "ok", finding, "set the clock: displayed times are wrong" * bad)
+    yield Check("clock", "warn" if bad else "ok", finding, "set the clock, because displayed times are wrong" * bad)
 
 
 def _token(url: str) -> Check:
@@ -93,7 +93,8 @@ def _token(url: str) -> Check:
     except PosttrainError as error:
         return Check("token", "fail", str(error), f"posttrain login {url}")
     if found.role is None:
-        return Check("token", "fail", f"{found.principal} has no role in {found.project}", "ask an admin of it for one")
+        remedy = f"ask an admin of {found.project} for a role"
+        return Check("token", "fail", f"{found.principal} has no role in {found.project}", remedy)
     return Check("token", "ok", f"{found.principal}, {found.role} of {found.project}")
 
 
@@ -103,16 +104,18 @@ def server_checks(root: Path) -> Iterator[Check]:
         return
     place = served_at(root)
     if place is None:
-        yield Check("server", "warn", "is starting, or could not record its address", "read its log")
+        finding = "the server is starting, or could not record its address"
+        yield Check("server", "warn", finding, "read the server's log")
         return
     try:
         reply = Transport(place.url, "").look("/readyz")
     except PosttrainError as error:
-        yield Check("server", "fail", str(error), "read its log; you may kill a server that hangs; its jobs continue")
+        remedy = "read the server's log; if the server hangs, kill it; its jobs continue"
+        yield Check("server", "fail", str(error), remedy)
         return
     version = reply.headers.get("posttrain-version", "")
     other = version != __version__
-    remedy = f"this command is Posttrain {__version__}: upgrade the older one" if other else ""
+    remedy = f"this command is Posttrain {__version__}; upgrade the older of the two" if other else ""
     yield Check("server", "warn" if other else "ok", f"{place.url} answers, Posttrain {version or '?'}", remedy)
     if reply.status == 200:
         yield Check("driver", "ok", "the server drives every run")
@@ -130,12 +133,16 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
     else:
         late = now.oldest_due > _LATE or now.oldest_unsealed > _LATE
         waits = f", the first for {now.oldest_due:.0f} s" if now.oldest_due else ""
-        said = f"{now.due} wait for a driver{waits}; {now.leased} under way; {now.unsealed} events not sealed"
-        yield Check("queue", "warn" if late else "ok", said, "see who drives: posttrain ls" if late else "")
+        said = (
+            f"objects that wait for a driver: {now.due}{waits}; in progress: {now.leased}; unsealed events: "
+            f"{now.unsealed}"
+        )
+        remedy = "posttrain ls shows which runs have a driver" if late else ""
+        yield Check("queue", "warn" if late else "ok", said, remedy)
         states = [state for one in now.sinks.values() for state in one.states.items()]
         bad = sum(number for state, number in states if state in (FAILING, PAUSED))
         if states:
-            said = f"{sum(number for _, number in states) - bad} deliver, {bad} fail or are paused"
+            said = f"sinks that deliver: {sum(number for _, number in states) - bad}; that fail or are paused: {bad}"
             yield Check("sinks", "warn" if bad else "ok", said, "posttrain sink ls" if bad else "")
     began = time.perf_counter()
     try:
@@ -169,7 +176,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: st
         workspace = Workspace(root)
     except WorkspaceError as error:
         missing = "no workspace" in str(error) or "is not a workspace" in str(error)
-        remedy = "posttrain init" if missing else "repair it; the line names the next step"
+        remedy = "posttrain init" if missing else "repair it as the message describes"
         return [*checks, Check("workspace", "warn" if missing else "fail", str(error), remedy)]
     try:
         accepted = Lost(0) if accept is None else workspace.accept_loss(accept)
@@ -193,7 +200,7 @@ def _images(workspace: Workspace) -> Iterator[Check]:
     if isinstance(executor, LocalExecutor) and executor.images:
         why = executor.trouble()
         remedy = "runs that name an image are rejected" if why else ""
-        yield Check("images", "fail" if why else "ok", why or "podman runs jobs in them", remedy)
+        yield Check("images", "fail" if why else "ok", why or "podman runs jobs in images", remedy)
 
 
 def _python() -> Check:
@@ -284,7 +291,7 @@ def _fsync(root: Path) -> Check:
         return Check("fsync", "fail", f"cannot write: {error.strerror}", "make the workspace writable, or free space")
     middle = statistics.median(times)
     slow = middle > _SLOW_FSYNC
-    remedy = "a slow disk: put the workspace on a local one" if slow else ""
+    remedy = "the disk is slow; put the workspace on a local disk" if slow else ""
     return Check("fsync", "warn" if slow else "ok", f"{middle * 1000:.1f} ms", remedy)
 
 
@@ -293,9 +300,13 @@ def _ledger(workspace: Workspace) -> Check:
     database, unsafe = workspace.ledger.database.product()
     where = f"{database} at {workspace.ledger_address}" if workspace.ledger_address else database
     rows = verify_rows(workspace.ledger)
-    said = f"{where}: {chain.sealed} events, log intact, {chain.pending} not sealed yet, {rows} rows match"
+    said = (
+        f"{where}: {chain.sealed} events, the event log is intact, {chain.pending} events are not sealed yet, "
+        f"{rows} rows match"
+    )
     if unsafe:
-        return Check("ledger", "warn", f"{said}; {unsafe} off", "a power cut loses commits: turn it on in the server")
+        remedy = f"a power failure can lose commits; turn {unsafe} on in the database server"
+        return Check("ledger", "warn", f"{said}; {unsafe} off", remedy)
     return Check("ledger", "ok", said)
 
 
@@ -306,7 +317,10 @@ def _heads(workspace: Workspace, accepted: Lost) -> Check:
     if not found and not lost.kept:
         workspace.seal()  # a new or restored ledger has no head yet
         if not workspace.lost().kept:
-            said = "no head of the event log is stored in the artifact store: a loss of its tail would go unnoticed"
+            said = (
+                "no head of the event log is stored in the artifact store, so the loss of the newest events would not "
+                "be detected"
+            )
             return Check("log heads", "warn", said, "make the artifact store writable")
     if not found:
         return Check("log heads", "ok", "the ledger continues every head that is stored outside it")
@@ -328,13 +342,14 @@ def _orphans(workspace: Workspace, end: bool) -> Check:
         ended = end_orphans(workspace.ledger, workspace.jobs) if end else []
         found = find_orphans(workspace.ledger, workspace.jobs)
     except InfrastructureError as error:
-        return Check("jobs", "fail", str(error), "no job starts until this is fixed")
+        return Check("jobs", "fail", str(error), "fix this; until then, no job starts")
     names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]
     told = [f"running, but no attempt owns them: {names[0]}"] if found.ours else []
-    told += [f"of another workspace, or of this one at its earlier place: {names[1]}"] if found.strangers else []
+    if found.strangers:
+        told.append(f"owned by another workspace, or by this one before it was moved: {names[1]}")
     if told:
         ways = ["posttrain doctor --end-orphans"] if found.ours else []
-        ways += ["posttrain doctor in that workspace, or end these processes"] if found.strangers else []
+        ways += ["run posttrain doctor in that workspace, or end these processes"] if found.strangers else []
         return Check("jobs", "warn", "; ".join([*ended, *told]), "; ".join(ways))
     return Check("jobs", "ok", "; ".join(ended) or "no orphaned processes")
 
@@ -346,7 +361,8 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         manifest, trouble = workspace.manifest_or_trouble(run)
         if manifest is None:
-            yield Check("run", "fail", f"{run.id}: {trouble}", "restore the workspace from a copy, or run it again")
+            remedy = "restore the workspace from a copy, or submit the run again"
+            yield Check("run", "fail", f"{run.id}: {trouble}", remedy)
         driver = run_driver(workspace.root, run, now)
         if driver is not None and driver.kind is DriverKind.NONE:
             idle.append((run.id, driver))
@@ -356,7 +372,7 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
         f"{driver} drives {', '.join(runs)}" + (f"; its log: {driver.log}" if driver.log else "")
         for driver, runs in at_work.items()
     ]
-    yield Check("drivers", "ok", "; ".join(said) or "none at work")
+    yield Check("drivers", "ok", "; ".join(said) or "no driver is active")
     if aside := workspace.reconciler.queue.rows(dead=True):
         names = ", ".join(one.object for one in aside)
         yield Check("set aside", "warn", f"failed repeatedly: {names}", "posttrain dead")
@@ -364,10 +380,10 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
         found = f"no driver drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"
         yield Check("runs", "warn", found, f"posttrain attach {idle[0][0]}")
     else:
-        yield Check("runs", "ok", "none waits for a driver")
+        yield Check("runs", "ok", "no run waits for a driver")
 
 
 def _undriven(run_id: str, driver: RunDriver) -> str:
     if driver.trouble:
-        return f"{run_id} (its background driver gave it up: {driver.trouble}; log: {driver.log})"
+        return f"{run_id} (its background driver gave the run up: {driver.trouble}; log: {driver.log})"
     return f"{run_id} (its background driver has ended or is suspended; log: {driver.log})" if driver.log else run_id

@@ -224,8 +224,11 @@ class Driver:
             with suppress(PosttrainError):
                 for sink in sinks(self._workspace):
                     if sink.behind and not sink.paused:
+                        wait = "events that were not delivered wait"
+                        if sink.behind == 1:
+                            wait = "event that was not delivered waits"
                         self._say(
-                            f"sink {sink.name}: {sink.behind} event{'s' * (sink.behind > 1)} wait for the next driver; "
+                            f"sink {sink.name}: {sink.behind} {wait} for the next driver; "
                             f"posttrain sink ls shows why, posttrain sink resume {sink.name} delivers them"
                         )
 

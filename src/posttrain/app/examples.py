@@ -110,7 +110,9 @@ def copy_example(folder: Path, target: Path) -> list[str]:
     words = (folder / PLAN).read_text(encoding="utf-8")
     for place, name in _ELSEWHERE.findall(words):
         if files.setdefault(name, folder / place / name) != folder / place / name:
-            raise InputError(f"{folder / PLAN}: {place}/{name} must differ from the name of another file; rename one")
+            raise InputError(
+                f"{folder / PLAN}: {place}/{name} has the same name as another file; rename one of the two files"
+            )
     try:
         target.mkdir(parents=True)
         for name, path in files.items():

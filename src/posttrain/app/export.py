@@ -65,7 +65,7 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if named.ref.on_disk:
-        raise InputError(f"{named.word}: is a folder on this machine already; copy it")
+        raise InputError(f"{named.word}: is already a folder on this machine; copy the folder")
     target = _place(folder, workspace)
     with scratch(target.parent, _PARTIAL) as work:
         made = work / "made"
@@ -150,7 +150,9 @@ def _put(made: Path, target: Path) -> None:
         sync_folder(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise InputError(f"{target}: must be new or empty, but a file was created in it; choose another") from error
+            raise InputError(
+                f"{target}: a file was created in the folder during the export; choose another folder"
+            ) from error
         raise unwritable(target, error) from error
 
 

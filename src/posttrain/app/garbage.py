@@ -52,8 +52,8 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     project = workspace.ledger.project
     if project != DEFAULT_PROJECT:  # all projects share the store, so an admin of only one project must not sweep it
         raise InputError(
-            f"gc: only an admin of {DEFAULT_PROJECT} may run it, since it sweeps the store of all projects, got "
-            f"project {project}; use --project {DEFAULT_PROJECT}"
+            f"gc: the store of all projects can be swept only in the project {DEFAULT_PROJECT}, by an admin, but the "
+            f"project is {project}; use --project {DEFAULT_PROJECT}"
         )
     blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
@@ -81,8 +81,8 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
     others = {name: where for name, where in blobs.notes(USERS).items() if name not in {workspace.identity(), *own}}
     for name, where in sorted(others.items()):
         raise ConflictError(
-            f"artifact store {blobs.url} must be used by this workspace alone to run gc, got {where} too; if that "
-            f"workspace no longer exists, delete the object workspaces/{name} in the store"
+            f"gc: artifact store {blobs.url} is also used by the workspace {where}, whose artifacts would be deleted; "
+            f"if that workspace no longer exists, delete the object workspaces/{name} in the store"
         )
 
 
@@ -155,8 +155,8 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
     if what.startswith(_PERSON):
         if workspace.ledger.project != DEFAULT_PROJECT:  # this removes the person's roles and tokens in every project
             raise InputError(
-                f"erase {what}: only an admin of {DEFAULT_PROJECT} may erase a person's name, got project "
-                f"{workspace.ledger.project}; use --project {DEFAULT_PROJECT}"
+                f"erase {what}: a person's name can be erased only in the project {DEFAULT_PROJECT}, by an admin, but "
+                f"the project is {workspace.ledger.project}; use --project {DEFAULT_PROJECT}"
             )
         done = erase_principal(workspace.ledger, workspace.actor, what, reason)
         return Erasure(what, done, tuple(_left(workspace, done, what, "")))
@@ -181,7 +181,7 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
     if what == workspace.actor:
         yield "your name, which your next action here records again"
     if workspace.ledger_address:
-        yield "the database server's own log and backups; where the database's workspace is (host and folder)"
+        yield "the database server's log and backups, and the database's record of this workspace's host and folder"
     folder = workspace.root / "runs" / run
     if run and folder.exists():
         yield f"the run's folder, with logs, facts and report: {folder}"
@@ -207,6 +207,7 @@ def _policies(workspace: Workspace, who: str) -> Iterator[str]:
             yield f"the policy of channel {record.name}, which cannot be read"
             continue
         if pinned is not None and who in pinned.policy.approvers:
-            remedy = f"posttrain channel set-policy {record.name} POLICY.yaml without the name"
-            until = "pending approvals contain the name too"
-            yield f"the policy of channel {record.name}, which names them; {until}; {remedy}"
+            yield (
+                f"the policy of channel {record.name}, which contains the name; pending approvals contain it too; set "
+                f"a policy without the name: posttrain channel set-policy {record.name} POLICY.yaml"
+            )

@@ -72,7 +72,7 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
     for key in ("kind", "trainer"):
         if key in params:
             raise InputError(
-                f"{config}: {key}: must be left out, got {params[key]!r}; a model file holds parameters only"
+                f"{config}: {key}: must be left out, got {params[key]!r}; a model file contains only parameters"
             )
     raw = {
         "name": "model-" + re.sub(r"[^a-z0-9_-]", "-", name),
@@ -338,7 +338,7 @@ def usual_form(workspace: Workspace, model: NamedModel) -> tuple[Form, str]:
             row = {}
         form: Form = "text" if isinstance(row.get("prompt", ""), str) and "messages" not in row else "chat"
         if row:
-            return form, f"as the rows of {trained.name}"
+            return form, f"like the rows of {trained.name}"
     read = model_files(workspace, model.pinned, model.word if model.ref.on_disk else None, Path.cwd()).read
     templated = read("chat_template.jinja") or b'"chat_template"' in (read("tokenizer_config.json") or b"")
     return ("chat", "by the model's chat template") if templated else ("text", "the model has no chat template")

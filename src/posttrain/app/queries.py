@@ -132,7 +132,7 @@ def trackers(workspace: Workspace, run_id: str) -> list[TrackerState]:
 @answers(Control.track)
 def track(workspace: Workspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
     if chosen:
-        refuse_afar("track: a server writes the trackers of its workspace; choose none")
+        refuse_afar("track: a server writes only the trackers of its workspace; leave --tracker out")
         from posttrain.trackers.writer import track_more
 
         return track_more(workspace, run_id, chosen)
@@ -217,4 +217,6 @@ def _run_id(workspace: Workspace, target: str) -> str:
         if target.removeprefix(_CHANNEL).partition("@")[0] in known:  # a release of a channel
             raise
         hint = nearest(target, known)
-        raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error
+        raise NotFoundError(
+            f"there is no channel or run {target!r}{hint}; `posttrain ls` lists runs and channels"
+        ) from error

@@ -61,7 +61,7 @@ from posttrain.preflight.placements import (
 from posttrain.trackers.choice import check_trackers, describe, of_workspace, record_trackers, resolved
 from posttrain.views.plans import PlanView, StagePlan
 
-_MOVED = "a model that the run file names has changed; this run continues with the one that it began with"
+_MOVED = "a model that the run file names has changed; this run continues with the model with which it began"
 MAX_SEED = 2**53  # JSON readers represent larger integers inexactly
 MOST_RUNS = 1000
 _KEPT = "a sweep releases nothing: the file's release and gates are left out; release your choice with posttrain run"
@@ -137,7 +137,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
     unheard = (
-        f"sink {name}: {lacks}, so it receives nothing; set it where the run is driven"
+        f"sink {name}: {lacks}, so the sink receives nothing; set the variable or file where the run is driven"
         for name, lacks in lacking(workspace)
     )
     found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *unheard)
@@ -163,8 +163,8 @@ def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
     channel = spec.release.channel if spec.release else ""
     if channel and workspace.ledger.channel_record(channel).frozen:
         yield (
-            f"release.channel: {channel} is frozen: a run that ends before posttrain channel unfreeze {channel} is "
-            "rejected, and must be promoted by hand"
+            f"release.channel: {channel} is frozen: if the run ends before the channel is unfrozen (posttrain channel "
+            f"unfreeze {channel}), it is rejected and must be promoted by hand"
         )
 
 
@@ -248,7 +248,9 @@ def submit(
     """
     actions.check_note(note, tags)
     if is_lock(path) and seed is not None:
-        raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
+        raise InputError(
+            f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with this seed"
+        )
     if is_lock(path) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file again")
     lock = is_lock(path)
@@ -396,7 +398,7 @@ def plan_sweep(
     if len(chosen) * count < 2:
         raise InputError("sweep: needs a setting that varies, got one point; give --set PATH=A,B or --seeds 3")
     if len(chosen) * count > MOST_RUNS:
-        raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
+        raise InputError(f"sweep: must have at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
     points: list[Point] = []
     gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # all are parsed first, which is cheap
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):

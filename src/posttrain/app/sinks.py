@@ -145,8 +145,8 @@ def add_sink(
         raise InputError(f"sink {name}: kind must be one of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
     if workspace.ledger.auth != OS and (kind == "jsonl" or "secret_file" in settings):  # the caller uses a token
         raise InputError(
-            f"sink {name}: a sink that writes a file must be added on the server's machine, got {kind}; add it "
-            "there, or use a webhook with --secret-env"
+            f"sink {name}: a sink that reads or writes a file can be added only on the server's machine; add it there, "
+            "or use a webhook with --secret-env"
         )
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record, served=is_confined())

@@ -356,8 +356,8 @@ def _record_executor(workspace: Workspace, name: str) -> None:
     held = list(_with_jobs(workspace))
     if held:
         raise ConflictError(
-            f"executor must stay {workspace.jobs.executor.name} while runs have or may start jobs "
-            f"({', '.join(held)}), got {name}; wait until they end, or stop them: posttrain stop {held[0]}"
+            f"executor must remain {workspace.jobs.executor.name} while runs have jobs or may start some "
+            f"({', '.join(held)}), got {name}; wait until these runs end, or stop them: posttrain stop {held[0]}"
         )
     record_setting(workspace.root, EXECUTOR, "" if name == LOCAL else name)
 

@@ -71,10 +71,15 @@ def add(
     ] = "auto",
     guideline: Annotated[Path | None, typer.Option(help="Reward: text file that describes what it rewards.")] = None,
     external: Annotated[
-        str, typer.Option(metavar="URI", help="Data set: one object that stays in place.", show_default=False)
+        str,
+        typer.Option(
+            metavar="URI", help="Data set: URI of one object, whose bytes stay where they are.", show_default=False
+        ),
     ] = "",
     checksum: Annotated[str, typer.Option(help="External: digest of its bytes (sha256:…).", show_default=False)] = "",
-    version: Annotated[str, typer.Option(help="External: its version in its store.", show_default=False)] = "",
+    version: Annotated[
+        str, typer.Option(help="External: version of the object in its store.", show_default=False)
+    ] = "",
 ) -> None:
     """Register a version of an asset. If a version has equal content, the command returns that version."""
     kind, name = _split(ref)
@@ -139,7 +144,8 @@ def create(
     if kind != "model":
         raise InputError(f"asset create: creates models only, got {ref!r}; write model:NAME")
     control = open_control()
-    with said_after(_QUIET, f"creating {ref} in a run of one stage; the first job loads the engine, up to a minute"):
+    progress = f"creating {ref} in a run with one stage; loading the engine for the first job takes up to a minute"
+    with said_after(_QUIET, progress):
         asset, run_id = control.create_model(name, config, seed)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}  by run {run_id}")
 
@@ -233,7 +239,7 @@ def _mark(ref: str, status: str, reason: str) -> None:
         say(f"{asset.ref} is neither approved nor recalled")
     if marked.still is not None:
         whose = f"{marked.still.kind}:{marked.still.name}@{marked.still.version}"
-        aside(f"warning: its bytes still start no run: {whose} is {marked.still.words}")
+        aside(f"warning: no run can start from these bytes, because {whose} is {marked.still.words}")
     if not status:
         return
     say(f"{asset.ref} is {marked.said.words if marked.said else status}")
@@ -361,7 +367,8 @@ def _tell(control: Control, imported: Imported, output: Output) -> None:
     if "model" in record:
         say(f"model: {record['model']['place']}")
     if record.get("history", {}).get("not_finite"):
-        say(f"note: {record['history']['not_finite']} of its values are NaN or infinite, kept as they are")
+        number = record["history"]["not_finite"]
+        say(f"note: {number} values of the history are NaN or infinite and are kept unchanged")
     say(*(f"note: {note}" for note in record["notes"]))
     if named := imported.named_only:
         say(f"known by name only: {', '.join(named)}")
@@ -370,6 +377,6 @@ def _tell(control: Control, imported: Imported, output: Output) -> None:
         say(f"parameters left out because they may be secrets: {', '.join(record['withheld'])}")
     if record["left_out"]:
         say(f"left out: {', '.join(f'{name} ({why})' for name, why in record['left_out'].items())}")
-    say(f"before this: unknown ({imported.unknown})")
+    say(f"the earlier lineage is unknown: {imported.unknown}")
     last = imported.assets[-1].ref
     say(f'next: posttrain sample {last} "…"' if "model" in record else f"next: posttrain asset get {last}")

@@ -60,7 +60,7 @@ def subjects(incomplete: str) -> list[str]:
 
 
 def fields(incomplete: str) -> list[str]:
-    """Return fields that `--set` may change in the run file on the line, as `grpo.steps=`; `stages.` is optional."""
+    """Return the fields of the named run file that `--set` may change, in the form `grpo.steps=`."""
     typed = " ".join(os.environ.get(name, "") for name in _LINES).split()
     try:
         found = [path for word in typed if word.endswith(_RUN_FILES) for path in _leaves(read_yaml(Path(word)))]

@@ -33,7 +33,7 @@ def demo(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data, model and runs; default: the example's.")] = None,
     workspace: Annotated[
-        Path, typer.Option(help="Folder of the demo; one that an earlier demo made is emptied.")
+        Path, typer.Option(help="Folder of the demo; a folder that an earlier demo created is emptied.")
     ] = Path(FOLDER),
 ) -> None:
     """Play an example: train, gate, release, roll back.
@@ -86,7 +86,9 @@ def examples(
             metavar="[NAME]", help="Example to copy here, or the start of its name.", autocompletion=lazily("examples")
         ),
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="New folder; default: one with the example's name, here.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="New folder; default: a folder with the example's name, here.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List the examples, or copy an example here to edit it. `demo --task` plays an example."""
@@ -101,7 +103,7 @@ def examples(
         answer_json(output, lambda: [{"name": name, "title": plan.title} for name, plan in plans.items()])
         width = max(map(len, plans), default=0)
         say(*(f"{name:{width}s}  {plan.title}" for name, plan in plans.items()))
-        say("next:   posttrain examples NAME copies one here, posttrain demo --task NAME runs it")
+        say("next:   posttrain examples NAME copies an example here; posttrain demo --task NAME plays an example")
         return
     folder = shelf.find_example(name)
     target = to or Path(folder.name)

@@ -190,8 +190,8 @@ def end_by(number: int, control: Control, run_id: str) -> NoReturn:
         driver = control.driver(run_id)
         if driver is not None and driver.nobody:
             aside(
-                f"ended by {signal.Signals(number).name}; running jobs continue, the stages after them wait for a "
-                f"driver: posttrain attach {run_id}"
+                f"ended by {signal.Signals(number).name}; running jobs continue, and later stages wait for a driver: "
+                f"posttrain attach {run_id}"
             )
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)  # reached if the parent process blocked the signal
@@ -203,7 +203,7 @@ def leave(control: Control, run_id: str, reattach: str) -> None:
     if driver is None:
         say(f"run {run_id} has ended: posttrain get {run_id}")
         return
-    words = "detached; the job continues, the stages after it wait for a driver. Commands for it:"
+    words = "detached; running jobs continue, and later stages wait for a driver. Commands for this run:"
     again = "re-attaches and drives the run"
     if driver.nobody and _on_a_terminal():
         say("detaching: a background driver takes the run over …")
@@ -212,7 +212,7 @@ def leave(control: Control, run_id: str, reattach: str) -> None:
         except PosttrainError as error:
             aside(f"error: {error}")
     if not driver.nobody:
-        words = f"detached; the run continues, driven {driver.words}. Commands for it:"
+        words = f"detached; the run continues, driven {driver.words}. Commands for this run:"
         again = "re-attaches"
     say(
         words,
@@ -236,7 +236,8 @@ def _positive(timeout: float | None) -> float | None:
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
-        callback=_positive, help="Seconds to wait; after them the command exits with 12, and the run continues."
+        callback=_positive,
+        help="Maximum seconds to wait; after this time, the command exits with 12 and the run continues.",
     ),
 ]
 
@@ -324,7 +325,7 @@ def stop(run: RunArgument) -> None:
     control = open_control()
     run_id = control.run(run).id
     control.stop(run_id)
-    say(f"run {run_id}: stop requested; its jobs checkpoint and end")
+    say(f"run {run_id}: stop requested; its jobs write a checkpoint and end")
     record = control.drive(run_id, timeout=_STOP_SECONDS)
     say(f"run {run_id}: {record.state}; next: {record.next_action or f'posttrain get {run_id}'}")
 
@@ -372,11 +373,13 @@ def give_away(control: Control, run: RunRecord, output: Output, warnings: Sequen
         return False
     driver = control.detach(run.id)
     aside(*(f"warning: {warning}" for warning in warnings))
-    who = f"driven {driver.words}" if not driver.nobody else "driven to its end already"
+    line = f"run {run.id} detached, driven {driver.words}; posttrain attach {run.id} returns to it"
+    if driver.nobody:
+        line = f"run {run.id} has already ended; posttrain get {run.id} shows the run"
     if output is Output.JSON:
         emit_json(run_json(control, control.status(run.id)))
     else:
-        say(f"run {run.id} detached, {who}; posttrain attach {run.id} returns to it")
+        say(line)
     return True
 
 

@@ -108,7 +108,7 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
     yield _UNREAD, "the reader of the output closed the pipe (128 + SIGPIPE)"
     yield (
         drive.DETACHED,
-        "left by Ctrl-C: the run continues in the background; without a terminal, only its running jobs do",
+        "ended by Ctrl-C: the run continues in the background; without a terminal, only its running jobs continue",
     )
 
 
@@ -139,7 +139,7 @@ def _epilog(name: str, typed: str) -> str:
 app = typer.Typer(
     cls=Commands,
     name="posttrain",
-    help="Declare a post-training run once; train, judge, ship, roll back.",
+    help="Train, evaluate, release and roll back language models; one run file declares a post-training run.",
     epilog=EPILOG,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -164,7 +164,7 @@ def options(
     ] = None,
     project: Annotated[str | None, typer.Option(metavar="NAME", help="Project of the server or workspace.")] = None,
 ) -> None:
-    """Declare a post-training run once; train, judge, ship, roll back."""
+    """Train, evaluate, release and roll back language models; one run file declares a post-training run."""
     for variable, value in (("POSTTRAIN_SERVER", server), ("POSTTRAIN_PROJECT", project)):
         if value is not None:  # this command and its child processes read the variable
             os.environ[variable] = value

@@ -62,7 +62,7 @@ Entry = Annotated[str | None, typer.Option(help="Reward: name of the function, o
 Dialect = Annotated[str | None, typer.Option(help="Reward: calling convention; default: detected from its parameters.")]
 RewardSecret = Annotated[
     list[str] | None,
-    typer.Option("--secret", metavar="NAME", help="Reward: environment variable that its cell gets; repeatable."),
+    typer.Option("--secret", metavar="NAME", help="Reward: environment variable that the reward gets; repeatable."),
 ]
 RewardNetwork = Annotated[
     list[str] | None,
@@ -73,16 +73,17 @@ RewardRange = Annotated[
     typer.Option(metavar="LOW HIGH", help="Lowest and highest valid score; default: 0 1. Another score is an error."),
 ]
 RewardTimeout = Annotated[float | None, typer.Option(help="Reward: seconds for one batch of responses; default: 10.")]
+SampleTemperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 0 for one response, 1 for several.")
+]
 _STDIN = "-"
 
 
 def sample(
     model: ModelArgument,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts; - reads one from stdin.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts; - reads a prompt from stdin.")],
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses per prompt.")] = 1,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0: greedy. Default: 0 for one response, else 1.")
-    ] = None,
+    temperature: SampleTemperature = None,
     max_new_tokens: MaxNewTokens = None,
     stop: StopOption = None,
     top_k: TopKOption = None,
@@ -140,7 +141,7 @@ def sample(
 
 def _progress(model: str, folder: Path) -> Callable[[str], None]:
     """Return a function that announces the copy at the first file, after all checks, and on a terminal every file."""
-    begins = [f"copying {model} to {folder}; every file is hashed on the way"]
+    begins = [f"copying {model} to {folder} and verifying the hash of every file"]
 
     def tell(file: str) -> None:
         if begins:
@@ -276,13 +277,13 @@ def export(
     The folder contains the weights, the tokenizer, the generation config, and a model card with the model's lineage.
     """
     if str(folder) in ("", "."):
-        raise InputError(f"export: DIR must be a new folder, got {str(folder)!r}; name a new one")
+        raise InputError(f"export: DIR must be the path of a new folder, got {str(folder)!r}; name a new folder")
     control = open_control()
     with _ended_by_sigterm():
         done = control.export(model, folder, dtype=dtype, progress=_progress(model, folder))
     recall = control.recalled(done.digest).get(done.digest)
     if recall:
-        aside(f"warning: it comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}")
+        aside(f"warning: the model comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}")
     answer_json(output, lambda: asdict(done))
     how = f"converted to {done.dtype}" if done.cast else f"{done.dtype}, byte for byte"
     say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")

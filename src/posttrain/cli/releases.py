@@ -95,7 +95,7 @@ def promote(
 def _reason(given: str | None) -> str:
     """Return the reason for lifting a quarantine; "" if the option was not given."""
     if given is not None and not given.strip():
-        raise InputError("--lift-quarantine must give a reason, got an empty one")
+        raise InputError("--lift-quarantine must give a reason, got an empty text")
     return given or ""
 
 
@@ -138,9 +138,9 @@ def rollback(
     say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
     if before and gone:
         back = f"posttrain rollback {channel} --to {before.sequence} --lift-quarantine REASON"
-        say(f"{digest(before.model_digest)} is quarantined there; only {back} brings it back")
+        say(f"{digest(before.model_digest)} is quarantined in this channel; this command releases it again: {back}")
     if frozen:
-        say(f"channel {channel} stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
+        say(f"channel {channel} stays frozen; posttrain channel unfreeze {channel} allows releases again")
 
 
 def lineage(
@@ -176,7 +176,7 @@ def verify(
         str | None,
         typer.Argument(
             metavar="[CHANNEL|RUN|ASSET]",
-            help="Default: the models that channels serve.",
+            help="Default: the models that channels point at.",
             autocompletion=lazily("lineages"),
             show_default=False,
         ),
@@ -275,7 +275,7 @@ def _what(found: ApprovalStatus) -> str:
 
 def _next(found: ApprovalStatus) -> str:
     run = found.request.run_id
-    return f"next: posttrain get {run}" if run else "next: the requester repeats the command"
+    return f"next: posttrain get {run}" if run else "next: the requester must repeat the command"
 
 
 @app.command("policy")

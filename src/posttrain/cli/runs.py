@@ -133,7 +133,7 @@ def get(
     A run is shown with its stages, scores, reason and next action.
     """
     if watch and output is Output.JSON:
-        raise InputError("get: --watch shows a display for people, got -o json; leave --watch out")
+        raise InputError("get: --watch cannot be combined with -o json; leave one of them out")
     if timeout is not None and not watch:
         raise InputError("get: --timeout needs --watch; add --watch, or leave --timeout out")
     control = open_control()
@@ -230,7 +230,8 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
         console().print(f"channel {name} has no release yet", *lines, sep="\n")
         return
     if len(history) < channel.moves:
-        lines.insert(0, f"{channel.moves - len(history)} older releases are left out; -o json has them all")
+        older = channel.moves - len(history)
+        lines.insert(0, f"{older} older releases are left out; -o json prints all of them")
     console().print(history_table(history), *lines, as_typed(f"next:   {back}posttrain lineage {name}"), sep="\n")
 
 
@@ -252,7 +253,7 @@ def logs(
 ) -> None:
     """Print the output of a run's jobs. For a reused stage, the output is from the run that computed the stage."""
     if follow and output is Output.JSON:
-        raise InputError("logs: -f prints until the run ends, got -o json; leave -f out")
+        raise InputError("logs: -f cannot be combined with -o json; leave one of them out")
     if timeout is not None and not follow:
         raise InputError("logs: --timeout needs -f; add -f, or leave --timeout out")
     control = open_control()
@@ -321,7 +322,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     screen = console()
     screen.print(*regression_lines(scores), run_tree(status), sep="\n")
     verdicts = found.report.verdicts if found.report else ()
-    words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
+    words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates passed" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below have the details
     say(f"reason: {words if gated else status.why or meaning(status.reason)} ({status.reason})")
     said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
@@ -378,9 +379,12 @@ def dead(
             show_default=False,
         ),
     ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Process it again, once the cause is fixed.")] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Process the run or stage again, after the cause is fixed.")
+    ] = False,
     assume_dead: Annotated[
-        bool, typer.Option("--assume-dead", help="Record that the job of RUN/STAGE, which is not visible, is dead.")
+        bool,
+        typer.Option("--assume-dead", help="Record that the job of RUN/STAGE, which cannot be observed, is dead."),
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:

@@ -160,7 +160,10 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
         return
     placement, found = stage.load.placement, stage.residency
     if stage.load.correction:
-        yield Text(f"correction: {stage.load.correction}: the policy reads every response once more", style="dim")
+        words = (
+            f"correction: {stage.load.correction}: the policy computes log-probabilities of every response once more"
+        )
+        yield Text(words, style="dim")
     if placement.is_inline and stage.load.ray_address is None:
         for peak in found.peaks if found else ():
             device = " of its GPU" if peak.device == "cuda" else ""
@@ -175,10 +178,11 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
         ranks = f"{pool.ranks} rank{'s' if pool.ranks > 1 else ''}"
         yield Text(f"pool {name}{where}: {ranks}{devices}: {', '.join(pool.roles)}", style="dim")
     if stage.load.lag:
-        ahead = f"batch t is sampled by the policy after t - {stage.load.lag} steps, while another batch is trained"
+        ahead = f"batch t is sampled by the policy after t - {stage.load.lag} steps, while another batch is trained on"
         yield Text(f"lag {stage.load.lag}: {ahead}", style="dim")
     if stage.load.streams:
-        yield Text("stream_gradients: groups are trained on as they end, weights change once a step", style="dim")
+        words = "stream_gradients: each group is trained on when it is complete; the weights change once per step"
+        yield Text(words, style="dim")
     if found and found.peaks:
         yield _residency_table(found)
 
@@ -225,7 +229,7 @@ def run_footer(status: RunStatus) -> list[Text]:
     run, driver = status.run, status.driver
     lines = [Text(f"reason: {status.why or run.reason}"), Text(as_typed(f"next:   {status.next_action}"), style="bold")]
     if driver is not None:
-        said = f" (it gave up the run: {driver.trouble})" if driver.trouble else ""
+        said = f" (the background driver gave the run up: {driver.trouble})" if driver.trouble else ""
         log = f"; log of the background driver{said}: {driver.log}" if driver.log else ""
         lines.insert(1, Text(f"driver: {driver}{log}"))
     return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
@@ -416,8 +420,8 @@ def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterat
         words = f"quarantined: {digest(one.model_digest)}, rolled back by release {one.release} ({one.actor})"
         yield Text(words, style=style("warn"))
     if looks:
-        times = f"{len(looks)} evaluation{'s' if len(looks) > 1 else ''}"
-        yield Text(f"looks: {times} of the data that judged this release", style="dim")
+        times = f"{len(looks)} time{'s' if len(looks) > 1 else ''}"
+        yield Text(f"looks: the data that judged this release was evaluated {times}", style="dim")
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
@@ -523,7 +527,8 @@ def plan_lines(view: PlanView, *, verbose: bool) -> Iterator[Text]:
     yield from _stall_lines(view)
     yield from (Text(f"gate:     {name}: {whose}") for name, whose in view.gates)
     if view.approvals:
-        yield Text(f"approve:  the release waits for {view.approvals} of {', '.join(view.approvers)}")
+        needed = f"{view.approvals} approval{'s' * (view.approvals != 1)}"
+        yield Text(f"approve:  the release waits for {needed} (approvers: {', '.join(view.approvers)})")
     for suite, evaluator in view.evaluators if verbose else ():
         yield Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim")
     yield from (Text(f"tracker:  {kind}: {where}") for kind, where in view.trackers)
@@ -541,8 +546,8 @@ def _stall_lines(view: PlanView) -> Iterator[Text]:
         if stage.stall_after is not None and not stage.cached_from:
             limits.setdefault(stage.stall_after, []).append(stage.name)
     for limit, names in limits.items():
-        whose = f" of {', '.join(names)}" if len(limits) > 1 else ""
-        yield Text(f"stall:    a job{whose} that reports no progress for {span(limit)} is retried", style="dim")
+        whose = f" in {', '.join(names)}" if len(limits) > 1 else ""
+        yield Text(f"stall:    a job{whose} is retried if it reports no progress for {span(limit)}", style="dim")
 
 
 def _cost(stage: StagePlan) -> str:

@@ -42,7 +42,7 @@ def serve(
         bool, typer.Option("--behind-proxy", help="A proxy in front of the server terminates TLS.")
     ] = False,
     advertise: Annotated[
-        str, typer.Option(metavar="URL", help="Address at which servers of other hosts reach it.")
+        str, typer.Option(metavar="URL", help="Address at which servers of other hosts reach this server.")
     ] = "",
     log_format: Annotated[str, typer.Option(help="json or text; default: text on a terminal, else json.")] = "",
     log_level: Annotated[str, typer.Option(help="Lowest level: debug, info, warning or error.")] = "info",
@@ -107,7 +107,7 @@ def logout(
     known = servers()
     if not url:
         which = f"you are logged in to {', '.join(known)}" if known else "you are logged in nowhere"
-        raise InputError(f"logout: URL must be that of a server, got none, and {SERVER_VARIABLE} is not set; {which}")
+        raise InputError(f"logout: name the URL of a server, because {SERVER_VARIABLE} is not set; {which}")
     project = project or os.environ.get(PROJECT_VARIABLE, "")
     found, left = log_out(url, project), login_of(url).tokens
     if found:
@@ -157,7 +157,10 @@ def project_images(output: OutputOption = Output.TEXT) -> None:
     found = open_control().images()
     answer_json(output, lambda: found)
     if found is None:
-        say("no list is set: over a server, runs may name no image; in the folder of the workspace, any image")
+        say(
+            "no list of images is set: runs submitted over a server must not name an image; runs submitted in the "
+            "workspace's folder may name any image"
+        )
     else:
         say(*(found or ["none"]))
 
@@ -186,7 +189,7 @@ def member_ls(output: OutputOption = Output.TEXT) -> None:
     answer_json(output, lambda: found)
     say(*(f"{name}  {role}" for name, role in found.items()))
     if not found:
-        say("no one has a role; every user who can open the workspace is its admin")
+        say("no one has a role, so every user who can open the workspace is an admin")
 
 
 @member_app.command("set")
@@ -196,7 +199,10 @@ def member_set(
 ) -> None:
     """Give a person or service a role in the project. The new role replaces an earlier role."""
     open_control().set_member(principal, role)
-    say(f"{principal} is {role}; issued tokens keep their role; issue a new one: posttrain token issue {principal}")
+    say(
+        f"{principal} is {role}; tokens that were issued before keep their role; issue a new token: posttrain token "
+        f"issue {principal}"
+    )
 
 
 @member_app.command("remove")
@@ -249,7 +255,10 @@ def _show(issued: Issued, output: Output) -> None:
     answer_json(output, lambda: {"secret": issued.secret, **asdict(token)})
     most = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
     until = moment(token.expires_at)
-    say(f"token {token.id} of {token.actor}, at most {most}, valid until {until}, shown once:", issued.secret)
+    say(
+        f"token {token.id} of {token.actor}, with at most the role {most}, valid until {until}; it is shown only once:",
+        issued.secret,
+    )
 
 
 def _line(token: Token) -> str:

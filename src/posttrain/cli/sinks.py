@@ -68,8 +68,8 @@ def add(
         typer.Option(
             metavar="WHAT,…",
             help="Events: run-ended (run-succeeded, run-failed, run-rejected, run-stopped), gate-failed, budget-80, "
-            "approval-needed, channel-moved, dead-letter, sink-paused; or all. Default: all for a file, else those "
-            "outside the parentheses.",
+            "approval-needed, channel-moved, dead-letter, sink-paused; or all. Default: all for a file; otherwise the "
+            "names outside the parentheses.",
         ),
     ] = "",
     run: Annotated[str, typer.Option(metavar="GLOB", help="Only events of runs with a matching name.")] = "",
@@ -91,7 +91,7 @@ def add(
     kinds = [kind for kind, said in given.items() if said]
     if len(kinds) != 1:
         raise InputError(
-            f"sink add {name}: needs one of --webhook, --webhook-env, --jsonl and --email, got "
+            f"sink add {name}: needs exactly one of --webhook, --webhook-env, --jsonl and --email, got "
             f"{' and '.join(kinds) or 'none'}"
         )
     _refuse_others(name, kinds[0], web, {**mail, "smtp": smtp})
@@ -104,7 +104,7 @@ def add(
     found = open_control().add_sink(name, kinds[0], settings, rule, from_start=from_start)
     say(f"sink {name}: {found.kind} {found.where}, receives {_told(found.rules)}")
     if found.lacks:
-        say(f"warning: {found.lacks}; set it where runs are driven, or nothing is delivered")
+        say(f"warning: {found.lacks}, so nothing is delivered; set the variable or file where runs are driven")
     say(f"next: posttrain sink test {name}")
 
 
@@ -148,7 +148,7 @@ def ls(output: OutputOption = Output.TEXT) -> None:
             again = "" if one.paused or one.not_before is None else f"; again at {moment(one.not_before)}"
             say(f"{one.name}: {one.failures} failures, the last: {one.error}{again}")
         if one.lacks:
-            say(f"{one.name}: {one.lacks}; set it where runs are driven, or nothing is delivered")
+            say(f"{one.name}: {one.lacks}, so nothing is delivered; set the variable or file where runs are driven")
         if one.paused:
             say(f"{one.name}: paused; next: posttrain sink resume {one.name}")
 
@@ -205,13 +205,13 @@ def _state(one: SinkView) -> str:
 def _behind(one: SinkView) -> str:
     if not one.behind:
         return "nothing waits"
-    return f"{one.behind} event{'s' if one.behind > 1 else ''} behind for {duration(one.behind_seconds)}"
+    return f"{one.behind} event{'s' if one.behind > 1 else ''} behind, the oldest for {duration(one.behind_seconds)}"
 
 
 def track(
     run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL", autocompletion=lazily("runs_and_channels"))],
     tracker: TrackerOption = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Continue until the run ends, as its driver does.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue to write records until the run ends.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write missing records to the trackers of a run or channel.

@@ -52,9 +52,12 @@ def sweep(
         ),
     ] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Number of seeds of each setting; the first is the run file's.")
+        int,
+        typer.Option(min=1, max=1000, help="Number of seeds for each setting; the first seed is that of the run file."),
     ] = 1,
-    metric: Annotated[str | None, typer.Option(help="Metric of the ranking; default: the first gate's.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Metric of the ranking; default: the metric of the first gate.")
+    ] = None,
     better: Annotated[
         str | None, typer.Option(metavar="higher|lower", help="Direction in which the metric improves.")
     ] = None,
@@ -149,7 +152,7 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
     arrow = {"higher": "↑", "lower": "↓"}[found.better]
     paths = [path for path, _ in found.settings[0] if path not in _the_same(found)]
     names = _short([path for path, _ in found.settings[0]])
-    titles = ("rank", *(names[path] for path in paths), f"{found.metric} {arrow}", "each seed", "to the best")
+    titles = ("rank", *(names[path] for path in paths), f"{found.metric} {arrow}", "each seed", "from the best")
     table = Grid([Column(title) for title in titles])
     one_each = len(found.seeds) == 1 and all(one.mean for one in ranking.settings)  # the mean is the one seed's value
     order = _order(found, ranking)
@@ -215,7 +218,11 @@ def _to(ranking: Ranking, best: int, place: int) -> str:
 def _footnotes(found: Sweep, ranking: Ranking, troubles: Sequence[str]) -> Iterator[Any]:
     methods = dict.fromkeys(one.mean.method for one in ranking.settings if one.mean)
     pairs = len(ranking.differences)
-    all_held = f"; differences: {100 * ranking.confidence:g} % for all {pairs} pairs together" if pairs > 1 else ""
+    all_held = (
+        f"; differences: simultaneous {100 * ranking.confidence:g} % intervals for all {pairs} pairs"
+        if pairs > 1
+        else ""
+    )
     yield tinted(f"means: {100 * ranking.confidence:g} % intervals, {'; '.join(methods) or 'none'}{all_held}", "dim")
     yield from (tinted(f"note: {note}", style("warn")) for note in (*ranking.notes, *troubles))
     yield from (tinted(f"warning: {warning}", style("warn")) for warning in ranking.warnings)
@@ -232,8 +239,8 @@ def _next(found: Sweep, ranking: Ranking) -> None:
         say(f"next: {command}")
     else:
         tied = sum(other.best == 1 and other.mean is not None for other in ranking.settings)
-        say(f"{tied} settings may be the best; more seeds or items would separate them")
-        say("this one has the best mean:", f"  {command}")
+        say(f"{tied} settings may be the best; more seeds or items could separate them")
+        say("the setting with the best mean:", f"  {command}")
 
 
 def compare(
@@ -241,7 +248,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C …]",
-            help="Runs, RUN/STAGE of evaluate stages, model folders, history:NAME of imported runs; compared with A.",
+            help="Runs, evaluate stages (RUN/STAGE), model folders or imported runs (history:NAME); each is compared "
+            "with A.",
             autocompletion=lazily("subjects"),
         ),
     ],
@@ -278,7 +286,7 @@ def metric_table(found: Comparison) -> Grid:
     from posttrain.cli.screens import Column, Grid
 
     counts = ("items", "won", "lost", "tied")
-    titles = ("metric", "", "items", "value", f"difference to {found.subjects[0].label}", "won", "lost", "tied")
+    titles = ("metric", "", "items", "value", f"difference from {found.subjects[0].label}", "won", "lost", "tied")
     table = Grid([Column(title, right=title in counts) for title in titles], heads=2)
     for row in found.metrics:
         name = row.metric + _ARROWS[row.better]
@@ -321,7 +329,9 @@ def _against(row: MetricRow, cell: Cell) -> Iterator[Text | str]:
 
 
 def _notes_below(found: Comparison) -> Iterator[Text]:
-    yield tinted(f"{100 * found.confidence:g} % intervals, each by itself: {'; '.join(found.methods)}", "dim")
+    yield tinted(
+        f"{100 * found.confidence:g} % intervals, not corrected for their number: {'; '.join(found.methods)}", "dim"
+    )
     yield from (tinted(f"note: {note}", style("warn")) for note in found.notes)
     yield from (tinted(f"warning: {warning}", style("warn")) for warning in found.warnings)
 

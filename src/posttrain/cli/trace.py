@@ -75,7 +75,7 @@ def _show_written(written: WrittenTrace, output: Output) -> None:
     answer_json(output, written.to_json)
     screen = console()
     for stage in written.stages:
-        again = f" ({stage.redone} more were lost with an attempt that ended)" if stage.redone else ""
+        again = f" ({stage.redone} more were repeated because an attempt was lost)" if stage.redone else ""
         say(f"{stage.stage}: {len(stage.steps) - stage.redone} steps in {_time(stage.seconds)}{again}")
         screen.print(role_table(stage))
         say(*_step_lines(stage))

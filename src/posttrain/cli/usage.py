@@ -135,7 +135,7 @@ CODES: Mapping[str, tuple[int, ...]] = {
     "backup": (8,),
 }
 HINTS: Mapping[str, str] = {
-    **dict.fromkeys(("status", "show", "describe"), "posttrain ls lists the runs, posttrain get RUN shows one"),
+    **dict.fromkeys(("status", "show", "describe"), "posttrain ls lists the runs; posttrain get RUN shows a run"),
     **dict.fromkeys(("list", "ps", "runs", "history"), "posttrain ls lists the runs"),
     **dict.fromkeys(
         ("metrics", "plot", "curves", "report"),
@@ -143,31 +143,35 @@ HINTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("deploy", "publish", "ship", "release"),
-        "posttrain promote RUN points a channel at its model, posttrain export CHANNEL DIR writes it for a server",
+        "posttrain promote RUN points a channel at a run's model; posttrain export CHANNEL DIR writes the model for an "
+        "inference server",
     ),
     **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "adapters are not supported yet: stages train all weights"),
     **dict.fromkeys(("train", "submit", "start", "launch"), "posttrain run run.yaml starts a run"),
     **dict.fromkeys(
         ("resume", "restart", "continue"),
-        "posttrain retry RUN resumes a run that ended, posttrain attach RUN drives one that no process drives",
+        "posttrain retry RUN resumes a run that ended; posttrain attach RUN drives a run that no process drives",
     ),
-    **dict.fromkeys(("cancel", "kill", "abort"), "posttrain stop RUN ends it with a checkpoint"),
-    **dict.fromkeys(("delete", "rm", "remove"), "posttrain erase deletes texts, posttrain gc unused artifacts"),
+    **dict.fromkeys(("cancel", "kill", "abort"), "posttrain stop RUN ends a run with a checkpoint"),
+    **dict.fromkeys(
+        ("delete", "rm", "remove"), "posttrain erase deletes free text; posttrain gc deletes unused artifacts"
+    ),
     **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT samples responses"),
     **dict.fromkeys(("evaluate", "benchmark", "test"), "posttrain eval MODEL SUITE measures a model"),
     **dict.fromkeys(("dataset", "data", "model", "reward", "upload", "register"), "posttrain asset add KIND:NAME PATH"),
-    **dict.fromkeys(("models", "datasets", "rewards", "assets"), "posttrain asset ls lists them"),
+    **dict.fromkeys(("models", "datasets", "rewards", "assets"), "posttrain asset ls lists assets"),
     **dict.fromkeys(
         ("wandb", "mlflow", "tensorboard", "tracker", "trackers"),
         "posttrain track RUN --tracker NAME sends metrics",
     ),
     **dict.fromkeys(("console", "dashboard", "ui"), "posttrain serve opens the console"),
     **dict.fromkeys(
-        ("cost", "budget"), "posttrain plan run.yaml estimates it, posttrain get RUN shows the tokens and time spent"
+        ("cost", "budget"),
+        "posttrain plan run.yaml estimates the cost; posttrain get RUN shows the tokens and time spent",
     ),
     **dict.fromkeys(("config", "settings"), "posttrain init records the settings of a workspace"),
     "log": "posttrain logs RUN prints the output of its jobs",
-    "recall": "posttrain asset recall KIND:NAME blocks what was made from a version",
+    "recall": "posttrain asset recall KIND:NAME blocks a version and everything made from it",
     "protect": "posttrain channel protect NAME makes each release wait for an approval",
     "help": "posttrain --help",
     "version": "posttrain --version",

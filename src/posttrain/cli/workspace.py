@@ -47,7 +47,9 @@ class Rewards(StrEnum):
 
 RewardsOption = Annotated[
     Rewards | None,
-    typer.Option(help="trusted: rewards may run where the kernel cannot confine them. confined: they may not."),
+    typer.Option(
+        help="trusted: rewards may run where the kernel cannot confine them. confined: rewards must not run there."
+    ),
 ]
 AdoptedOption = Annotated[
     tuple[str, Path] | None,
@@ -70,7 +72,8 @@ ExecutorOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Executor of jobs: local, podman (containers, for runs that name an image), or one of a package.",
+        help="Executor of jobs: local, podman (containers, for runs that name an image), or the executor of an "
+        "installed package.",
         show_default=False,
     ),
 ]
@@ -139,10 +142,13 @@ def init(
         job_variables=variables, limits=model_limit,
     )  # fmt: skip
     if workspace.trusts_rewards:
-        say("its rewards are trusted: where the kernel cannot confine them, they run with your permissions")
+        say(
+            "rewards are trusted in this workspace: where the kernel cannot confine them, they run with your "
+            "permissions"
+        )
     say(f"workspace {workspace.root}")
     if above is not None:
-        aside(f"it is below the workspace {above}: commands in this folder use the new one")
+        aside(f"the new workspace is below the workspace {above}; commands in this folder use the new workspace")
     if executor is not None:
         say(f"executor {workspace.jobs.executor.name}")
     if workspace.served and (rewards or executor or job_variable or chosen):
@@ -212,7 +218,7 @@ def erase(
     answer_json(output, lambda: {"target": found.target, **asdict(found.done), "left": list(found.left)})
     say(f"{found.target}: erased the free text of {found.done.events} events and {found.done.rows} rows")
     if found.left:
-        say("not erased, if it contains any text:", *(f"  {line}" for line in found.left))
+        say("these places may still contain the text:", *(f"  {line}" for line in found.left))
 
 
 def doctor(
@@ -281,7 +287,8 @@ def gc(
         f"kept {blobs.needed} artifacts that are needed ({_size(blobs.needed_bytes)})",
     )
     if blobs.young:
-        say(f"kept {blobs.young} that are not needed but are younger than {older_than} ({_size(blobs.young_bytes)})")
+        size = _size(blobs.young_bytes)
+        say(f"kept {blobs.young} artifacts that are not needed but are younger than {older_than} ({size})")
 
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the backup.")]

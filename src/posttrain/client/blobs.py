@@ -158,7 +158,9 @@ class Fetcher:
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
 
         def fill(file: BinaryIO) -> None:
-            wrong = IntegrityError(f"{path.name}: the received bytes are not {digest}; download again")
+            wrong = IntegrityError(
+                f"{path.name}: the received bytes do not have the digest {digest}; download the file again"
+            )
             pieces = self._transport.pieces(place, direct=self._direct)
             file.writelines(verified(pieces, digest, lambda _: wrong))
 
@@ -179,7 +181,10 @@ class Fetcher:
 
 
 def _tell(error: Exception) -> None:
-    print(f"the server's store cannot be used from here ({error}); going through the server", file=sys.stderr)
+    print(
+        f"the server's store cannot be used from this machine ({error}), so files are transferred through the server",
+        file=sys.stderr,
+    )
 
 
 def refuse_full(folder: Path) -> None:

@@ -270,7 +270,7 @@ class Remote:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(map(str, (verb.name.replace("_", " "), *first["loc"])))
             raise ApiVersionError(
-                f"{place}: the answer cannot be read: {first['msg']}; {self._transport.skew}"
+                f"{place}: the server's response cannot be read: {first['msg']}; {self._transport.skew}"
             ) from error
 
     def _body(self, operation: Verb[..., Any], named: Mapping[str, Any]) -> bytes:
@@ -282,8 +282,8 @@ class Remote:
         for name in operation.in_path:
             if "/" in str(named[name]):
                 raise NotFoundError(
-                    f"{operation.name.replace('_', ' ')}: the server has nothing called {str(named[name])[:120]!r}; "
-                    "write a run and its stage as two words"
+                    f"{operation.name.replace('_', ' ')}: {str(named[name])[:120]!r} contains a slash, so no object "
+                    "has this name; give the run and the stage as two arguments"
                 )
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})
         rest = {name: value for name, value in named.items() if name not in operation.in_path}

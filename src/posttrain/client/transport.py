@@ -60,7 +60,7 @@ def fetched(url: str) -> Iterator[bytes]:
         while piece := response.read(_PIECE):
             yield piece
         if response.length:
-            raise ConnectionError("its answer ended early")
+            raise ConnectionError("the response ended early")
 
 
 def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
@@ -168,7 +168,8 @@ class Transport:
         if isinstance(last, UnavailableError | LedgerUnavailableError | LimitError | BusyError):
             raise last
         raise InfrastructureError(
-            f"server {self.url} cannot be reached: {_words(last)}; check that it runs and that its address is right"
+            f"server {self.url} cannot be reached: {_words(last)}; check that the server runs and that its address is "
+            "correct"
         ) from last
 
     def look(self, path: str) -> Reply:
@@ -198,7 +199,7 @@ class Transport:
             yield from self._events(path, query, body)
         except _GONE as error:
             raise InfrastructureError(
-                f"server {self.url}: its stream ended early ({_words(error)}); try again"
+                f"server {self.url}: the stream ended early ({_words(error)}); try again"
             ) from error
 
     def _events(self, path: str, query: Mapping[str, Any] | None, body: Any) -> Iterator[tuple[str, bytes]]:
@@ -245,10 +246,10 @@ class Transport:
                 while piece := response.read(_PIECE):
                     yield piece
                 if response.length:
-                    raise InfrastructureError(f"server {self.url}: its answer ended early; try again")
+                    raise InfrastructureError(f"server {self.url}: the response ended early; try again")
         except _GONE as error:
             raise InfrastructureError(
-                f"server {self.url}: its answer ended early ({_words(error)}); try again"
+                f"server {self.url}: the response ended early ({_words(error)}); try again"
             ) from error
 
     def _once(
@@ -319,7 +320,10 @@ class Transport:
     @property
     def skew(self) -> str:
         """The remedy if the server has another version of Posttrain."""
-        return f"server {self.url} is Posttrain {self.release}, this is {__version__}; install Posttrain {self.release}"
+        return (
+            f"server {self.url} is Posttrain {self.release}, this client is {__version__}; install Posttrain "
+            f"{self.release}"
+        )
 
 
 def check_address(url: str) -> SplitResult:

@@ -84,13 +84,13 @@ def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tup
 def note(
     stores: Stores, run_id: str, text: str = "", tags: Sequence[str] = (), untag: Sequence[str] = ()
 ) -> list[RunNote]:
-    """Add a text and tags to a run, and remove tags. Adding an existing text or tag changes nothing.
+    """Add a note and tags to a run, and remove tags. Adding an existing note or tag changes nothing.
 
     Returns:
-        The run's tags, and its newest text.
+        The run's tags, and its newest note.
 
     Raises:
-        InputError: there is nothing to change, the text is too long, there are too many texts or tags, a tag is both
+        InputError: there is nothing to change, the note is too long, there are too many notes or tags, a tag is both
             added and removed, or the run does not have a tag that is to be removed.
     """
     check_note(text, tags)
@@ -497,5 +497,5 @@ def _refuse_stranger(actor: str, found: ApprovalStatus, asked: Terms, own: set[s
     if verdict == APPROVED and canonical(actor) in own:
         raise AccessError(
             f"channel {channel}: {found.request.words} must be approved by a user other than its owner, got "
-            f"{actor}; {one_of(found.may) or 'no one else'} may"
+            f"{actor}; {one_of(found.may) or 'no one else'} may approve it"
         )

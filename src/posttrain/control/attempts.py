@@ -96,8 +96,8 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
     unseen = row.reason in (Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)
     if attempt is None or attempt.state != AttemptState.LAUNCHED or not unseen:
         raise InputError(
-            f"{run_id}/{stage}: --assume-dead needs a stage whose job is not visible, got one that is {row.state} "
-            f"({row.reason}); posttrain why {run_id}"
+            f"{run_id}/{stage}: --assume-dead requires a stage whose job is not visible, but the stage is {row.state} "
+            f"({row.reason}); see posttrain why {run_id}"
         )
     held = None
     with suppress(IntegrityError):  # an unreadable start object proves nothing

@@ -122,9 +122,9 @@ def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:
         known = now.people()  # a name that appears only in the policy may be a typo
     if asked is None or not known.intersection(asked.others(stores.actor)):
         raise InputError(
-            f"channel {record.name}: must have a second principal who can approve before it is protected, got "
-            f"{stores.actor} alone; give another user the role approver (posttrain member set) and serve the workspace "
-            "(posttrain serve), so that they can log in"
+            f"channel {record.name}: cannot be protected, because no principal other than {stores.actor} could approve"
+            "; give another user the role approver (posttrain member set) and serve the workspace (posttrain serve), "
+            "so that this user can log in"
         )
 
 
@@ -280,11 +280,15 @@ def check_manifest(manifest: Manifest, pinned: PinnedPolicy) -> None:
         )
     gate = _gate(manifest)
     if gate is None:
-        raise InputError(f"stages: the policy of channel {pinned.channel} requires a gate, got none; plan it again")
+        raise InputError(
+            f"stages: the policy of channel {pinned.channel} requires a gate, got none; plan the run file again"
+        )
     own = {rule.name: rule for rule in manifest.gates}
     for rule in pinned.policy.gates:
         if rule.name not in own:
-            raise InputError(f"gates: the policy of channel {pinned.channel} requires {rule.name!r}; plan it again")
+            raise InputError(
+                f"gates: the policy of channel {pinned.channel} requires {rule.name!r}; plan the run file again"
+            )
         refuse_weaker(own[rule.name], rule, pinned)
     evaluators = list(_evaluators(manifest, gate))
     check_suites(evaluators, manifest.code, pinned)
@@ -308,7 +312,7 @@ def unguarded(manifest: Manifest) -> Iterator[str]:
     for metric in [*gated, *suites][:1]:
         lower = "direction: lower, " if better(metric) == "lower" else ""
         yield (
-            f"none compares with another model, so a model that training made worse may ship; add "
+            "no gate compares with another model, so a model that training made worse may be released; add "
             f"{{name: no-regression, metric: {metric}, {lower}not_worse_than: base, margin: 0.02}}"
         )
 
@@ -344,7 +348,7 @@ def _check_baselines(
         if gate.inputs.get(CHANNEL) != live or other is None or other != same:
             raise InputError(
                 f"stages.{gate.name}.{BASELINE}{stage.name}: must be the same measurement of the model that channel "
-                f"{pinned.channel} points at; plan it again"
+                f"{pinned.channel} points at; plan the run file again"
             )
 
 

@@ -266,7 +266,7 @@ def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Su
     found = [one for one in measurements(stores.blobs, manifest, rows, troubles) if stage in (None, one.stage.name)]
     if not found:
         what = f"{run.id}/{stage}" if stage else f"run {run.id}"
-        state = troubles[0] if troubles else "no evaluation of it has ended"
+        state = troubles[0] if troubles else "no evaluation has ended"
         raise InputError(f"compare: {what} has no evaluation: {state}; see posttrain get {run.id}")
     chosen = _chosen(manifest, found)
     return Subject(label, run, manifest, rows, tuple(one for one in found if one.model == chosen))

@@ -137,13 +137,13 @@ def _silence(
 
 
 def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
-    """Return whether the kill of a job for its silence is decided; a request for a checkpoint alone is not enough."""
+    """Return whether a stalled job will be killed; a request for a checkpoint alone does not count."""
     watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     return attempt.reason == Reason.STALLED and watch is not None and _over(watch, limit)
 
 
 def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
-    """Return the failure of a job killed for its silence; the signature repeats if jobs hang at the same place."""
+    """Return the failure of a job killed because it stalled; the signature repeats if jobs hang at the same place."""
     watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     place = _place(watch) if watch else "its start"
     message = f"no progress for {span(limit)} (runtime.stall_after) at {place}: asked to checkpoint, then killed"

@@ -77,7 +77,7 @@ def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
     """
     if name not in trainers:
         known = ", ".join(sorted(trainers))
-        raise InputError(f"trainer {name!r} must be installed, got only {known}; install its package")
+        raise InputError(f"trainer {name!r} is not installed (installed: {known}); install its package")
     return trainers[name]
 
 
@@ -225,13 +225,13 @@ def spec_of(
         found = JobSpec.from_json(read_json(path), str(folder.path))
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
-            f"{path} cannot be read: {error!r}; it is damaged; posttrain retry writes another"
+            f"{path} cannot be read: {error!r}; it is damaged; posttrain retry writes a new file"
         ) from error
     other = set(found.secrets) - of_rewards - set(compiled.secrets)
     if other:
         raise IntegrityError(
             f"{path} names secrets that its run does not declare: {', '.join(sorted(other))[:200]!a}; another process "
-            "wrote it; posttrain retry writes another"
+            "wrote the file; posttrain retry writes a new file"
         )
     return found
 
@@ -266,8 +266,8 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     if present.digest == known["digest"]:
         pin(present, cache)  # the cache may be emptied at any time
         return ""
-    what = present.differs(before) if before else "a different one"
-    return f"the environment must be the one that the run began with, got {what}"
+    what = present.differs(before) if before else "the digests differ"
+    return f"the environment differs from the one with which the run began: {what}"
 
 
 def imported_by(stores: Stores, manifest: Manifest) -> dict[str, set[str]]:

@@ -160,7 +160,7 @@ def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequenc
 
 
 def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) -> tuple[str, int] | None:
-    """Return (run/stage, step) of the checkpoint that an attempt resumed from another stage; None without one."""
+    """Return (run/stage, step) of another stage's checkpoint from which an attempt resumed; None: there is none."""
     if attempt.resume is None:
         return None
     origin, step = attempt.resumed_from or "", attempt.resumed_step or 0

@@ -187,8 +187,8 @@ def _judged_metrics(
     for gate in spec.gates:
         if gate.metric not in made:
             raise InputError(
-                f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model makes {gate.metric!r}"
-                f"{nearest(gate.metric, made)}"
+                f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model measures {gate.metric!r}"
+                f"{nearest(gate.metric, made)}; add a suite, or correct the name"
             )
         possible = ranges[gate.metric]
         if possible is None:
@@ -274,7 +274,8 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
     while name in stages:
         if output == BEST and metrics.get(name, {}).get(_STEP) == 0:
             yield (
-                f"{name}: its best model by the probe is the one it began with (step 0), so no update of {name} ships"
+                f"{name}: the best model by the probe is the model with which the stage began (step 0), so no update "
+                f"of {name} is released"
             )
         ref = stages[name].inputs.get("model")
         if ref is None or ref.source != "stage":

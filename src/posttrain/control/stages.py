@@ -177,7 +177,7 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
     if name is None:
         return False
     locked, present = manifest.code[name], now[name]
-    message = f"the code of {called(name)} must be {locked[:19]}… as the manifest says, got {present[:19]}…"
+    message = f"the code of {called(name)} must be {locked[:19]}… as in the manifest, got {present[:19]}…"
     stores.update_stage(
         stage,
         state=StageState.FAILED,

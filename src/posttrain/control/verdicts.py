@@ -261,7 +261,7 @@ def _summary(report: GateReport) -> str:
     if report.outcome is Outcome.PASS:
         return "the gate passes" if total == 1 else f"all {total} gates pass"
     if not report.decisive:
-        return "no gate was judged, so nothing may ship"
+        return "no gate was judged, so nothing may be released"
     first, count = report.decisive[0], len(report.decisive)
     verb = {Outcome.FAIL: "failed", Outcome.INCONCLUSIVE: "inconclusive", Outcome.ERROR: "could not be judged"}
     return f"{count} of {total} gates {verb[report.outcome]}; {first.gate}: {first.reason.rstrip('.')}"
@@ -370,7 +370,7 @@ def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:
     try:
         verify_tree(blobs, digest)
     except (IntegrityError, NotFoundError) as error:
-        raise IntegrityError(f"{otherwise}: model {digest[:19]}… cannot be served: {error}") from error
+        raise IntegrityError(f"{otherwise}: model {digest[:19]}… cannot be released: {error}") from error
 
 
 def read_report(blobs: BlobStore, digest: str) -> GateReport:

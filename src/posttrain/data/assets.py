@@ -196,7 +196,9 @@ def _reward_source(path: Path, file: str) -> Path:
     if not path.is_dir():
         hint = "give a Python file or a folder that contains one"
         if WORD.fullmatch(str(path)):
-            hint = f"a package's function is not registered: write it in run.yaml, as in rewards: {{mine: {path}}}"
+            hint = (
+                f"a function of a package needs no registration; name it in run.yaml, as in rewards: {{mine: {path}}}"
+            )
         raise NotFoundError(f"reward source {path} does not exist; {hint}")
     return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 

@@ -97,8 +97,8 @@ def _kind(path: Path, name: str) -> str:
         raise InputError(f"{name} cannot be read: {error.strerror}; check {path}") from error
     if foreign := next((word for start, word in _FOREIGN.items() if magic.startswith(start)), None):
         raise InputError(
-            f"{name} must be JSON lines, a JSON list, CSV, Parquet or Arrow, plain or in gzip or zstd, got {foreign};"
-            " unpack it"
+            f"{name} must be JSON lines, a JSON list or CSV (each may be compressed with gzip or zstd), Parquet or"
+            f" Arrow, got {foreign}; unpack or convert the file"
         )
     if magic.startswith(_PARQUET):
         return "parquet"
@@ -114,7 +114,9 @@ def _texts(path: Path, name: str, packed: str) -> Iterator[Row]:
     with _opened(path, name, packed) as file:
         start = file.peek(8)
         if packed and (start.startswith((_PARQUET, _STREAM, _ARROW)) or start[:2] in _PACKED or start[:4] in _PACKED):
-            raise InputError(f"{name} must contain text inside {packed}, got binary data; unpack it once")
+            raise InputError(
+                f"{name} must contain text when unpacked ({packed}), got binary data; unpack the file once"
+            )
         yield from {"csv": _csv_rows, "json": _listed_rows, "jsonl": _lines}[_text_form(file, name)](file, name)
 
 
@@ -160,8 +162,8 @@ class _Unpacked(io.RawIOBase):
         self._count += filled
         if self._most is not None and self._count > self._most:
             raise InputError(
-                f"{self._name} must unpack to at most {self._most} bytes ({TIMES} times its size), got more;"
-                " unpack it yourself, or split it"
+                f"{self._name} must have at most {self._most} bytes when unpacked ({TIMES} times its size), got more;"
+                " unpack the file yourself, or split it"
             )
         return filled
 
@@ -363,7 +365,7 @@ def _header(cells: list[str], name: str) -> list[str]:
 
 def _refuse_twice(columns: list[str], name: str) -> None:
     if len(set(columns)) < len(columns):
-        raise InputError(f"{name} must not have a column twice, got {', '.join(columns)}; rename one")
+        raise InputError(f"{name} must have columns with different names, got {', '.join(columns)}; rename one")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -465,8 +467,8 @@ def together(paths: Iterable[Path], word: str) -> dict[str, Path]:
     for path in paths:
         if path.is_dir():
             raise InputError(
-                f"{word}: each of several paths must be a file, got the folder {path}; give its files, or only the "
-                "folder"
+                f"{word}: if several paths are given, each must be a file, got the folder {path}; give its files, or "
+                "only the folder"
             )
         if path.name in files:
             raise InputError(f"{word}: files must have different names, got {path.name} twice; rename one")

@@ -101,7 +101,10 @@ def _name_from(source: str) -> str:
     """Return a name reduced to valid characters; raise InputError if no valid character remains."""
     found = _NO_LETTER.sub("-", source.lower()).strip("-._")[:63].rstrip("-._")
     if not found:
-        raise InputError(f"{source!r} contains no valid asset name; set one with --name")
+        raise InputError(
+            f"{source!r} contains no letter a-z and no digit, so no asset name can be made from it; give a name with "
+            "--name"
+        )
     return found
 
 
@@ -260,4 +263,4 @@ def begins_at(record: Mapping[str, Any]) -> str:
     if not data:
         return f"{base}; the training data"
     unseen = any("digest" not in row for row in data)
-    return f"{base}; the rows of data sets known by name only" if unseen else base
+    return f"{base}; the rows of data sets of which only the name is known" if unseen else base

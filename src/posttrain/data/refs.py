@@ -236,8 +236,8 @@ def imported_reward(word: str) -> ImportedReward:
     owners = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise InputError(
-            f"reward {word}: {module} is in the standard library, which has no version to pin; call it from your "
-            "own file"
+            f"reward {word}: {module} is in the standard library, which has no version to pin; give a "
+            "Python file that calls the function"
         )
     if not files or not owners:
         raise NotFoundError(
@@ -418,7 +418,7 @@ def _number(what: str, written: str, text: str) -> int:
 def _made_ref(source: Source, rest: str, kind: str, text: str) -> AssetRef:
     """Parse `channel:NAME[@RELEASE]` or `run:RUN[/STAGE]`."""
     if kind != "model":
-        raise InputError(f"ref {text!r}: expected a {kind}, and a {source} names a model; write {kind}:NAME")
+        raise InputError(f"ref {text!r}: must name a {kind}, but a {source} names a model; write {kind}:NAME")
     name, mark, more = rest.partition("@" if source is Source.CHANNEL else "/")
     if not _MADE[source].fullmatch(name) or (mark and not more):
         form = "channel:NAME or channel:NAME@RELEASE" if source is Source.CHANNEL else "run:RUN or run:RUN/STAGE"

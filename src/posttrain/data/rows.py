@@ -254,15 +254,15 @@ def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> li
         earlier = first.setdefault(prompt_text(row), index)
         if rows[earlier].get("answer") != row.get("answer"):
             raise InputError(
-                f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got a "
-                "different answer: no response can be correct for both; drop one row"
+                f"{name} row {index + 1} repeats the prompt of row {earlier + 1} but has a different answer; no "
+                "response can be correct for both; drop one row"
             )
         columns = sorted({*row, *rows[earlier]}) if whole else ()
         other = next((column for column in columns if rows[earlier].get(column) != row.get(column)), None)
         if other is not None:
             raise InputError(
-                f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got a "
-                "different value: the reward reads it, and all rows of a prompt are one item; drop one row"
+                f"{name} row {index + 1} repeats the prompt of row {earlier + 1} but has a different {other}, which a "
+                "reward can read; all rows with one prompt are one item; drop one row"
             )
     return [rows[index] for index in first.values()]
 

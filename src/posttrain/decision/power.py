@@ -136,7 +136,10 @@ def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
 
 def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
     if items < rule.min_items:
-        return f"needs min_items: {rule.min_items} to be judged, its suite has {items}; add items or lower min_items"
+        return (
+            f"requires min_items: {rule.min_items} to be judged, but its suite has {items} items; add items or lower "
+            "min_items"
+        )
     key = next(key for key in ("at_least", "at_most", "margin", "by") if getattr(rule, key) is not None)
     enough = _enough(lambda n: can_pass(rule, n, possible), items)
     more = f"give its suite {enough} items or " if enough else ""
@@ -148,7 +151,7 @@ def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
 
 
 def _enough(passes: Callable[[int], bool], low: int) -> int | None:
-    """Return the least number of items that passes, given that `low` items fail; None: above about `_MOST_ITEMS`."""
+    """Return the smallest number of items that passes; None: it exceeds about `_MOST_ITEMS`. `low` does not pass."""
     high = 2 * low
     while not passes(high):
         low, high = high, 2 * high
@@ -316,7 +319,9 @@ def _empty_channel(rule: GateRule, items: int) -> PowerNote:
 
 
 def _too_few(rule: GateRule, items: int) -> str:
-    return f"gate {rule.name} cannot pass: the suite has {items} items, the rule requires min_items: {rule.min_items}"
+    return (
+        f"gate {rule.name} cannot pass: the suite has {items} items, but the rule requires min_items: {rule.min_items}"
+    )
 
 
 def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:
@@ -327,7 +332,7 @@ def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNot
     spreads = (_NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)) / math.sqrt(max(items, 1))
     of = f"the per-item difference in {rule.metric}" if rule.needs_baseline else rule.metric
     assumption = (
-        f"spread of {of} not known yet: its range alone requires {least:.2g} beyond the threshold,"
+        f"the spread of {of} is not known yet; the range alone requires {least:.2g} beyond the threshold,"
         f" and for {ENOUGH:.0%} about {spreads:.2g} standard deviations more"
     )
     warning = _too_few(rule, items) if items < rule.min_items else None
@@ -414,7 +419,7 @@ def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float 
     few = sum(not one.enough for one in found)
     if few:
         notes.append(
-            f"{few} of {len(found)} pairs have fewer than {ENOUGH_SEEDS} seeds in common, which decide nothing"
+            f"{few} of {len(found)} pairs have fewer than {ENOUGH_SEEDS} seeds in common and are therefore not ordered"
         )
     warnings = few_seeds(min(one.seeds for one in found)) if found else ()
     return Ranking(tuple(ranked), tuple(found), confidence, tuple(notes), warnings)

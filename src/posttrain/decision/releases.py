@@ -153,7 +153,11 @@ def _check_outcome(report: GateReport) -> None:
     if report.outcome is Outcome.PASS:
         return
     first = report.decisive[0] if report.decisive else None
-    said = f"gate {first.gate} says {first.outcome}: {first.reason}" if first else "no gate was judged; declare one"
+    said = (
+        f"the outcome of gate {first.gate} is {first.outcome}: {first.reason}"
+        if first
+        else "no gate was judged; declare one"
+    )
     error = GateInconclusiveError if report.outcome is Outcome.INCONCLUSIVE else GateRejectedError
     raise error(f"promotion: {said}")
 
@@ -185,8 +189,8 @@ def refuse_weaker(own: GateRule, rule: GateRule, pinned: PinnedPolicy) -> None:
     if found is not None:
         key, wanted, got = found
         raise InputError(
-            f"gates.{rule.name}.{key}: the policy of channel {pinned.channel} says {wanted}, got {got}; leave this "
-            "gate out, make it as strict, or rename it"
+            f"gates.{rule.name}.{key}: the policy of channel {pinned.channel} requires {wanted}, got {got}; remove "
+            "this gate, make it as strict as the policy, or rename it"
         )
 
 

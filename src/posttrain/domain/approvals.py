@@ -19,7 +19,7 @@ _SHOWN = 19  # characters of a digest
 _CHANGES = {  # bound value → message if it has changed
     "policy": "the policy has changed",
     "live": "another release is live now",
-    "revision": "the policy or the protection of the channel was changed since",
+    "revision": "the policy or the protection of the channel has changed since then",
 }
 
 
@@ -162,9 +162,10 @@ class ApprovalStatus:
         if self.outdated:
             return f"{counted}, which do not count: {self.outdated}"
         if self.ownerless:
-            return f"{counted}; no one may approve, since the name of its owner was erased; {self.request.anew}"
+            erased = "no one may approve, since the name of the request's owner was erased"
+            return f"{counted}; {erased}; {self.request.anew}"
         if self.missing > len(self.may):
-            few = "too few users other than its owner may approve: name more approvers in the policy"
+            few = "too few users other than the request's owner may approve: name more approvers in the policy"
             return f"{counted}; {few}{f', or give {one_of(self.roleless)} the role approver' if self.roleless else ''}"
         return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
 
@@ -228,7 +229,7 @@ def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> st
     if canonical(said.actor) in own:
         return "it is by the owner of the request"
     if any(name.startswith(NOBODY) for name in own):
-        return "the name of its owner was erased"
+        return "the name of the request's owner was erased"
     if said.actor in roleless:
         return f"{said.actor} is no longer an approver of the project"
     return f"{said.actor} is not an approver of the channel"

@@ -102,7 +102,10 @@ class GateRule(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"gate {self.name!r}: name must be 1-64 of a-z 0-9 . _ - and start with a letter or digit")
+            raise ValueError(
+                f"gate {self.name!r}: name must be 1 to 64 characters from a-z 0-9 . _ - and start with a letter or "
+                "digit"
+            )
         if not self.metric.strip():
             raise ValueError(f"gate {self.name!r}: metric must not be empty, got {self.metric!r}")
         self._check_form()
@@ -135,7 +138,10 @@ class GateRule(Frozen):
             if getattr(self, key) is not None and key not in used:
                 raise ValueError(f"gate {self.name!r}: {key} has no meaning with {form}; remove {key}")
         if form == "not_worse_than" and self.margin is None:
-            raise ValueError(f"gate {self.name!r}: not_worse_than needs margin, the acceptable loss, e.g. margin: 0.02")
+            raise ValueError(
+                f"gate {self.name!r}: not_worse_than needs margin, the amount by which the model may be worse; add it, "
+                "such as margin: 0.02"
+            )
 
     def check_range(self, possible: ItemRange) -> None:
         """Reject a threshold that no model could miss, or that no model could meet.
@@ -153,9 +159,9 @@ class GateRule(Frozen):
         lies = f"{what} is from {low:g} to {high:g}"
         beyond = threshold > high if up else threshold < low
         if beyond or (self.strict and threshold == (high if up else low)):
-            raise InputError(f"{key} must be a value that a model can reach, got {written:g}, and {lies}; change {key}")
+            raise InputError(f"{key} must be a value that a model can reach, got {written:g}, but {lies}; change {key}")
         if threshold <= low if up else threshold >= high:
-            raise InputError(f"{key} must be a value that a model can miss, got {written:g}, and {lies}; change {key}")
+            raise InputError(f"{key} must be a value that a model can miss, got {written:g}, but {lies}; change {key}")
 
     @property
     def needs_baseline(self) -> bool:

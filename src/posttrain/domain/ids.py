@@ -61,33 +61,50 @@ _RUN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _SERIAL = r"[A-Za-z0-9-]{1,64}"
 
 
-RunId = Annotated[str, Id("a run id", _RUN, "1-128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")]
+RunId = Annotated[
+    str, Id("a run id", _RUN, "1 to 128 characters from A-Z a-z 0-9 . _ - and begin with a letter or digit")
+]
 
 
-StageName = Annotated[str, Id("a stage", r"[a-z0-9][a-z0-9_-]{0,127}", "1-128 of a-z 0-9 _ -")]
+StageName = Annotated[
+    str,
+    Id(
+        "a stage",
+        r"[a-z0-9][a-z0-9_-]{0,127}",
+        "1 to 128 characters from a-z 0-9 _ - and begin with a letter or digit",
+    ),
+]
 
 
-SampleId = Annotated[str, Id("a sample id", _RUN, "1-128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")]
+SampleId = Annotated[
+    str, Id("a sample id", _RUN, "1 to 128 characters from A-Z a-z 0-9 . _ - and begin with a letter or digit")
+]
 
 
-TokenId = Annotated[str, Id("a token id", _SERIAL, "1-64 of A-Z a-z 0-9 -")]
+TokenId = Annotated[str, Id("a token id", _SERIAL, "1 to 64 characters from A-Z a-z 0-9 -")]
 
 
-OperationId = Annotated[str, Id("an operation id", _SERIAL, "1-64 of A-Z a-z 0-9 -")]
+OperationId = Annotated[str, Id("an operation id", _SERIAL, "1 to 64 characters from A-Z a-z 0-9 -")]
 
 
 Digest = Annotated[str, Id("a digest", r"sha256:[0-9a-f]{64}", "sha256: and 64 hex digits")]
 
 
-ProjectId = Annotated[str, Id("a project", r"[a-z0-9][a-z0-9-]{0,62}", "1-63 of a-z 0-9 - and begin with one")]
+ProjectId = Annotated[
+    str,
+    Id("a project", r"[a-z0-9][a-z0-9-]{0,62}", "1 to 63 characters from a-z 0-9 - and begin with a letter or digit"),
+]
 
 
-Tag = Annotated[str, Id("a tag", r"[a-z0-9][a-z0-9._-]{0,23}", "1-24 of a-z 0-9 . _ - and begin with a-z 0-9")]
+Tag = Annotated[
+    str,
+    Id("a tag", r"[a-z0-9][a-z0-9._-]{0,23}", "1 to 24 characters from a-z 0-9 . _ - and begin with a letter or digit"),
+]
 
 
 Name = Annotated[  # of a channel, a sink or a kind of events, or a user's reference to a run
     str,
-    Id("a name", r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", "1-128 characters without / and \\"),
+    Id("a name", r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", "1 to 128 characters without / and \\"),
 ]
 
 

@@ -342,13 +342,16 @@ def tokens_short(coming: str, worst: int, spent: int, allowed: int, declared: in
         declared: `budget.tokens`; None: unknown.
     """
     of = "" if declared is None else f" (budget.tokens: {declared})"
-    return f"token budget must cover {coming} (at most {worst} tokens): {spent} of the stage's {allowed} are spent{of}"
+    used = f"{spent} of the stage's {allowed} tokens are spent{of}"
+    return f"token budget must cover {coming} (at most {worst} tokens): {used}"
 
 
 def seconds_short(allowed: float | None, declared: float | None) -> str:
     """Return the beginning of the message that the time allowance of the job is spent."""
     of = "" if declared is None else f" of budget.wall_clock: {declared:g} s"
-    return "deadline passed" + ("" if allowed is None else f" ({max(allowed, 0.0):.0f} s were left{of})")
+    if allowed is None:
+        return "deadline passed"
+    return f"deadline passed (when the attempt began, {max(allowed, 0.0):.0f} s were left{of})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +391,8 @@ class Capacity:
                 "or use another machine"
             )
         who = "; ".join(f"{name} is held by {holder}" for name, holder in self.held.items())
-        return f"needs {wanted} of {self.devices} devices, {free} free: {who}"
+        there = f"only {free} are" if free > 1 else "only 1 is" if free else "none is"
+        return f"needs {wanted} of {self.devices} devices, but {there} free: {who}"
 
 
 class JobState(StrEnum):
@@ -463,7 +467,7 @@ class Observation:
     def why(self) -> str:
         """Why the job ended, as text; for a gang, why the failed pod ended."""
         if self.state is JobState.UNKNOWN:
-            return "the executor no longer has a job of that name"
+            return "the executor no longer has a job with this name"
         culprit = next((str(pod) for pod in self.pods if pod.failed), "")
         code = "its process has ended" if self.exit_code is None else f"exit code {self.exit_code}"
         return culprit or self.detail or code

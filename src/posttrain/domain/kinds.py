@@ -114,8 +114,9 @@ def few_seeds(seeds: int) -> tuple[str, ...]:
     if seeds >= ENOUGH_SEEDS:
         return ()
     return (
-        f"{seeds} seed{'s' * (seeds != 1)} of each setting compared: on a steep learning curve seeds alone move a "
-        f"score more than settings do; compare {ENOUGH_SEEDS} or more (posttrain sweep --seeds {ENOUGH_SEEDS})",
+        f"only {seeds} seed{'s' * (seeds != 1)} of each setting {'is' if seeds == 1 else 'are'} compared: on a steep "
+        f"learning curve, the seed alone can change a score more than the setting does; compare {ENOUGH_SEEDS} or more "
+        f"(posttrain sweep --seeds {ENOUGH_SEEDS})",
     )
 
 
@@ -219,7 +220,7 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
         InputError: the value is not a contract, its parameters are not JSON, or an input or output is invalid.
     """
     if not isinstance(contract, StageContract):
-        raise InputError(f"{told}: must give a StageContract, got {type(contract).__name__}")
+        raise InputError(f"{told}: must return a StageContract, got {type(contract).__name__}")
     try:
         digest_json(dict(contract.params))
     except (InputError, TypeError, ValueError) as error:
@@ -248,7 +249,9 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
             words = "is for gates only" if name == REPORT else f"must be a {wanted or ' or '.join(FORMS)}, got {form!r}"
             raise InputError(f"{told}: output {name!r} {words}")
     if contract.metrics and METRICS not in contract.outputs:
-        raise InputError(f"{told}: metrics require the output {METRICS!r}, which it does not have")
+        raise InputError(
+            f"{told}: metrics require the output {METRICS!r}, which the contract does not declare; add the output"
+        )
 
 
 class Driver(StrEnum):
@@ -449,8 +452,8 @@ def _loaded(plugin: Plugin) -> InstalledKind:
     if kind.driver is not Driver.JOB:
         raise InputError(f"{plugin}: driver must be {Driver.JOB}, got {kind.driver}: only a job runs a package's code")
     wrong = {
-        "ship nothing": kind.ships,
-        "declare its models' sizes, without from_nothing": kind.from_nothing,
+        "not set `ships` (its stages must not move a channel)": kind.ships,
+        "not set `from_nothing`": kind.from_nothing,
         "have an algorithm, or a contract and the module of a job": not (
             _PATH.match(kind.algorithm.config) and _PATH.match(kind.algorithm.algorithm) and kind.module == _TRAIN
             if isinstance(kind.algorithm, AlgorithmSpec)

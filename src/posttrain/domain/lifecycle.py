@@ -164,7 +164,7 @@ class Reason(StrEnum):
         return self
 
     # --- waiting ------------------------------------------------------------------------------------------------------
-    SUBMITTED = "Submitted", (_RUN,), "No driver has read the run yet.", "`attach` drives it"
+    SUBMITTED = "Submitted", (_RUN,), "No driver has read the run yet.", "`attach` drives the run"
     WAITING_FOR_INPUTS = (
         "WaitingForInputs",
         (_STAGE,),
@@ -234,7 +234,7 @@ class Reason(StrEnum):
     SUBMISSION_UNKNOWN = (
         "SubmissionUnknown",
         (_STAGE,),
-        "The executor did not report whether it has the job; no other job is submitted until it does.",
+        "The executor did not report whether it has the job; no other job is submitted until this is known.",
         "check that the executor is reachable",
     )
     JOB_NOT_VISIBLE = (
@@ -247,7 +247,7 @@ class Reason(StrEnum):
         "Stalled",
         (_STAGE, _ATTEMPT),
         "Its job reported no progress for `runtime.stall_after`: it gets a checkpoint request, then it is killed.",
-        "nothing: another attempt resumes; `logs` shows where it hung",
+        "nothing: another attempt resumes; `logs` shows where the job hung",
     )
     ANOTHER_RUNS = (
         "AnotherRuns",
@@ -258,7 +258,7 @@ class Reason(StrEnum):
     ASSUMED_DEAD = (
         "AssumedDead",
         (_ATTEMPT,),
-        "A user declared its job dead, which no executor can observe.",
+        "A user declared the attempt's job dead, because no executor can observe the job.",
         "nothing: another attempt resumes",
     )
     STOP_REQUESTED = (
@@ -267,7 +267,7 @@ class Reason(StrEnum):
         "A stop was requested: its job writes a checkpoint and ends, or is killed after the grace period.",
         _NOTHING,
     )
-    TROUBLED = "Troubled", (_STAGE,), "The driver's processing of the stage raised an error, and is repeated.", _NOTHING
+    TROUBLED = "Troubled", (_STAGE,), "The driver's processing of the stage raised an error, and is retried.", _NOTHING
     SET_ASIDE = (
         "SetAside",
         _ENDED,
@@ -287,7 +287,7 @@ class Reason(StrEnum):
     NOT_REACHED = "NotReached", (_STAGE,), "The run ended before this stage.", "see the run's reason"
 
     # --- turned away --------------------------------------------------------------------------------------------------
-    GATE_FAILED = "GateFailed", _ENDED, "A gate's measurement misses its threshold.", "`why` shows the numbers"
+    GATE_FAILED = "GateFailed", _ENDED, "A measured value misses the threshold of its gate.", "`why` shows the numbers"
     GATE_INCONCLUSIVE = (
         "GateInconclusive",
         _ENDED,
@@ -317,7 +317,7 @@ class Reason(StrEnum):
         "ApprovalRejected",
         _ENDED,
         "An approver rejected the release.",
-        "`why` shows who; `approve` by the same person withdraws the rejection, then `promote`",
+        "`why` shows the approver; `approve` by the same person withdraws the rejection; then `promote`",
     )
     RECALLED = (
         "Recalled",
@@ -352,7 +352,12 @@ class Reason(StrEnum):
         "The same failure occurred twice in a row, so a third attempt would not help.",
         "`logs` shows the cause; fix it, then `retry`",
     )
-    BUDGET_EXCEEDED = "BudgetExceeded", _ALL, "The run's budget is spent.", "raise it in the run file and submit again"
+    BUDGET_EXCEEDED = (
+        "BudgetExceeded",
+        _ALL,
+        "The run's budget is spent.",
+        "raise the budget in the run file, and submit the run again",
+    )
     SIGNAL_MISSED = (
         "SignalMissed",
         _ENDED,
@@ -363,33 +368,33 @@ class Reason(StrEnum):
         "CodeChanged",
         _ENDED,
         "The code differs from the code in the manifest.",
-        "restore it, then `retry`; or submit the run again, which locks the current code",
+        "restore the code, then `retry`; or submit the run again, which locks the current code",
     )
     ENVIRONMENT_CHANGED = (
         "EnvironmentChanged",
         _ENDED,
         "The installed packages differ from those that the run began with.",
-        "restore them, or accept the current ones with `retry`; if Posttrain's own code changed, submit the run again, "
-        "which locks the current code",
+        "restore the packages, or accept the current packages with `retry`; if Posttrain's own code changed, submit "
+        "the run again, which locks the current code",
     )
     CORRUPT = (
         "Corrupt",
         _ALL,
         "Stored bytes do not match their digest.",
-        "`verify` lists them; restore them, then `retry`",
+        "`verify` lists the damaged objects; restore these, then `retry`",
     )
-    JOB_FAILED = "JobFailed", _ALL, "The job failed without a report.", "`logs` shows the cause; then `retry`"
+    JOB_FAILED = "JobFailed", _ALL, "The job failed without recording a cause.", "`logs` shows the cause; then `retry`"
     JOB_FAILED_INFRASTRUCTURE = (
         "JobFailed:infrastructure",
         (_ATTEMPT,),
-        "Something outside the job broke: a process, a node, a disk.",
+        "A failure outside the job ended it, such as that of a process, a node or a disk.",
         "nothing: another attempt resumes",
     )
     JOB_FAILED_OUT_OF_MEMORY = (
         "JobFailed:out_of_memory",
         _ALL,
         "The job requested more memory than the machine has.",
-        "lower its batch or micro-batch size, and submit again",
+        "lower the stage's batch or micro-batch size, and submit the run again",
     )
     JOB_FAILED_DISK_FULL = (
         "JobFailed:disk_full",

@@ -62,7 +62,7 @@ class Resources(Frozen):
         if self.with_ is not None and self.model_fields_set != {"with_"}:
             others = ", ".join(name for name in Resources.model_fields if name in self.model_fields_set - {"with_"})
             raise ValueError(
-                f"`with` must be the only field, got also {others}: the pool that `with` names has its own resources"
+                f"`with` must be the only field; remove {others}: the pool that `with` names has its own resources"
             )
         if self.kind is not None and not self.gpus:
             raise ValueError(f"kind {self.kind!r} needs gpus >= 1, got gpus: 0; set gpus")
@@ -151,8 +151,8 @@ class Placement(Frozen):
     def _consistent(self) -> Placement:
         if self.collocated is not None and self.placed:
             raise ValueError(
-                f"{COLLOCATED} puts every role into one pool, got also {', '.join(self.placed)}; write policy "
-                f"instead of {COLLOCATED}: roles that are not mentioned share its pool"
+                f"{COLLOCATED} puts every role into one pool, but the map also has {', '.join(self.placed)}; write "
+                f"policy instead of {COLLOCATED}: roles that are not mentioned share the policy's pool"
             )
         if self.collocated is not None and self.collocated.with_ is not None:
             raise ValueError(f"{COLLOCATED} must have its own resources, got with: {self.collocated.with_}")

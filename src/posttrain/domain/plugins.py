@@ -121,12 +121,14 @@ def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[
         if group not in own:
             troubles.append(f"{mine[0]}: there is no group {group}, only {', '.join(sorted(own))}")
         elif name in own[group]:
-            troubles.append(f"{mine[0]}: Posttrain itself has this name; rename it")
+            troubles.append(f"{mine[0]}: Posttrain itself has this name; rename the entry point")
         elif len(mine) > 1:
             owners = " and ".join(sorted(plugin.distribution for plugin in mine))
             troubles.append(f"{mine[0]}: must be in one installed package, got {owners}; uninstall one of them")
         elif not _NAME.match(name):
-            troubles.append(f"{mine[0]}: names have small letters, digits, - and _ only; rename it")
+            troubles.append(
+                f"{mine[0]}: a name must consist of lower-case letters, digits, - and _; rename the entry point"
+            )
     return found, troubles
 
 

@@ -73,7 +73,7 @@ class ChannelPolicy(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.gates:
-            raise ValueError("gates: must be at least one, got none; add one, or remove the policy")
+            raise ValueError("gates: must contain at least one gate, got none; add a gate, or remove the policy")
         names = [gate.name for gate in self.gates]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -116,8 +116,9 @@ def detect(signature: Signature) -> str:
     if dialect is not None:
         return dialect
     raise SignatureError(
-        f"parameters ({', '.join(signature.words())}) match no known dialect; name the text `completion`, or give "
-        f"its dialect, in run.yaml (dialect:) or when you register it: asset add --dialect {'|'.join(DIALECTS)}"
+        f"parameters ({', '.join(signature.words())}) match no known dialect; call the parameter for the response "
+        "`completion`, or set the reward's dialect, in run.yaml (dialect:) or at registration (asset add --dialect "
+        f"{'|'.join(DIALECTS)})"
     )
 
 
@@ -161,7 +162,7 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
     chosen = wanted or (CONVENTIONAL_FILE if CONVENTIONAL_FILE in files else only)
     if chosen not in files:
         missing = repr(wanted) if wanted else f"`{CONVENTIONAL_FILE}` or a single Python file"
-        remedy = f"; name one with --entry {min(files)}:FUNCTION, in run.yaml with entry:" if files else ""
+        remedy = f"; name one with --entry {min(files)}:FUNCTION, or in run.yaml with entry:" if files else ""
         raise InputError(
             f"reward folder {folder} must contain {missing}, got {', '.join(sorted(files)) or 'none'}{remedy}"
         )
@@ -187,7 +188,7 @@ def entry_name(functions: Iterable[str], source: str, rubrics: Iterable[str] = (
     entry = (conventional or single or [""])[0]
     if not entry:
         defined = ", ".join(public) or "none"
-        remedy = f"; name the one with --entry {public[0]}, in run.yaml with entry:" if public else ""
+        remedy = f"; name the function with --entry {public[0]}, or in run.yaml with entry:" if public else ""
         raise InputError(
             f"{source} must define a function `score`, or one public function; it defines {defined}{remedy}"
         )

@@ -167,7 +167,9 @@ class RewardUse(Frozen):
         names = [Path(file).name for file in self.files]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"files: names must be unique and not the source's, got {twice!r} twice; rename one")
+            raise ValueError(
+                f"files: names must be unique and differ from the source's name, got {twice!r} twice; rename one"
+            )
         high = next((word for word in self.network if not 0 < int(word.rpartition(":")[2]) < 65536), None)
         if high is not None:
             raise ValueError(f"network: ports must be from 1 to 65535, got {high!r}")
@@ -184,7 +186,8 @@ class RewardUse(Frozen):
         number = next((word for word in self.network if _ADDRESS.match(word)), None)
         if number is not None:
             raise ValueError(
-                f"network: must name hosts, which the reward connects to by name, or 127.0.0.1, got {number!r}"
+                f"network: must contain host names or 127.0.0.1, got {number!r}; use the host's name instead of its "
+                "address"
             )
         return self
 

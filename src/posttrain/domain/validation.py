@@ -107,13 +107,17 @@ NOT_HERE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
-        "responses are drawn without penalties, from the distribution that the log-probabilities are of",
+        "responses are sampled without penalties, because the log-probabilities must be those of the sampling "
+        "distribution",
     ),
     "lag": "only policy gradients have it, since only they correct for samples of an older policy",
-    "stop": "only suites and stages that sample have it; that of a stage also applies to its probe",
+    "stop": "only suites and stages that sample have it; a stage's `stop` also applies to its probe",
     "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
 }
-_BY_PAIRS = "is not supported yet; kind: dpo is nearest, or a judge from pairs (kind: reward_model) and kind: ppo"
+_BY_PAIRS = (
+    "is not supported yet; the nearest are kind: dpo, or a reward model trained from pairs (kind: reward_model) with "
+    "kind: ppo"
+)
 # kinds of other trainers → the alternative in Posttrain
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("ipo", "orpo", "simpo", "cpo", "kto"), _BY_PAIRS),
@@ -126,7 +130,7 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("rm", "reward", "reward-model"), "is kind: reward_model"),
     **dict.fromkeys(("eval", "test", "benchmark"), "is kind: evaluate"),
     **dict.fromkeys(("finetune", "fine-tune", "finetuning", "train", "supervised"), "is kind: sft"),
-    **dict.fromkeys(("custom", "user", "best_of_n", "rejection_sampling"), "is kind: dataflow, an algorithm of yours"),
+    **dict.fromkeys(("custom", "user", "best_of_n", "rejection_sampling"), "is kind: dataflow, your own algorithm"),
     **dict.fromkeys(("gkd", "distillation", "on_policy_distillation"), "is kind: distill"),
 }
 _SHOWN = 120  # characters of a value

@@ -118,7 +118,7 @@ def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, s
     parts, ends = [], wait.given_up_at(stage)
     missing = wait.signal is not None and sent is None
     if missing:
-        most = f" (until {moment(ends)} at the longest)" if ends is not None else ""
+        most = f" (until {moment(ends)} at the latest)" if ends is not None else ""
         parts = [f"for signal {wait.signal}{most}"]
     action = f"posttrain signal {stage.run_id} {wait.signal}" if missing else "none needed"
     if stage.not_before is None:

@@ -219,7 +219,7 @@ def requests_held(root: Path) -> AbstractContextManager[None]:
         InfrastructureError: another process, which may be suspended, does not release the lock.
     """
     folder = runs_folder(root)
-    said = f"{folder}: another process has held it for {_LOCK_SECONDS:g} s; see posttrain doctor"
+    said = f"{folder}: another process has held the lock of this folder for {_LOCK_SECONDS:g} s; see posttrain doctor"
     return held(folder, refusal=Refusal(_LOCK_SECONDS, InfrastructureError(said)), make=False)
 
 

@@ -218,7 +218,8 @@ class TokenBatch:
         """
         if [len(part.item_lengths) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
-                f"gathered parts must have {[len(s) for s in shards]} items, got {[len(p.item_lengths) for p in parts]}"
+                f"gathered parts must have {[len(s) for s in shards]} units, got "
+                f"{[len(p.item_lengths) for p in parts]}; gather each part with the shard that it was computed from"
             )
         filled = [part for part in parts if part.documents]
         if not filled:
@@ -334,7 +335,9 @@ class TokenBatch:
             InputError: an index is outside [0, D); the documents of the batch form units.
         """
         if self.units is not None:
-            raise InputError("documents of a batch in units must stay together, got a selection; use select_items")
+            raise InputError(
+                "documents of one unit must stay together, so single documents cannot be selected; use select_items"
+            )
         return self._select(documents, None)
 
     def select_items(self, items: Sequence[int], /) -> TokenBatch:
@@ -345,7 +348,7 @@ class TokenBatch:
         """
         if self.units is None:
             return self._select(items, None)
-        _refuse_outside(items, len(self.units), "units")
+        _refuse_outside(items, len(self.units), "a unit")
         return self._select(self.documents_of(items), tuple(self.units[item] for item in items))
 
     def documents_of(self, items: Sequence[int]) -> Sequence[int]:
@@ -393,7 +396,7 @@ class TokenBatch:
 
     def _select(self, documents: Sequence[int], units: tuple[int, ...] | None) -> TokenBatch:
         chosen = tuple(documents)
-        _refuse_outside(chosen, self.documents, "documents")
+        _refuse_outside(chosen, self.documents, "a document")
         index = torch.from_numpy(tokens_of(self.lengths, chosen)).to(self.device)
         places = torch.tensor(chosen, dtype=torch.int64, device=self.device)
         taken = self._each(lambda values: values[index], lambda values: values[places])
@@ -418,7 +421,7 @@ class TokenBatch:
 def _refuse_outside(chosen: Sequence[int], count: int, what: str) -> None:
     wrong = next((i for i in chosen if not 0 <= i < count), None)
     if wrong is not None:
-        raise InputError(f"{what} to select must be in 0..{count - 1}, got {wrong}; check the index")
+        raise InputError(f"index of {what} must be in 0..{count - 1}, got {wrong}")
 
 
 def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
@@ -446,7 +449,8 @@ def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     odd = next((c.keys() ^ columns[0].keys() for c in columns if c.keys() != columns[0].keys()), None)
     if odd:
         raise InputError(
-            f"gathered parts must have the same columns, got {min(odd)} in only some parts; check the method"
+            f"gathered parts must have the same columns, but only some parts have {min(odd)}; let the called method "
+            "return the same columns on every rank"
         )
     return {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
 
@@ -459,7 +463,9 @@ def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
     """
     found = [d.temperature for d in documents if d.temperature is not None]
     if len(found) not in (0, len(documents)):
-        raise InputError(f"a temperature must be given for all {len(documents)} documents or none, got {len(found)}")
+        raise InputError(
+            f"a temperature must be given for all {len(documents)} documents or for none, but is given for {len(found)}"
+        )
     return {"temperature": torch.tensor(found, dtype=torch.float64)} if found else {}
 
 
@@ -482,13 +488,14 @@ def _check_documents(documents: Sequence[Document]) -> bool:
             )
         if document.sampled is not None and len(document.sampled) != len(document.response):
             raise InputError(
-                f"document {index} must mark which of {len(document.response)} response tokens were sampled, "
+                f"document {index} must have one `sampled` flag per response token ({len(document.response)}), "
                 f"got {len(document.sampled)}"
             )
     scored = sum(d.logprobs is not None for d in documents)
     if scored not in (0, len(documents)):
         raise InputError(
-            f"log-probabilities must be given for all {len(documents)} documents or for none, got {scored}"
+            f"log-probabilities must be given for all {len(documents)} documents or for none, but are given for "
+            f"{scored}"
         )
     return scored > 0
 

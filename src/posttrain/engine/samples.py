@@ -142,7 +142,9 @@ class Trajectory:
         found = list(dict.fromkeys(s.temperature for s in self.segments if s.source == "sampled"))
         if len(found) > 1:
             told = ", ".join(map(str, found))
-            raise InputError(f"the turns of a sample must have one temperature, got {told}; return one in source")
+            raise InputError(
+                f"all turns of a sample must have the same temperature, got {told}; set one temperature in `source`"
+            )
         return found[0] if found else None
 
     @property

@@ -51,7 +51,7 @@ def _held_against(trajectory: Trajectory, score: Score) -> Score:
         try:
             refuse_places(score.at, trajectory.sampled.tolist())
         except AnswerError as error:
-            fault = f"the reward must return {error}; its worker did not check"
+            fault = f"the reward must return {error} (found by the job, not by the reward's worker)"
     return replace(score, score=None, status="error", message=fault, at={}) if fault else score
 
 
@@ -177,7 +177,8 @@ class RewardScorer:
             self._told_placed = True
             self._tell(
                 "the reward returned scores of single tokens, but this algorithm gives each response one advantage, so "
-                "their sum counts; ppo and reinforce_plus_plus credit each token with the scores that follow it"
+                "only the sum of the scores counts; ppo and reinforce_plus_plus credit each token with the scores that "
+                "follow it"
             )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
         self._step = max(self._step, stretch.total)  # a call for replacements has fewer responses than a step
@@ -192,7 +193,7 @@ class RewardScorer:
             self._told = True
             self._tell(
                 f"{failed[0].message}; {len(failed)} of {stretch.total} completions of this step are left out of their "
-                "groups, later ones are counted as reward/errors and reward/timeouts"
+                "groups; later failures are counted in reward/errors and reward/timeouts"
             )
 
     def text(self, trajectory: Trajectory) -> str:
@@ -359,15 +360,17 @@ class TextEnvironment:
             if seen is None:
                 return None
             if not isinstance(seen, str):
-                return Failed(f"{self._where} must give text or None, got {type(seen).__name__}; fix it")
+                return Failed(f"{self._where} must return text or None, got {type(seen).__name__}; fix it")
             tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
         except (Exception, SystemExit) as error:  # after any error, the other samples continue
             return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix it, or the row")
         if not tokens:
-            return Failed(f"{self._where} must give some text or None, got {seen[:60]!r}; give None to end the sample")
+            return Failed(
+                f"{self._where} must return non-empty text or None, got {seen[:60]!r}; return None to end the sample"
+            )
         if len(tokens) > self._most:
             return Failed(
-                f"{self._where} must give at most {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
+                f"{self._where} must return at most {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
                 "observation_tokens of the stage, or shorten it"
             )
         return tokens

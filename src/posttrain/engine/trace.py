@@ -140,13 +140,14 @@ class SampleTracer:
                 self._left += 1
         if self._left and not self.budget.dropped:
             line = (
-                f"{self._left} samples of step {self.step} leave no trace: trace.bytes must hold all samples that a "
-                f"stage traces, got {self.budget.most}; raise it, or lower trace.groups. trace/dropped counts them"
+                f"{self._left} samples of step {self.step} were not traced, because trace.bytes ({self.budget.most}) "
+                "is too small for all samples that the stage traces; raise trace.bytes or lower trace.groups; "
+                "trace/dropped counts these samples"
             )
             trace.sink(Note(line, time.time(), "warning"))
         self.budget.dropped += self._left
         if self.budget.dropped and self.step == self.budget.steps - 1:
-            told = f"{self.budget.dropped} samples left no trace, because trace.bytes is {self.budget.most}"
+            told = f"{self.budget.dropped} samples were not traced, because trace.bytes is {self.budget.most}"
             trace.sink(Note(told, time.time(), "warning"))
         return self._left
 

@@ -100,8 +100,8 @@ class WideColumn:
         """
         if self.counts != list(wanted):
             raise InputError(
-                f"wide column {name} must have one row for each response token, {list(wanted)} by document, got "
-                f"{self.counts}; fill it from this batch"
+                f"wide column {name} must have one row for each response token: expected {list(wanted)} rows per "
+                f"document, got {self.counts}; fill the column from this batch"
             )
 
     def select(self, documents: Sequence[int]) -> WideColumn:
@@ -165,7 +165,8 @@ def joined(columns: Sequence[Mapping[str, WideColumn]]) -> dict[str, WideColumn]
         odd = first.keys() ^ other.keys() or {n for n in first if first[n].width != other[n].width}
         if odd:
             raise InputError(
-                f"gathered parts must have the same wide columns, got {min(odd)} in only some parts; check the method"
+                f"gathered parts must have the same wide columns, but in some parts {min(odd)} is missing or has "
+                "another width; let the called method return the same columns on every rank"
             )
     return {
         name: WideColumn(column.width, tuple(chain.from_iterable(other[name].documents for other in columns)))

@@ -101,7 +101,8 @@ def secret(env: str | None, file: str | None, where: str) -> str:
         found = os.environ.get(env, "")
         if not found.strip():
             raise SinkError(
-                f"{where}: variable {env} must be set, in the process that delivers events, to the secret, got no value"
+                f"{where}: variable {env} is not set, or is empty, in the process that delivers events; set it to the "
+                "secret"
             )
         return found.strip()
     try:
@@ -311,7 +312,8 @@ def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozens
         good = variable.isidentifier() if variable.startswith(VARIABLES) else may_be_secret(variable)
         if not is_project(of) or not good:
             raise InputError(
-                f"{SECRETS} must be PROJECT/VARIABLE with commas between them, got {of}/{variable}; correct it"
+                f"{SECRETS} must be a comma-separated list of PROJECT/VARIABLE, got the entry {of}/{variable}; correct "
+                "it"
             )
     return frozenset(variable for of, _, variable in pairs if of == project)
 
@@ -341,7 +343,7 @@ def networks(text: str) -> list[Network]:
         return [ipaddress.ip_network(word.strip()) for word in text.split(",") if word.strip()]
     except ValueError as error:
         raise InputError(
-            f"{VARIABLE} must be networks such as 10.1.0.0/16 with commas between them: {error}"
+            f"{VARIABLE} must be a comma-separated list of networks such as 10.1.0.0/16: {error}; correct it"
         ) from error
 
 

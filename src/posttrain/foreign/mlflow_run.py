@@ -257,6 +257,7 @@ def _folders(root: Path) -> Iterator[Path]:
         below.sort()
         if count >= _MOST_FOLDERS:
             raise InputError(
-                f"{root}: must have at most {_MOST_FOLDERS} artifact folders, got more; add its model alone"
+                f"{root}: must have at most {_MOST_FOLDERS} artifact folders, got more; register only its model: "
+                "posttrain asset add model:NAME DIR"
             )
         yield Path(folder)

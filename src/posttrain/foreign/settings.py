@@ -228,8 +228,8 @@ def _of_python(text: str, source: str) -> Settings:
             script.unknown["callbacks"] = ", ".join(ast.unparse(one) for one in call.args)
         elif called in ("map", "filter") and isinstance(call.func, ast.Attribute):
             script.notes.append(
-                f"{ast.unparse(call.func)[:60]} (line {call.lineno}): code changes the rows; "
-                "write the result to JSON lines and register that file"
+                f"{ast.unparse(call.func)[:60]} (line {call.lineno}): this code changes the rows; "
+                "write its result to JSON lines and register that file"
             )
     script.read_rows()
     unknown = {k: v for k, v in script.unknown.items() if k not in script.values}
@@ -453,7 +453,7 @@ class Draft:
         for name, value in settings.left().items():
             last, why = name.rpartition(".")[2], _told(told, name)
             if why and (name in same or last in same) and value in same.get(name, same.get(last, ())):
-                self.carried.append(f"{name}: {_short(value)} → the same here")
+                self.carried.append(f"{name}: {_short(value)} → Posttrain does the same")
             elif why and (value not in _ABSENT or name in same):
                 self.changed.append(f"{name}: {_short(value)}: {why}")
             elif why or name in harmless or last in harmless:

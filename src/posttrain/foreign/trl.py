@@ -26,7 +26,11 @@ _AGGREGATIONS = {
 _BUILDERS = ("json", "csv", "parquet", "arrow")  # builders for `load_dataset`, which read `data_files`
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # functions in trl.rewards
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
-_PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
+_PAIRS = "the loss on a pair is the sigmoid loss, with beta and label_smoothing"
+_CORRECTED = (
+    "responses are sampled with the trained weights; lag: {steps: 0, correction: tis, cap: …} applies the same "
+    "correction"
+)
 _NEVER_CUT = "`plan` refuses a longer row; rows are never truncated"
 _WHY = {  # reason → settings that change the result or the output for people
     "adapters are not supported yet: all weights are trained, which needs more memory and other learning rates": (
@@ -38,7 +42,9 @@ _WHY = {  # reason → settings that change the result or the output for people
     ),
     "training samples from the whole distribution": "top_p top_k min_p repetition_penalty generation_kwargs",
     _PROBE: "load_best_model_at_end metric_for_best_model greater_is_better",
-    f"callbacks are not run, and may change the training; for EarlyStoppingCallback {_PROBE}": "callbacks",
+    f"callbacks are not run, although they may change the training; in place of EarlyStoppingCallback, {_PROBE}": (
+        "callbacks"
+    ),
     "placement: assigns devices to roles": "deepspeed fsdp fsdp_config parallelism_config",
     "there is no entropy bonus": (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
@@ -48,14 +54,14 @@ _WHY = {  # reason → settings that change the result or the output for people
         "top_entropy_quantile off_policy_mask_threshold"
     ),
     _PAIRS: "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau",
-    "the trained weights also sample; lag: {steps: 0, correction: tis, cap: …} corrects in the same way": (
+    _CORRECTED: (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
     ),
     "an epoch covers all rows once, in an order that seed determines; a batch may span two epochs": (
         "shuffle_dataset train_sampling_strategy data_seed dataloader_drop_last ignore_data_skip"
     ),
-    "put it into the model's folder, as save_pretrained writes it": (
+    "put the tokenizer or template into the model's folder, in the form that save_pretrained writes": (
         "processing_class tokenizer eos_token chat_template_path"
     ),
     "the optimiser is AdamW, with the fields of optimizer:": (
@@ -63,22 +69,22 @@ _WHY = {  # reason → settings that change the result or the output for people
     ),
     "epsilon is 1e-8": "adam_epsilon",
     "the schedule has warmup_steps and final_ratio, and no other field": "lr_scheduler_kwargs",
-    "kind: dataflow has turns, and your class observes between them": (
+    "kind: dataflow has several turns per sample; your class gives the observations between them": (
         "tools rollout_func environment_factory max_tool_calling_iterations"
     ),
     _NEVER_CUT: "truncation_mode",
     "batch_size counts rows, where TRL counts sequences of max_length that several rows fill": (
         "packing packing_strategy"
     ),
-    "rows are read unchanged; write its result to the file": "formatting_func dataset_kwargs",
+    "rows are read unchanged; write the converted rows to the data file": "formatting_func dataset_kwargs",
     "a row is rendered by the model's chat template; a custom mask has no counterpart": "data_collator",
     "the loss is that of the stage's kind": "compute_loss_func label_names",
     "a suite of an evaluate stage measures": "compute_metrics preprocess_logits_for_metrics",
     "code that comes with a model is never run": "trust_remote_code",
     "add an evaluate stage with a suite, or probe: to the stage": "eval_dataset eval_strategy",
     "register the rows of this split only": "dataset_config dataset_train_split",
-    "is in another split": "data_files",
-    "is not read; write its rows to JSON lines": "load_dataset",
+    "these files are in another split, which is not converted": "data_files",
+    "this argument is not read; write the rows to JSON lines": "load_dataset",
     "the model is read from its folder; only dtype and revision can be set": "model_init_kwargs",
     "repeating the command resumes; a run does not start from another run's checkpoint": "resume_from_checkpoint",
     NOT_HERE["stop_token_ids"]: "stop_token_ids",
@@ -93,10 +99,10 @@ _WHY = {  # reason → settings that change the result or the output for people
     "a reward model uses the tokenizer in its folder": "reward_processing_classes",
     "rewards are not centred": "center_rewards_coefficient",
     "the head computes in the stage's dtype": "cast_lm_head_to_fp32",
-    "there is no loss on the experts' load": "router_aux_loss_coef",
+    "there is no auxiliary loss on the load of experts": "router_aux_loss_coef",
     "dropout applies only in sft and reward_model, as the model's configuration sets it": "disable_dropout",
     "lag: {steps: N} samples ahead, in a separate pool": "max_staleness weight_sync_steps",
-    "the contents of that file are not read; posttrain init --from trl THAT.yaml reads it": "config",
+    "the contents of that file are not read; convert the file with posttrain init --from trl THAT.yaml": "config",
     "the reference is the starting policy and stays fixed": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "the reference is the starting policy": "ref_model",
     "the loss covers only the tokens of the assistant": "assistant_only_loss",
@@ -287,7 +293,8 @@ def _batch(settings: Settings, draft: Draft) -> int:
     accumulated = settings.count("gradient_accumulation_steps", default=1)
     if not settings.given("num_processes", "nproc_per_node"):
         draft.changed.append(
-            "devices: counted as one, since the file sets no number of processes; else multiply the batch"
+            "devices: one device is assumed, since the file sets no number of processes; with several, multiply the "
+            "batch size"
         )
     return max(1, size * accumulated * processes)
 
@@ -319,13 +326,14 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
         stage["advantage"] = "rloo"
         if beta:
             draft.changed.append(
-                "beta: TRL subtracts the KL from the reward; here it is in the loss (kind: rloo has both)"
+                "beta: TRL subtracts the KL penalty from the reward; here the penalty is in the loss (kind: rloo "
+                "supports both)"
             )
         return
     loss = str(settings.take("loss_type", default="dapo"))
     stage["aggregation"] = _AGGREGATIONS.get(loss, "token-mean")
     if loss not in _AGGREGATIONS:
-        draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean is the one of dapo")
+        draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean, the aggregation of dapo, is used")
     scale = str(settings.take("scale_rewards", default="group")).lower()
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
@@ -352,7 +360,7 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
     known |= {"constant_with_warmup": ("constant", 1.0), "cosine_with_min_lr": ("cosine", 0.1)}
     ours, final = known.get(schedule, ("linear", 0.0))
     if schedule not in known:
-        draft.changed.append(f"lr_scheduler_type: {schedule}: not supported, linear here")
+        draft.changed.append(f"lr_scheduler_type: {schedule}: is not supported; the schedule is linear")
     warmup = settings.number("warmup_steps", default=0.0)
     share = settings.number("warmup_ratio", default=0.0)
     if 0 < warmup < 1:  # the number is a share of the steps, as in transformers 5
@@ -403,8 +411,10 @@ def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[st
     weights = weights if isinstance(weights, list) else [1.0] * len(functions) if weights is None else [weights]
     numbers = [_weight(settings, weight) for weight in weights]
     if len(numbers) != len(functions):
-        wanted = f"one for each of {len(functions)} reward_funcs"
-        raise InputError(f"{settings.source}: reward_weights must be {wanted}, got {len(numbers)}; fix the list")
+        raise InputError(
+            f"{settings.source}: reward_weights must have one number for each of the {len(functions)} reward_funcs, "
+            f"got {len(numbers)}; fix the list"
+        )
     if numbers == [1.0]:
         return {"reward": _reward(settings, draft, functions[0] or "")}
     found: dict[str, Any] = {}
@@ -439,7 +449,7 @@ def _one_of_several(settings: Settings, draft: Draft, function: str | None, numb
         return _installed(draft, f"{module or 'trl.rewards'}:{name}")
     entry = name if name.isidentifier() else f"reward_{number}"
     if function and "/" in function:
-        draft.changed.append(f"reward_funcs: {function}: a model; write a function {entry}, or use kind: ppo")
+        draft.changed.append(f"reward_funcs: {function}: is a model; write a function {entry}, or use kind: ppo")
     elif function is None:
         draft.changed.append(f"reward_funcs: number {number} is computed in the script; write it as {entry}")
     draft.fill_in.append(f"put {entry} into reward.py: {_alone(settings)}")

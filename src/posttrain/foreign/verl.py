@@ -24,10 +24,10 @@ _CHANGES = {
     "stop_token_ids": NOT_HERE["stop_token_ids"],
     "entropy_coeff": "there is no entropy bonus",
     "clip_ratio_c": "there is no dual clipping",
-    "loss_mode": "the loss is the clipped one of PPO",
+    "loss_mode": "the loss is the clipped PPO loss",
     **dict.fromkeys(
         ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "bypass_mode"),
-        "the trained weights also sample; lag (also with steps: 0) has a correction and its cap",
+        "responses are sampled with the trained weights; lag (even with steps: 0) has the fields correction and cap",
     ),
     **dict.fromkeys(
         ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches"),
@@ -35,7 +35,7 @@ _CHANGES = {
     ),
     "use_pf_ppo": "is not supported yet",
     "kl_ctrl.type": "the coefficient is fixed",
-    "multi_turn.enable": "kind: dataflow has turns, and your class observes between them",
+    "multi_turn.enable": "kind: dataflow has several turns per sample; your class gives the observations between them",
     "reward_model.enable": "write reward_model: with a model of kind: reward_model instead of reward",
     **dict.fromkeys(
         ("val_kwargs.top_p", "val_kwargs.top_k", "val_kwargs.temperature", "val_kwargs.n", "val_kwargs.do_sample"),
@@ -46,7 +46,7 @@ _CHANGES = {
     "filter_groups.enable": "kind: dapo replaces groups without a learning signal",
     "n_gpus_per_node": "placement: assigns devices to roles",
     "nnodes": "placement: assigns devices to roles",
-    "total_training_steps": "steps counts them",
+    "total_training_steps": "the field steps sets this number",
     "custom_cls.path": "rows are read unchanged; write another file",
     "val_files": "add an evaluate stage with a suite, and a gate on it",
 }
@@ -99,7 +99,7 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
             stage["advantage"] = "dr_grpo"
         stage["aggregation"] = str(settings.take(f"{_ACTOR}.loss_agg_mode", default="token-mean"))
         if stage["aggregation"] not in _AGGREGATIONS:
-            draft.changed.append(f"loss_agg_mode: {stage['aggregation']}: not supported, token-mean here")
+            draft.changed.append(f"loss_agg_mode: {stage['aggregation']}: is not supported; token-mean is used")
             stage["aggregation"] = "token-mean"
     else:
         _critic(settings, stage)
@@ -135,7 +135,8 @@ def _reward(settings: Settings, draft: Draft) -> str:
     name = settings.take("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
     if not path:
         draft.changed.append(
-            "reward: verl chooses one by data_source; here it is a file: write compute_score or copy the one of verl"
+            "reward: verl chooses a reward by data_source; here the reward is a file: write compute_score, or copy "
+            "verl's function"
         )
     draft.fill_in.append(f"register the reward: posttrain asset add reward:reward {path or 'reward.py'} --entry {name}")
     return "reward:reward"
@@ -153,7 +154,7 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
         "temperature": settings.number(f"{_ROLLOUT}.temperature", default=1.0),
     }
     if stage["group_size"] != group:
-        draft.changed.append(f"{_ROLLOUT}.n: {group}: a group of one response has no baseline, so it is 2 here")
+        draft.changed.append(f"{_ROLLOUT}.n: {group}: a group of one response has no baseline, so group_size is 2")
     draft.stops(settings, stage, f"{_ROLLOUT}.stop")
     both = settings.number(f"{_ACTOR}.clip_ratio", default=0.2)
     stage["clip_low"] = settings.number(f"{_ACTOR}.clip_ratio_low", default=both)
@@ -216,8 +217,8 @@ def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int |
     draft.carry("trainer.total_epochs", plainly(epochs), "epochs", plainly(epochs))
     if rows is None or rows % per_step:
         draft.changed.append(
-            f"total_epochs: {epochs:g}: verl drops the last rows of an epoch that fill no step; here the next epoch "
-            "fills it"
+            f"total_epochs: {epochs:g}: verl drops the last rows of an epoch that do not fill a step; here the step "
+            "is filled from the next epoch"
         )
     return passes_of(epochs, rows, per_step).steps if rows else None
 

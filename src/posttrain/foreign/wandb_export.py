@@ -77,7 +77,7 @@ def read_wandb_export(path: Path) -> OutsideRun:
         NotFoundError: there is no such folder.
         InputError: there is no run or several runs, wandb is needed and not installed, or a file is unreadable.
     """
-    folder = _the_run(run_folder(path, "a W&B run, or of its exported history"))
+    folder = _the_run(run_folder(path, "a W&B run or of an exported history"))
     notes: list[str] = []
     logs = sorted(folder.glob("*.wandb"))
     log = _Log(inside(logs[0], folder), folder) if logs else None

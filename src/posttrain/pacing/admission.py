@@ -176,12 +176,10 @@ class Buffer(Generic[T]):
         for place, key in enumerate(keys):
             if key <= self._newest or key in self._entries:
                 raise InputError(
-                    f"prompt {key} must be started once, got it again after {self._newest}; admit other prompts"
+                    f"prompt {key} was already started (the newest is {self._newest}); start each prompt only once"
                 )
             if len(self._entries) >= self.policy.capacity(self.prompts):
-                raise InputError(
-                    f"the buffer must contain at most {len(self._entries)} groups, got one more for prompt {key}"
-                )
+                raise InputError(f"the buffer is full ({len(self._entries)} groups), so prompt {key} has no place")
             again = 0 if place < fresh or not lost else lost.pop(lost.index(min(lost))) + 1
             self._entries[key], self._newest = Entry(key, batch, version, again=again), key
 
@@ -227,8 +225,8 @@ class Buffer(Generic[T]):
         if not pace.whole(step) or len(keys) != len(chosen) or len(keys) + pace.given_up.count(step) != self.prompts:
             wanted = self.prompts - pace.given_up.count(step)
             raise InputError(
-                f"{name} must select the whole of batch {step}, its {wanted} groups once each, got {len(keys)} of "
-                f"which {len(chosen)} differ, with {pace.filled(step)} of {self.prompts} places filled"
+                f"{name} must select each of the {wanted} groups of batch {step} once, got {len(keys)} keys, "
+                f"{len(chosen)} of them different; {pace.filled(step)} of {self.prompts} places are filled"
             )
         for key in keys:
             del self._entries[key]

@@ -159,16 +159,18 @@ def token_concern(
     most = {name: max(likely[name], e.most or 0) for name, e in estimates.items()}
     probable, total = sum(likely.values()), sum(most.values())
     if probable > limit:
-        basis = "by earlier stages the run takes about" if any(known.values()) else "the run takes at least about"
+        basis = (
+            "according to earlier stages the run takes about" if any(known.values()) else "the run takes at least about"
+        )
         unless = ", unless an active run's result is reused" if doubtful else ""
         return Concern(
-            f"budget.tokens is {limit}, and {basis} {_short(probable)}: it would stop at its budget{unless}",
+            f"budget.tokens is {limit}, but {basis} {_short(probable)}, so the run would stop at its budget{unless}",
             None if doubtful else _raise_tokens(total, cheaper(max(likely, key=likely.__getitem__), kinds)),
         )
     if total > limit:
         return Concern(
-            f"budget.tokens is {limit}, and the run may take up to about {_short(total)}: if it does, it stops at its "
-            "budget and continues when the budget is raised"
+            f"budget.tokens is {limit}, but the run may take up to about {_short(total)}; if it takes more than the "
+            "budget, the run stops and continues when the budget is raised"
         )
     return None
 
@@ -194,8 +196,8 @@ def time_concern(
     if total <= LONGEST:
         remedy = f"raise budget.wall_clock to {min(math.ceil(1.2 * total / 60), round(LONGEST / 60))}m or {remedy}"
     return Concern(
-        f"budget.wall_clock is {limit:g} s, and by earlier stages the run takes about {total:.0f} s{more}: it would "
-        f"stop at its budget{unless}",
+        f"budget.wall_clock is {limit:g} s, but according to earlier stages the run takes about {total:.0f} s{more}, "
+        f"so the run would stop at its budget{unless}",
         None if doubtful else remedy,
     )
 

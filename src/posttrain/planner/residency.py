@@ -438,7 +438,7 @@ def infeasible(
             parts = f" ({', '.join(f'{pool} {asked[pool]}' for pool in names)})" if several else ""
             found.append(
                 f"placement: {' and '.join(map(_called, names))} {'request' if several else 'requests'} {total} {noun}"
-                f"{parts}, {where} has {there:g}; {_next_action(noun, several)}"
+                f"{parts}, but {where} has {there:g}; {_next_action(noun, several)}"
             )
     return found
 
@@ -496,7 +496,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
     if machine is not None and total > machine:
         parts = ", ".join(f"{peak.pool} {peak.ranks} × {gib(peak.certain)}" for peak in on_cpu)
         found.append(
-            f"memory: ranks on CPUs need at least {gib(total)} ({parts}), this machine has {gib(machine)}; "
+            f"memory: ranks on CPUs need at least {gib(total)} ({parts}), but this machine has {gib(machine)}; "
             "use a smaller model, or GPUs"
         )
     return found
@@ -519,8 +519,8 @@ def _kind_is_missing(pool: Pool, available: Mapping[str, float], where: str) -> 
     if kind is not None and kind not in there and available.get("GPU", 0.0) > 0:
         has = ", ".join(there) or "GPUs of no known kind"
         yield (
-            f"placement: {_called(pool.name)} requests {pool.resources.gpus} gpus of kind {kind}, {where} has {has}; "
-            "change kind or leave it out"
+            f"placement: {_called(pool.name)} requests {pool.resources.gpus} gpus of kind {kind}, but {where} has "
+            f"{has}; change kind or leave it out"
         )
 
 

@@ -137,8 +137,9 @@ def too_much_to_load(
         for role in pool.roles
     }
     return [
-        f"memory: {ranks} ranks of {role} convert their model side by side in this machine's memory, {ranks} × "
-        f"{gib(size)}, it has {gib(memory)}; use fewer ranks on one machine, or compute in the type of its file"
+        f"memory: {ranks} ranks of {role} convert their models at the same time, which takes {ranks} × {gib(size)}, "
+        f"but this machine has {gib(memory)}; use fewer ranks on one machine, or compute in the dtype of the model's "
+        "file"
         for role, ranks, size in loading(load, shapes, gpu_there=gpu_there)
         if role in on_gpus and ranks * size > memory and shapes[role].stored not in (0, size // shapes[role].parameters)
     ]
@@ -152,7 +153,7 @@ def _start(load: Load, shapes: Mapping[str, Shape], gpu_there: bool) -> Size:
         return Size("start_timeout", START, "seconds", True, "5 min; the model's sizes are not known")
     role, ranks, size = read
     value = max(START, round(_READ_GIB * ranks * size / _GIB, 1))
-    why = f"5 min, or 10 s for each GiB of {ranks} × {gib(size)} ({role}) where that is more"
+    why = f"5 min, or 10 s for each GiB of {ranks} × {gib(size)} ({role}) if that is more"
     return Size("start_timeout", value, "seconds", True, why)
 
 
@@ -161,7 +162,7 @@ def _call(load: Load) -> Size:
         return Size("call_timeout", load.call_timeout, "seconds", False, "")
     tokens = max(_of_a_call(load), default=0)
     value = max(CALL, round(_TOKEN * tokens, 1))
-    many = f", or 10 ms for each of the {tokens} tokens of a rank's longest call where that is more" if tokens else ""
+    many = f", or 10 ms for each of the {tokens} tokens of a rank's longest call if that is more" if tokens else ""
     return Size("call_timeout", value, "seconds", True, f"1 h{many}")
 
 
@@ -303,7 +304,7 @@ class _Stage:
         """Return why the smallest micro-batches do not fit; empty if they exceed only the usable part of memory."""
         alone = replace(load, kv_cache=0)  # the cache may shrink to one row
         found = resident(alone, self._shapes, prompt_tokens=prompt_tokens, gpu_there=self._room.gpu_there)
-        again = ", and layers computed again" if load.activation_checkpointing else ""
+        again = ", with activation checkpointing" if load.activation_checkpointing else ""
         for peak in found.peaks:
             whole = self._whole(self._pools[peak.pool])
             if whole is not None and peak.bytes > whole:
@@ -358,8 +359,8 @@ class _Stage:
 
     def _no_row(self, pool: Pool, row: int, longest: int, value: int) -> str:
         return (
-            f"memory: the key-value cache of one row of {longest} tokens takes {gib(row)}, {gib(value)} are left for "
-            f"it on {self._place(pool)}; lower max_new_tokens, or give the rollout its own pool"
+            f"memory: the key-value cache of one row of {longest} tokens takes {gib(row)}, but only {gib(value)} are "
+            f"left on {self._place(pool)}; lower max_new_tokens, or give the rollout its own pool"
         )
 
     def _device(self, pool: Pool) -> str:
@@ -406,7 +407,9 @@ def _object_store(load: Load, shapes: Mapping[str, Shape], room: Room) -> Size |
     usual = min(int(_STORE_SHARE * room.memory), _STORE_USUAL)
     rows = load.samples * load.response_tokens * sum(role.wide for role in load.roles)
     value = max(usual, min(2 * sent + rows, int(_STORE_MOST * room.memory)))
-    many = f"twice the {gib(sent)} of weights sent to rollouts" + (f", {gib(rows)} of a teacher's" if rows else "")
+    many = f"twice the {gib(sent)} of weights sent to rollouts" + (
+        f", and {gib(rows)} of a teacher's tokens" if rows else ""
+    )
     why = many if value > usual else "a tenth of memory, at most 8 GiB"
     return Size("object_store", float(value), "bytes", True, why)
 

@@ -107,12 +107,12 @@ def check_nccl(facts: ClusterFacts) -> Check:
         remedy = f"NCCL_SOCKET_IFNAME={real[0].name}" if real else "bring up a network interface"
         return _told("nccl", "NCCL_SOCKET_IFNAME", told.split(","), facts, remedy)
     if not real:
-        return Check("nccl", "warn", "no interface but loopback is up", "for several machines: bring one up")
+        return Check("nccl", "warn", "no interface but loopback is up", "for several machines, bring up an interface")
     chosen = min(real, key=lambda i: (not i.name.startswith("ib"), i.name.startswith(_VIRTUAL)))
     shown = f"{chosen.name} ({chosen.addresses[0]})"
     if not chosen.name.startswith(_VIRTUAL):
         return Check("nccl", "ok", shown)
-    remedy = "for several machines: bring a real one up, or set NCCL_SOCKET_IFNAME"
+    remedy = "for several machines, bring up a physical interface, or set NCCL_SOCKET_IFNAME"
     return Check("nccl", "warn", f"{shown}: only virtual interfaces are up", remedy)
 
 
@@ -161,7 +161,8 @@ def check_ports(facts: ClusterFacts) -> Check:
     (low, high), ephemeral = _RAY_WORKERS, facts.local_ports
     if ephemeral and ephemeral[0] <= high and ephemeral[1] >= low:
         return warn(
-            f"outgoing connections take ports {ephemeral[0]}-{ephemeral[1]}, Ray's workers {low}-{high}: they collide",
+            f"outgoing connections use ports {ephemeral[0]}-{ephemeral[1]} and Ray's workers {low}-{high}; the ranges "
+            "overlap",
             "sysctl -w net.ipv4.ip_local_port_range='32768 60999', or `ray start --min-worker-port`",
         )
     if facts.listening is None:
@@ -202,11 +203,11 @@ def check_shared_memory(facts: ClusterFacts) -> Check:
     finding = f"/dev/shm: {_size(free)} free of {_size(size)}; Ray's object store needs {_size(wanted)}"
     larger = f"give the container --shm-size={-(-max(wanted, _LITTLE_SHARED) // _GIB)}g, or enlarge the mount"
     if size <= _TINY_SHARED and max(facts.gpus.files, facts.gpus.listed or 0) > 1:
-        return Check("shm", "fail", f"{finding}; NCCL between GPUs needs more than that", larger)
+        return Check("shm", "fail", f"{finding}; NCCL between GPUs needs a larger /dev/shm", larger)
     if free < _FULL * size:
         return Check("shm", "warn", f"{finding}; it is nearly full", "delete the files of ended processes in /dev/shm")
     if size < max(wanted, _LITTLE_SHARED):
-        return Check("shm", "warn", f"{finding}; without room Ray uses a slower folder on disk", larger)
+        return Check("shm", "warn", f"{finding}; if /dev/shm has no room, Ray uses a slower folder on a disk", larger)
     return Check("shm", "ok", finding)
 
 
@@ -220,7 +221,7 @@ def check_devices(gpus: Gpus) -> Check:
     if gpus.torch_trouble:
         return Check("devices", "fail", gpus.torch_trouble, "reinstall torch")
     if gpus.listed is not None and gpus.files and gpus.listed != gpus.files:
-        finding = f"nvidia-smi lists {gpus.listed} device(s), /dev contains {gpus.files}"
+        finding = f"nvidia-smi lists {gpus.listed} device(s), but /dev contains {gpus.files}"
         return Check("devices", "warn", finding, "restart the driver, or give the container all its devices (--gpus)")
     if hidden := _hidden(gpus.visible, there):
         return Check("devices", "warn", hidden, "correct or unset CUDA_VISIBLE_DEVICES")
@@ -245,11 +246,11 @@ def _hidden(visible: str | None, there: int) -> str:
     beyond = next((word for word in words if word.lstrip("-").isdecimal() and not 0 <= int(word) < there), None)
     if beyond is not None:
         return (
-            f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, there are {there}; CUDA ignores this device and "
-            "those after it"
+            f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, but there are {there}; CUDA ignores this device "
+            "and those after it"
         )
     if len(set(words)) < len(words):
-        return f"CUDA_VISIBLE_DEVICES={visible} names a device twice; CUDA then shows none"
+        return f"CUDA_VISIBLE_DEVICES={visible} names a device twice, so CUDA shows no device"
     return ""
 
 
@@ -289,4 +290,5 @@ def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Ch
         return Check("ray", "fail", f"{address}: {answer.trouble} ({here})", remedy)
     resources = {name: answer.resources.get(name, 0.0) for name in ("CPU", "GPU")}
     shown = ", ".join(f"{count:g} {name}" for name, count in resources.items())
-    return Check("ray", "ok", f"{address}: {answer.nodes} node(s), {shown}; ray {answer.version} and Python as here")
+    same = f"the same versions of ray ({answer.version}) and Python as here"
+    return Check("ray", "ok", f"{address}: {answer.nodes} node(s), {shown}; {same}")

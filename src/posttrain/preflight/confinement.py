@@ -56,7 +56,7 @@ class Confinement:
     notes: tuple[str, ...]  # descriptions of the missing parts
 
 
-IN_AN_IMAGE = Confinement(False, ("in an image they can access everything that their job can",))
+IN_AN_IMAGE = Confinement(False, ("in an image, rewards can access everything that their job can access",))
 
 
 def confinement(cache: Path | None = None) -> Confinement:
@@ -196,7 +196,7 @@ def _answer(words: list[str], given: str, seconds: float) -> Any:
         return json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError, OSError) as error:
         raise InfrastructureError(
-            f"the reward worker gave no answer: {error}; check the machine's memory, then try again"
+            f"the reward worker did not respond: {error}; check the machine's memory, then try again"
         ) from error
 
 
@@ -218,11 +218,14 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
                     )
                 if is_confined() and name not in secrets_of(project):
                     raise InputError(
-                        f"{where}: secrets: {name}: must be in {SECRETS} of the server as {project}/{name}; ask its "
-                        "operator"
+                        f"{where}: secrets: {name}: the server's {SECRETS} must contain {project}/{name}; ask the "
+                        "server's operator"
                     )
                 if manifest.image_of(stage):
-                    raise InputError(f"{where}: secrets: {name}: a reward in an image gets no secrets; leave image out")
+                    raise InputError(
+                        f"{where}: secrets: {name}: a reward in an image gets no secrets; remove the field image or "
+                        "the secret"
+                    )
                 if fault := secret_fault(name):
                     raise InputError(f"{where}: {fault}")
 

@@ -475,7 +475,7 @@ def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
                 continue
             names = [name for name in planned.contracts[stage.name].metrics if compares(name)]
             mine = [name for name in names if name.rpartition("/")[0] == suite]
-            rest = f"measured on the other {data.answered} only" if data.answered else "not measured"
+            rest = f"measured only on the other {data.answered}" if data.answered else "not measured"
             told = f"{', '.join(mine)} {'is' if len(mine) == 1 else 'are'} {rest}"
             count = f"{data.items - data.answered} of {data.items} items of {ref.name}"
             yield f"{stage.name}: {count} have no answer to compare with, so {told}"
@@ -521,5 +521,5 @@ def seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Itera
                 continue
             report = contamination(known, asked)
             if report.found or report.left:
-                little = "; its scores say little about unseen prompts" if report.found else ""
+                little = "; scores on this suite can overstate the quality on unseen prompts" if report.found else ""
                 yield f"{suite.name} against {source.name}: {report}{little}"

@@ -100,7 +100,7 @@ def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None
     wanted = dict(contract.outputs)
     if stage.outputs != wanted:
         raise InputError(
-            f"outputs: of kind {stage.kind} must be {', '.join(wanted) or 'none'}, got "
+            f"outputs: a stage of kind {stage.kind} must have {', '.join(wanted) or 'none'}, got "
             f"{', '.join(stage.outputs) or 'none'}; lock the run file again"
         )
 
@@ -129,7 +129,7 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
             present = present_code(name, workspace.jobs.trainers)
         if present != digest:
             raise InputError(
-                f"{path}: sources, libraries or platform of {called(name)} differ from the locked ones "
+                f"{path}: the sources, libraries or platform of {called(name)} differ from those in the lock "
                 f"({digest[:19]}…); lock the run file again, or install the locked versions"
             )
     contracts: dict[str, StageContract] = {}

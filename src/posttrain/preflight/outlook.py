@@ -96,9 +96,9 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
         return note
     needed = _forecast(replace(look, budget="corrected").rule(rule), items, possible, empty).needed
     said = (
-        f"gate {rule.name}: this is {look.words}: with each judged at confidence {rule.confidence:g} alone, one of "
-        f"{look.number} models on the threshold passes with a chance of up to {look.inflated(rule.confidence):.0%}; "
-        "use new items, or set `looks` in the policy of the channel"
+        f"gate {rule.name}: this is {look.words}: if every look is judged at confidence {rule.confidence:g}, the "
+        f"probability that at least one of {look.number} models at the threshold passes is up to "
+        f"{look.inflated(rule.confidence):.0%}; use new items, or set `looks` in the channel's policy"
     )
     said += f" (then {needed} items give {ENOUGH:.0%})" if needed is not None else ""
     return replace(note, warning="; ".join(filter(None, (note.warning, said))))
@@ -127,8 +127,8 @@ def other_stops(manifest: Manifest) -> Iterator[str]:
             own = _stops(suite if isinstance(suite, Mapping) else {})
             if own != trained:
                 yield (
-                    f"{stage.name}: responses of suite {name} end at {_said(own)}, the training responses of "
-                    f"{model.name} at {_said(trained)}; write stop: {trained} in the suite too, unless this is intended"
+                    f"{stage.name}: responses to suite {name} end at {_said(own)}, but responses in the training of "
+                    f"{model.name} end at {_said(trained)}; add stop: {trained} to the suite, unless this is intended"
                 )
 
 

@@ -71,8 +71,8 @@ def refuse_infeasible(
     for stage in manifest.stages:
         if _asks_for_a_gpu(stage) and not gpu_visible():
             raise InputError(
-                f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, and none is visible here; write "
-                "auto or cpu, or run it on a machine that has one"
+                f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, but no GPU is visible here; "
+                "write auto or cpu, or run the file on a machine with a GPU"
             )
     machine = this_machine() if loads else Machine(1)
     for name, load in loads.items():
@@ -132,7 +132,7 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
     ]
     total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
     if memory is not None and total > memory:
-        found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; {_LOWER}")
+        found.append(f"ranks on CPUs will need about {gib(total)}, but this machine has {gib(memory)}; {_LOWER}")
     return found
 
 
@@ -282,8 +282,8 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
     away = urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address
     if away and not is_served(workspace.root):
         raise InputError(
-            f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} "
-            "only through a server, and none is running; run posttrain serve"
+            f"{source}: image: a job in an image has no network, so it can reach artifacts in {workspace.blobs.url} "
+            "only through a server, but no server is running; run posttrain serve"
         )
 
 
@@ -388,8 +388,8 @@ class _Asked:
             return ""
         sizes = " and ".join(str(len(tokens or ())) for tokens in found)
         return (
-            f"{self._slot}: must have the student's tokenizer, got {self._name} with another (vocabularies of {sizes} "
-            "tokens); name a model of the student's family"
+            f"{self._slot}: must have the student's tokenizer, but {self._name} has a different one (vocabularies of "
+            f"{sizes} tokens); name a model of the student's family"
         )
 
     def has_fewer(self) -> str:
@@ -398,7 +398,7 @@ class _Asked:
         sizes = [size for slot in ("model", self._slot) if (size := self._size(slot))]
         if not isinstance(asked, int) or not sizes or asked <= min(sizes):
             return ""
-        return f"top_k: must be at most {min(sizes)}, the tokens of the vocabulary, got {asked}; lower it"
+        return f"top_k: must be at most {min(sizes)}, the size of the vocabulary, got {asked}; lower it"
 
     def is_the_student(self) -> Iterator[str]:
         """Yield a warning if teacher and student are the same model, since the student then learns nothing."""

@@ -210,12 +210,12 @@ def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], por
     """
     abi = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
-        return ["the reward can read and write what its user can: the kernel has no Landlock"]
+        return ["the reward can read and write all files of its user: the kernel has no Landlock"]
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("QQQ", handled, _NETWORK, _SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = libc.syscall(_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     if rules < 0:
-        return [f"the reward can read and write what its user can: Landlock {os.strerror(ctypes.get_errno())}"]
+        return [f"the reward can read and write all files of its user: Landlock {os.strerror(ctypes.get_errno())}"]
     try:
         for path in (*readable, *_DEVICES):
             _allow(libc, rules, path, (_EXECUTE | _READ | _LIST | (_WRITE if path in _DEVICES else 0)) & handled)
@@ -224,12 +224,12 @@ def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], por
         for port in ports if abi >= 4 else ():
             libc.syscall(_ADD, rules, _PORT_RULE, struct.pack("=QQ", _CONNECT, port), 0)
         if libc.syscall(_RESTRICT, rules, 0):
-            return [f"the reward can read and write what its user can: Landlock {os.strerror(ctypes.get_errno())}"]
+            return [f"the reward can read and write all files of its user: Landlock {os.strerror(ctypes.get_errno())}"]
     finally:
         os.close(rules)
     notes = [] if abi >= 6 else ["the reward can signal processes of its user: Landlock has a version before 6"]
     if ports:
-        where = "any host at its declared ports, and any host by UDP" if abi >= 4 else "any host"
+        where = "any host at the declared ports, and any host by UDP" if abi >= 4 else "any host"
         notes.append(f"the reward can reach {where}, not only the hosts that it declares")
     return notes
 

@@ -246,7 +246,10 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
         plan: the settings of the cell.
     """
     if sys.platform != "linux":
-        notes = ("the reward can read, write and reach what its user can: cells need Linux", *_limit(plan.limits))
+        notes = (
+            "the reward can read and write all files of its user, and reach any host: cells need Linux",
+            *_limit(plan.limits),
+        )
         return Confinement(False, notes, plan.scratch, plan.source)
     libc = ctypes.CDLL(None, use_errno=True)
     tasks = plan.processes + _own_tasks()  # before the user namespace changes user ids
@@ -301,7 +304,9 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
         if plan.ports and apart:
             notes.append("the reward cannot reach the hosts that it declares: they need a separate root")
         notes.append("the reward can fill the disk: its scratch has no size limit without a separate root")
-        notes.append("the reward can change modes, times and limits of what its user owns")
+        notes.append(
+            "the reward can change the modes and times of its user's files, and the limits of its user's processes"
+        )
     notes += filter_calls(libc, apart=apart, sockets=apart or bool(plan.ports))
     return notes + _limit(limits)
 
@@ -323,7 +328,7 @@ def _unshare(libc: Any) -> list[str]:
 
 
 def _unshare_as_user(libc: Any) -> int:
-    """Enter every namespace below a user namespace that keeps the user's ids; return the error number, or 0."""
+    """Enter a new user namespace with the same ids and, in it, the other new namespaces; return the error number or 0."""
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_USER | _NAMESPACES):
         return ctypes.get_errno()
@@ -337,7 +342,7 @@ def _unshare_as_user(libc: Any) -> int:
 
 
 def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
-    """Return sockets of this network namespace, on which the job accepts."""
+    """Return sockets in this network namespace, one per port; the job accepts connections on them."""
     if not ports:
         return ()
     import fcntl

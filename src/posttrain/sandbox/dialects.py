@@ -262,7 +262,7 @@ def _instance(made: type) -> Callable[..., Any]:
     ]
     if needed:
         raise NoRewardError(
-            f"class {made.__name__} must take no arguments, its __init__ requires {', '.join(needed)}; "
+            f"class {made.__name__} must take no arguments, but its __init__ requires {', '.join(needed)}; "
             f"name an instance: reward = {made.__name__}(…)"
         )
     result: Callable[..., Any] = made()
@@ -275,8 +275,8 @@ def _instance(made: type) -> Callable[..., Any]:
 def _of_rubric(rubric: Any) -> Callable[..., Any]:
     if getattr(rubric, "has_group_rewards", False):
         raise NoRewardError(
-            "rubric has functions that score whole groups (prompts, completions, states in the plural), which is not "
-            "supported; score one completion"
+            "the rubric has a function that scores a whole group (with a parameter such as `prompts`, `completions` or "
+            "`states`), which is not supported; use functions that score one completion"
         )
     wanted = inspect.signature(rubric.score_rollout).parameters
 
@@ -341,7 +341,10 @@ def _raising(score: Callable[..., Any]) -> Callable[..., Any]:
 def _of_task(task: Any) -> Callable[..., Any]:
     vf = sys.modules.get("verifiers.v1")
     if vf is None:
-        raise NoRewardError(f"class {task.__name__} must be a Task of verifiers.v1, which it did not import")
+        raise NoRewardError(
+            f"class {task.__name__} has `data_type` and `score` as a task of verifiers has, but verifiers.v1 was not "
+            "imported; derive the class from verifiers.v1.Task"
+        )
 
     async def score(prompt: Any, completion: Any, row: Any, answer: Any, info: Any, task: Any, **_: Any) -> Any:
         data = made.data_type().model_validate({**row, "answer": answer, "info": info, "prompt": prompt})

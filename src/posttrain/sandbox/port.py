@@ -220,8 +220,7 @@ def try_out(reward: RewardFunction, call: RewardCall) -> None:
     scores = reward.score(call, len(call), range(len(call)))
     if scores and all(score.failed for score in scores):
         raise RewardError(
-            f"{scores[0].message}; all {len(call)} trial calls before the stage failed, whose responses are the "
-            "answers of the rows"
+            f"{scores[0].message}; all {len(call)} trial completions before the stage failed (each is its row's answer)"
         )
 
 

@@ -237,7 +237,7 @@ class ProcessReward:
                 self._count_kill(error)
                 continue
             except NotConfinedError as error:
-                raise InfrastructureError(f"{self._name}: {error}; try again") from None
+                raise InfrastructureError(f"{self._name}: {error}; check the machine's load, then retry") from None
             except LateError:
                 raise RewardError(
                     f"{self._name} took longer than its timeout of {max(self._timeout, LOAD_TIMEOUT):g} s to load "

@@ -93,9 +93,11 @@ def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
     """
     for token in at:
         if not 0 <= token < len(sampled):
-            raise AnswerError(f"{TOKENS} of tokens 0 to {len(sampled) - 1}, got one of token {token}")
+            raise AnswerError(f"{TOKENS} of tokens 0 to {len(sampled) - 1}, got a score of token {token}")
         if not sampled[token]:
-            raise AnswerError(f"{TOKENS} of tokens that the policy sampled, got one of token {token}, an observation's")
+            raise AnswerError(
+                f"{TOKENS} of tokens that the policy sampled, got a score of token {token}, which is in an observation"
+            )
 
 
 def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict[str, float], dict[int, float]]:
@@ -148,10 +150,11 @@ def _token(at: Any, subject: str, spans: Spans) -> int:
         raise AnswerError(f"{TOKENS} of tokens by number from 0 for {subject}, got {at!r:.40}")
     last = spans[-1][1] if spans else _LAST
     if token >= last:
-        raise AnswerError(f"{TOKENS} of tokens 0 to {last - 1} of {subject}, got one of token {token!r:.40}")
+        raise AnswerError(f"{TOKENS} of tokens 0 to {last - 1} of {subject}, got a score of token {token!r:.40}")
     if spans and not any(start <= token < stop for start, stop in spans):
         raise AnswerError(
-            f"{TOKENS} of tokens that the policy sampled for {subject}, got one of token {token}, observed"
+            f"{TOKENS} of tokens that the policy sampled for {subject}, got a score of token {token}, which is in an "
+            "observation"
         )
     return token
 
@@ -327,7 +330,8 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
         raise MalformedError(f"a {type(value).__name__}, expected a JSON object")
     if type(value.get("id")) is not int or value["id"] != expected:
         raise MalformedError(
-            f"request {value.get('id')!r:.40} while request {expected} was open, maybe from a process that it forked"
+            f"request {value.get('id')!r:.40} while request {expected} was open, possibly from a process that the "
+            "reward forked"
         )
     return _message(value)
 

@@ -1,10 +1,10 @@
 """The process in which a reward's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
 
-The worker uses only the standard library, so it starts in tens of milliseconds and contains no other data of the job.
-It first enters its cell (`sandbox.cell`) and reports this, then runs a loop: read a request from the socket `FD`, run
-the function, answer (`sandbox.protocol`). The worker waits only for its parent; the parent waits with a deadline, after
-which the parent closes the cell. The cell also closes when the parent dies. The reward's output goes to stderr, which
-the job copies into its log up to a limit.
+The worker uses only the standard library, so it starts in tens of milliseconds and has none of the job's data in
+memory. It first enters its cell (`sandbox.cell`) and reports this, then runs a loop: read a request from the socket
+`FD`, run the function, answer (`sandbox.protocol`). The worker waits only for its parent; the parent waits with a
+deadline, after which the parent closes the cell. The cell also closes when the parent dies. The reward's output goes to
+stderr, which the job copies into its log up to a limit.
 """
 
 import asyncio

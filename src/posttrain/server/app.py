@@ -209,7 +209,7 @@ class _Around:
             await self._app(scope, timely(receive), named)
         except Exception as error:
             if begun:  # a response that has begun cannot be changed, so the connection ends
-                log.exception("an answer ended early", extra=facts(request=request.state.id, verb=verb_of(scope)))
+                log.exception("a response ended early", extra=facts(request=request.state.id, verb=verb_of(scope)))
                 raise
             await _problem(request, error)(scope, receive, named)
 

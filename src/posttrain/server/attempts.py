@@ -164,7 +164,8 @@ class _Jobs:
         found = self._grants.known(digest) if secret.startswith(PREFIX) else None
         if found is None:
             raise AuthenticationError(
-                "the token is not that of a running attempt: the attempt has ended, or the token is for another one"
+                "the token is not that of a running attempt: the attempt has ended, or the token is not an attempt's "
+                "token"
             )
         request.state.granted = found
         return found, digest

@@ -267,10 +267,10 @@ class Authentication:
         of = ", ".join(self.projects(identity)) or "no project"
         if project in self._roles(identity.principal):
             return AccessError(
-                f"this token is of {of}; log in with a token of {project}: posttrain login URL --project {project}"
+                f"this token is for {of}; log in with a token for {project}: posttrain login URL --project {project}"
             )
         return NotFoundError(
-            f"there is no project {project!r} that you may see: this token is of {of}; "
+            f"there is no project {project!r} that you may see: this token is for {of}; "
             f"posttrain --project {next(iter(self.projects(identity)), 'NAME')} project ls"
         )
 
@@ -396,7 +396,7 @@ def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, A
             found[name] = checked = kinds.validate_python(value)
             if isinstance(checked, int) and not -_MOST_NUMBER <= checked < _MOST_NUMBER:
                 raise InputError(
-                    f"{operation.name}: {name} must fit in 64 bits (signed), got a number outside that range"
+                    f"{operation.name}: {name} must be a signed 64-bit number, got a number outside that range"
                 )
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]

@@ -106,7 +106,7 @@ class _Blobs:
         who, seen = await in_thread(READ, self._seen, request, "add_dataset")
         digest, direct, mine = checked(request.path_params["digest"]), self._direct, Uploads(seen)
         if direct is None:
-            raise InputError("upload: this server's store takes no direct uploads; send it to the server")
+            raise InputError("upload: this server's store accepts no direct uploads; send the file to the server")
 
         def adopted(size: int) -> None:
             if mine.held(digest):  # a repeat after a lost response, or the project already has the bytes

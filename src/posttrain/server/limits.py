@@ -122,9 +122,15 @@ MOST = {
 
 
 _WORDS = {
-    **{LOOK: "requests", READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"},
-    **{ADOPT: "direct uploads that are verified", BODY: "requests with bodies", LOGIN: "log-ins"},
-    CHANNEL: "requests about a channel",
+    **{
+        LOOK: "requests",
+        READ: "requests",
+        HEAVY: "requests that need a worker",
+        UPLOAD: "uploads",
+        FOLLOW: "followers",
+    },
+    **{ADOPT: "direct uploads being verified", BODY: "requests with a body", LOGIN: "log-ins"},
+    CHANNEL: "mailbox requests",
 }
 
 
@@ -163,8 +169,8 @@ class Limits:
             held = self._held[key] = _Held(anyio.CapacityLimiter(most.running))
         if held.known >= most.known:
             raise LimitError(
-                f"{principal}: at most {most.known} {_WORDS[lane]} at the same time, got one more; "
-                f"wait for {RETRY_SECONDS} s"
+                f"{principal}: may have at most {most.known} {_WORDS[lane]} at the same time; wait for "
+                f"{RETRY_SECONDS} s"
             )
         most_bytes = self.most_bytes if lane == UPLOAD else self.most_bodies
         if held.bytes and held.bytes + size > most_bytes:
@@ -220,7 +226,7 @@ def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, 
     named = _object(body) if body else {}
     if twice := next((name for name in named if name in found), None):
         raise InputError(
-            f"{operation.name}: {twice} is given in the path and must not be in the body; remove it from the body"
+            f"{operation.name}: {twice}: must not be in the body, because the path contains it; remove it from the body"
         )
     return found | named
 

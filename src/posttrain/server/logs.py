@@ -82,7 +82,7 @@ def begin(how: Logging, *, held: bool = False) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger(OURS).setLevel(how.level.upper())
     logging.captureWarnings(True)
-    sys.excepthook = lambda *error: logging.getLogger(OURS).critical("the process ends by an error", exc_info=error)
+    sys.excepthook = lambda *error: logging.getLogger(OURS).critical("the process ended with an error", exc_info=error)
     threading.excepthook = _thread_fell
 
 
@@ -245,4 +245,4 @@ def _write(line: str) -> None:
 
 def _thread_fell(said: threading.ExceptHookArgs) -> None:
     if said.exc_value is not None and not isinstance(said.exc_value, SystemExit):
-        logging.getLogger(OURS).error("a thread ends by an error", exc_info=said.exc_value)
+        logging.getLogger(OURS).error("a thread ended with an error", exc_info=said.exc_value)

@@ -76,12 +76,14 @@ class Meters:
         processes: Processes = dict,
     ) -> None:
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter("posttrain_requests", "Requests answered.", ["verb", "status"], registry=registry)
+        self._requests = Counter(
+            "posttrain_requests", "Requests that have ended.", ["verb", "status"], registry=registry
+        )
         self._seconds = Histogram(
-            "posttrain_request_seconds", "Seconds until an answer was complete; streams are not included.", ["verb"],
+            "posttrain_request_seconds", "Seconds until the response was complete, not including streams.", ["verb"],
             buckets=_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._in_flight = Gauge("posttrain_requests_in_flight", "Requests being answered.", registry=registry)
+        self._in_flight = Gauge("posttrain_requests_in_flight", "Requests in progress.", registry=registry)
         self._followers = Gauge("posttrain_followers", "Open streams.", registry=registry)
         self._received = Counter("posttrain_received_bytes", "Bytes of request bodies received.", registry=registry)
         self._uploaded = Counter("posttrain_uploaded_bytes", "Bytes of uploads received.", registry=registry)
@@ -235,7 +237,7 @@ def _stood(one: LedgerCounts, waited: float) -> Iterator[Metric]:
     yield runs
     for name, text, value in (
         ("posttrain_work_due", "Objects that wait for a driver.", one.due),
-        ("posttrain_work_oldest_seconds", "Seconds that the oldest of these objects has waited.", waited),
+        ("posttrain_work_oldest_seconds", "Seconds for which the oldest object has waited for a driver.", waited),
         ("posttrain_work_leased", "Objects that a driver has leased.", one.leased),
         ("posttrain_work_leases_expired", "Leases that expired and were not taken over.", one.expired),
         ("posttrain_work_dead", "Objects set aside until a person resumes them (posttrain dead).", one.dead),
@@ -246,10 +248,10 @@ def _stood(one: LedgerCounts, waited: float) -> Iterator[Metric]:
         yield GaugeMetricFamily(name, text, value=value)
     sinks = GaugeMetricFamily("posttrain_sinks", "Sinks by kind and state.", labels=["kind", "state"])
     behind = GaugeMetricFamily(
-        "posttrain_sink_behind_events", "Events that the sink furthest behind has not received.", labels=["kind"]
+        "posttrain_sink_behind_events", "Undelivered events of the sink with the most of them.", labels=["kind"]
     )
     failures = GaugeMetricFamily(
-        "posttrain_sink_failures", "Consecutive failures of the sink with the most.", labels=["kind"]
+        "posttrain_sink_failures", "Consecutive failures of the sink that has the most of them.", labels=["kind"]
     )
     for kind, found in one.sinks.items():
         for state, number in found.states.items():

@@ -39,8 +39,12 @@ _PROBLEM = {
     "required": ["type", "title", "status", "detail", "exit_code", "retryable"],
 }
 _STREAMS = {
-    "/runs/{run_id}/watch": ("watch", "The state of a run, at every change: events `status`, then `end`.", ()),
-    "/runs/{run_id}/logs": ("logs", "The output of its jobs: events `log`, then `end`.", ("stage", "follow")),
+    "/runs/{run_id}/watch": ("watch", "Stream the state of a run at every change: events `status`, then `end`.", ()),
+    "/runs/{run_id}/logs": (
+        "logs",
+        "Stream the output of a run's jobs: events `log`, then `end`.",
+        ("stage", "follow"),
+    ),
 }
 
 
@@ -116,7 +120,7 @@ def _described(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, 
     if operation.unsafe and operation.heavy:
         found["parameters"].append(_PREFER)
         found["responses"]["202"] = {
-            "description": "it continues as an operation; see `Location`",
+            "description": "the request continues as an operation; see `Location`",
             "headers": {"location": {"schema": {"type": "string"}}},
             "content": _json(_OPERATION),
         }
@@ -130,7 +134,7 @@ _PREFER = {
     "in": "header",
     "required": False,
     "schema": {"type": "string"},
-    "description": "`respond-async, wait=10`: answer with 202 and an operation if it takes longer than 10 s",
+    "description": "`respond-async, wait=10`: if the request takes longer than 10 s, answer with 202 and an operation",
 }
 _OPERATION = {
     "type": "object",
@@ -140,7 +144,7 @@ _OPERATION = {
         "state": {"enum": ["running", "succeeded", "failed", "cancelled"]},
         "progress": {"type": "string"},
         "seconds": {"type": "number"},
-        "answer": {"description": "of one that succeeded: the result of the verb"},
+        "answer": {"description": "the result, if the operation succeeded"},
         "problem": {"$ref": "#/components/schemas/Problem"},
     },
     "required": ["id", "verb", "state", "progress", "seconds"],
@@ -226,13 +230,14 @@ def _bytes() -> dict[str, Any]:
         path: {
             "get": {
                 "operationId": "blob",
-                "summary": "The bytes of a digest that the project holds.",
+                "summary": "Return the bytes of a digest that the project has.",
                 "parameters": [_PROJECT, digest],
                 "responses": _responses(octets),
             },
             "patch": {
                 "operationId": "add_to_blob",
-                "summary": "Append to an upload at its offset; with the last byte the project holds it.",
+                "summary": "Append to an upload at the offset in the request; after the last byte, the project has the "
+                "file.",
                 "parameters": [_PROJECT, digest, *numbers],
                 "requestBody": {"required": True, "content": octets},
                 "responses": stands,
@@ -241,7 +246,7 @@ def _bytes() -> dict[str, Any]:
         path + "/state": {
             "get": {
                 "operationId": "blob_state",
-                "summary": "Whether the project holds the bytes, and how many bytes of an upload have arrived.",
+                "summary": "Return whether the project has the file, and how many bytes of an upload have arrived.",
                 "parameters": [_PROJECT, digest, size],
                 "responses": stands,
             }
@@ -255,10 +260,15 @@ def _itself() -> dict[str, Any]:
     version = _object(version={"type": "string"}, api={"type": "array", "items": {"type": "integer"}})
     ready = {"description": "the reason why the server drives no runs", "content": _json(status)}
     asked: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-        "/healthz": ("healthy", "Whether the process is alive.", status, {}),
-        "/readyz": ("ready", "Whether the server drives runs.", status, {"503": ready}),
-        "/v1/version": ("version", "Version of the server, and the versions of the API that it supports.", version, {}),
-        "/openapi.json": ("interface", "This document.", {"type": "object"}, {}),
+        "/healthz": ("healthy", "Return whether the process is alive.", status, {}),
+        "/readyz": ("ready", "Return whether the server drives runs.", status, {"503": ready}),
+        "/v1/version": (
+            "version",
+            "Return the version of the server, and the versions of the API that the server supports.",
+            version,
+            {},
+        ),
+        "/openapi.json": ("interface", "Return the OpenAPI description of the API.", {"type": "object"}, {}),
     }
     return {
         path: {
@@ -278,7 +288,8 @@ def _token() -> dict[str, Any]:
     roles = {"type": "object", "additionalProperties": {"type": "string"}}
     return {
         "operationId": "token",
-        "summary": "The principal of the token, and its highest role in each of its projects.",
+        "summary": "Return the principal that the token identifies, and the principal's highest role in each of the "
+        "token's projects.",
         "parameters": [],
         "responses": _responses(_json(_object(principal={"type": "string"}, projects=roles))),
     }
@@ -288,7 +299,7 @@ def _operations() -> dict[str, Any]:
     """Return the paths of operations, which continue after the connection of their request."""
     words = {"name": "operation_id", "in": "path", "required": True, "schema": {"type": "string"}}
     told = {
-        "get": ("operation", "The state of an operation, and its result."),
+        "get": ("operation", "Return the state of an operation and, at the end, its result."),
         "delete": ("cancel_operation", "Cancel an operation."),
     }
     return {

@@ -176,12 +176,12 @@ class Once:
             words = verb.replace("_", " ")
             if verb in _FINDS:
                 raise ConflictError(
-                    f"{words}: was carried out, but its answer was lost; send a new request, which returns the "
-                    "existing result"
+                    f"{words}: the request was carried out, but its response was lost; send a new request, which "
+                    "returns the existing result"
                 )
             raise ConflictError(
-                f"{words}: was begun and possibly completed, but its answer was lost; check the result before you "
-                "repeat the request"
+                f"{words}: the request was begun and possibly completed, but its response was lost; check the result "
+                "before you repeat the request"
             )
         if status != _OK:
             raise Refused(json.loads(answer))
@@ -508,7 +508,7 @@ class _Looking:
         if found.lost:
             raise LostOperationError(
                 f"operation {found.id}: the server that carried it out has ended; send the request again with the same "
-                "Idempotency-Key, which carries it out once"
+                "Idempotency-Key; the request is then not carried out twice"
             )
         return found
 

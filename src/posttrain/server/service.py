@@ -91,7 +91,7 @@ class StoreLook:
 
     def __init__(self, probe: Callable[[], None], over: threading.Event) -> None:
         self._probe, self._over = probe, over
-        self._trouble = "the artifact store was not asked yet"
+        self._trouble = "the artifact store has not been probed yet"
 
     def trouble(self) -> str:
         """Return the reason why the store cannot be used; "" if the store has answered."""
@@ -107,7 +107,7 @@ class StoreLook:
                 line = str(error).splitlines()[0]
                 kind = type(error).__name__ + line.partition(": ")[0]  # the rest contains the duration
                 if kind != told:
-                    log.error("%s; this server is not ready until it answers", line)
+                    log.error("%s; this server is not ready until the store answers", line)
                     told = kind
                 self._trouble = "the artifact store does not answer; the server's log has the reason"
                 self._over.wait(_LOOK)
@@ -198,7 +198,7 @@ class Bind:
             InputError: other machines could read tokens in transit.
         """
         if (self.certificate is None) != (self.key is None):
-            raise InputError("serve: TLS needs --tls-certificate and --tls-key, got only one; name both")
+            raise InputError("serve: TLS needs both --tls-certificate and --tls-key, got only one; give both")
         if not self.secure and not is_loopback(self.host):
             raise InputError(
                 f"serve: {self.host} can be reached from other machines, and tokens would be sent unencrypted; "
@@ -374,7 +374,7 @@ def _first_token(workspace: Workspace, wanted: bool) -> str:
 
 
 def _alone(root: Path) -> AbstractContextManager[None]:
-    said = f"{root}: is served already, {server_of(root)}; end that one first"
+    said = f"{root}: is served already, {server_of(root)}; end that server first"
     return held(root / LOCK, refusal=Refusal(0.0, ConflictError(said)))
 
 

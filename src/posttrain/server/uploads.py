@@ -91,7 +91,9 @@ class Arriving:
             UploadError: the whole file has another digest; its parts were deleted, so the file can be sent again.
         """
         if not 0 <= start <= total <= MOST_BYTES:
-            raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
+            raise InputError(
+                f"upload: the offset and size must satisfy 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}"
+            )
         known = self._parts.sizes(checked(digest))
         have, short = _begun(digest, start, total, known), False
         for block in _blocks(pieces, total - start, digest):
@@ -153,9 +155,9 @@ def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int
     """
     have, others = known.get(total, 0), [one for one in known if one != total]
     if have != start:
-        also = f" (another upload of it declares {min(others)} as its size)" if others else ""
+        also = f" (another upload of this file declares the size {min(others)})" if others else ""
         raise ConflictError(
-            f"upload {digest}: {have} bytes of {total} have arrived{also}, but these begin at {start}; "
+            f"upload {digest}: {have} of {total} bytes have arrived{also}, but the request's bytes begin at {start}; "
             f"continue at {have}"
         )
     return have
@@ -187,7 +189,7 @@ def _blocks(pieces: Iterable[bytes], most: int, digest: str) -> Iterator[bytes]:
         for piece in pieces:
             most -= len(piece)
             if most < 0:
-                raise InputError(f"upload {digest}: more bytes arrived than its declared size; declare the full size")
+                raise InputError(f"upload {digest}: more bytes arrived than the declared size; declare the full size")
             block += piece
             if len(block) >= PART:
                 yield bytes(block)
@@ -251,7 +253,7 @@ class Bundles:
         """Write a file or folder to a relative path; return the path. Raises the same errors as `lay_down`."""
         parts = PurePosixPath(name).parts
         if not parts:
-            raise InputError("a file's name must be one part of a path, got none")
+            raise InputError(f"files: a file's name must not be empty or a dot, got {name[:80]!a}; name the file")
         path = self._folder.joinpath(*(_plain(part) for part in parts))
         self._refuse_foreign(ref.digest)
         try:

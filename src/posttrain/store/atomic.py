@@ -80,7 +80,7 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
         if error.errno in _ABSENT:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
         if its_doing(error):
-            raise IntegrityError(f"{path} must be a plain file, got: {error.strerror}; it is damaged") from error
+            raise IntegrityError(f"{path} cannot be opened as a plain file: {error.strerror}; it is damaged") from error
         raise
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)

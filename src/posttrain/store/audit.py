@@ -215,7 +215,7 @@ def _read(value: Any, what: str) -> Any:
     try:
         return None if value is None else json.loads(value)
     except (ValueError, TypeError) as error:
-        raise IntegrityError(f"{what} cannot be read, got {value!r}; {_REMEDY}") from error
+        raise IntegrityError(f"{what} is {value!r}, which is not JSON; {_REMEDY}") from error
 
 
 def _named(table: str, key: _Key) -> str:

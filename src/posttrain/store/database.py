@@ -373,7 +373,7 @@ class Database:
                 return
         if version is not None:
             raise WorkspaceError(
-                f"ledger {self.place} has schema {version}, this Posttrain needs {SCHEMA_VERSION}; "
+                f"ledger {self.place} has schema {version}, but this version of Posttrain needs {SCHEMA_VERSION}; "
                 "use the Posttrain version that created it, or `posttrain init` in another folder"
             )
         if not self._create:

@@ -160,7 +160,7 @@ def _refuse_newer(connection: Connection) -> None:
     if found is not None and found > SCHEMA_VERSION:
         raise WorkspaceError(
             f"the ledger has schema {found}, and this Posttrain ({SCHEMA_VERSION}) cannot find all of its text; "
-            "erase with the newer release"
+            "erase with the newer version of Posttrain"
         )
 
 

@@ -112,7 +112,10 @@ def external(uri: str, version: str = "") -> External:
     if not parts.path.strip("/") or uri.endswith("/") or (parts.scheme != "file") != bool(parts.netloc):
         raise InputError(f"external URI must name one object, such as s3://BUCKET/KEY or file:///PATH, got {uri!r}")
     if version and parts.scheme not in _VERSIONED:
-        raise InputError(f"{uri}: a version must be of an object in {', '.join(_VERSIONED)}, got {version!r}")
+        raise InputError(
+            f"{uri}: a version can be given only for an object in {', '.join(_VERSIONED)}, got {version!r}; remove the "
+            "version"
+        )
     return External(uri, version)
 
 

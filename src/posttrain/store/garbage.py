@@ -164,7 +164,7 @@ def _roots(connection: Connection) -> _Roots:
     if schema is not None and schema > SCHEMA_VERSION:
         raise WorkspaceError(
             f"the ledger has schema {schema}, and this Posttrain ({SCHEMA_VERSION}) cannot read all of its tables; "
-            "run gc with the newer release"
+            "run gc with the newer version of Posttrain"
         )
     roots = _Roots(moment=_moment(connection))
     erased = erased_versions(connection)

@@ -135,7 +135,9 @@ def _read(path: Path, known: Set[str]) -> dict[str, str] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} cannot be read: {error}; it is damaged") from error
     if not isinstance(said, dict) or set(said) - known or not all(isinstance(one, str) for one in said.values()):
-        raise IntegrityError(f"{path} must be an object of texts named {', '.join(sorted(known))}; it is damaged")
+        raise IntegrityError(
+            f"{path} must be a JSON object with the text fields {', '.join(sorted(known))}; it is damaged"
+        )
     return said
 
 
@@ -185,7 +187,9 @@ class Reach:
 
 def refusal() -> InfrastructureError:
     """Return the error for a server that no longer accepts the token."""
-    return InfrastructureError("the server refuses this attempt: it has ended, or another one took over")
+    return InfrastructureError(
+        "the server rejects this attempt: the attempt has ended, or another attempt has replaced it"
+    )
 
 
 def reached(access: JobAccess) -> http.client.HTTPConnection:

@@ -196,7 +196,7 @@ def unscoped(statement: ClauseElement) -> str:
 
 
 def _in_words(statement: ClauseElement) -> str:
-    """Return the first project table that text inside a statement names, unless the text compares the project."""
+    """Return the first project table named in a statement's raw SQL text, unless the text has a project condition."""
     for part in visitors.iterate(statement):
         found = ""
         part = part.element if isinstance(part, TextualSelect) else part

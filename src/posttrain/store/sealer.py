@@ -417,8 +417,8 @@ def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor:
     lost = find_lost(ledger, blobs, log, root)
     if not lost or not reason.strip():
         raise InputError(
-            f"--accept-loss needs a loss and a reason, got {'no reason' if lost else 'no loss'}; "
-            f"{'give the reason' if lost else 'leave it out'}"
+            "--accept-loss: "
+            f"{'a reason is required, got none; add it' if lost else 'nothing was lost; remove the option'}"
         )
     with ledger.transaction(actor) as transaction:
         transaction.append_event(

@@ -151,12 +151,12 @@ def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live
     if live is None:
         return f"{channel} is a channel without a release; see {see}"
     if not number:
-        return f"{channel} is a channel, which serves release {live.sequence}{_made(live)}; see {see}"
+        return f"{channel} is a channel, which points at release {live.sequence}{_made(live)}; see {see}"
     entry = next((one for one in history if str(one.sequence) == number), None)
     if entry is None:
         first, last = history[0].sequence, history[-1].sequence
-        has = f"releases {first} to {last}" if first < last else f"release {first} only"
-        return f"channel {channel} has no release {number}, it has {has}; see {see}"
+        has = f"releases {first} to {last}" if first < last else f"release {first}"
+        return f"channel {channel} has no release {number}, only {has}; see {see}"
     return f"that is release {number} of channel {channel}{_made(entry)}; see {see}"
 
 

@@ -74,8 +74,8 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
 def remove_tree(folder: Path) -> None:
     """Remove a folder with everything in it, as far as possible, however deeply folders are nested.
 
-    A job may have nested folders more deeply than a recursive walk (a thousand levels) or a path (4096 characters)
-    allows. Nested folders are therefore moved up first, until no folder is nested.
+    A job may have created folders nested more deeply than a recursive walk (a thousand levels) or a path (4096
+    characters) allows. Nested folders are therefore moved up first, until no folder is nested.
     """
     with suppress(OSError):
         folder.chmod(0o700)

@@ -495,7 +495,9 @@ class ReleaseWriting(Writing):
         key = {"project": self._project, "channel": entry.channel, "role": LIVE}
         values = {"release_sequence": entry.sequence, "weight": 1.0}
         if LIVE not in served:
-            return self._added(deployments, {**key, **values, "generation": 1}, f"what channel {entry.channel} serves")
+            return self._added(
+                deployments, {**key, **values, "generation": 1}, f"the deployment of channel {entry.channel}"
+            )
         change = self._moved(deployments, key, served[LIVE].generation, values)
         if change is None:
             raise ConflictError(f"channel {entry.channel}: another user moved the channel; check it and decide again")

@@ -369,7 +369,7 @@ class _Writer:
             self._thread(driver, lane, "calls" if lane == _CALLS else f"calls {lane}")
             self._slices(driver, lane, slices)
         for lane, slices in enumerate(beside, _CALLS + len(lanes)):
-            self._thread(driver, lane, "hand-offs beside others")
+            self._thread(driver, lane, "overlapping hand-offs")
             self._slices(driver, lane, slices)
         for (role, pool), ranks in on_ranks.items():
             process = self._process(f"{stage} · {role}" + (f" (pool {pool})" if pool else ""))

@@ -272,8 +272,8 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
     """
     if run.workspace and _IDENTITY.fullmatch(known) and known != run.workspace:
         raise WorkspaceError(
-            f"{target}: another workspace wrote its run {run.id} there; name another location or experiment for this "
-            "run"
+            f"{target}: another workspace has written its run {run.id} to this location; name a different location or "
+            "experiment for this run"
         )
 
 

@@ -186,7 +186,7 @@ def read_choice(words: Sequence[str]) -> dict[str, Any]:
 
 
 def of_workspace(workspace: OpenWorkspace) -> Trackers:
-    """Return the trackers of every run whose file names none, each with its place.
+    """Return the workspace's trackers with their locations; they apply to every run whose file names no tracker.
 
     Raises:
         InputError: the trackers in workspace.json are not valid.
@@ -387,9 +387,8 @@ def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held:
     if held:
         return TrackerState(kind, WRITING, where, str(said.get("message", "")))
     if ended and not recorded and not said:
-        return TrackerState(
-            kind, UNWRITTEN, where, f"chosen after the run was submitted; posttrain track {run.id} writes it"
-        )
+        late = f"the tracker was chosen after the run was submitted; posttrain track {run.id} writes the data"
+        return TrackerState(kind, UNWRITTEN, where, late)
     if ended:
-        return TrackerState(kind, TROUBLE, where, f"it was left before the end of the run; {remedy}")
+        return TrackerState(kind, TROUBLE, where, f"not all data of the run was written; {remedy}")
     return TrackerState(kind, "waiting", where, str(said.get("message", "")))

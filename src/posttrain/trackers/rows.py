@@ -86,7 +86,7 @@ class RunSource:
         differing = sum(feed.differing for feed in feeds)
         if differing:
             first = next(feed.difference for feed in feeds if feed.difference)
-            said.append(f"{differing} values of steps done again differ and were left as first written ({first})")
+            said.append(f"{differing} values of repeated steps differ from the first values, which were kept ({first})")
         damaged = [trouble for feed in feeds for trouble in feed.troubles] + list(self._lost.values())
         if damaged:
             said.append(f"{len(damaged)} parts could not be read and are missing ({damaged[0]})")
@@ -212,7 +212,9 @@ def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
         known = next((one for one in said if one["where"] == where), None)
         if known is None or known["sequence"] != live.sequence:
             found.append(
-                TrackerState(_REGISTRY, "waiting", where, f"release {live.sequence} is not there yet; {remedy}")
+                TrackerState(
+                    _REGISTRY, "waiting", where, f"release {live.sequence} is not in the registry yet; {remedy}"
+                )
             )
         elif known["state"] == TROUBLE:
             found.append(TrackerState(_REGISTRY, TROUBLE, where, f"{known['message']}; {remedy}"))

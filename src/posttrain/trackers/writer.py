@@ -222,7 +222,8 @@ def follow(reopen: Reopen, run_id: str) -> None:
                 for (kind, words), thread in zip(chosen.chosen().items(), threads, strict=True):
                     if thread.is_alive():
                         where = dict(describe(Trackers.of({kind: words})))[kind]
-                        states.tell(kind, TROUBLE, where, f"no answer for {_PATIENCE:g} s after the run")
+                        late = f"writing did not finish within {_PATIENCE:g} s after the end of the run"
+                        states.tell(kind, TROUBLE, where, late)
                 os._exit(TrackerError.exit_code)  # a thread that hangs would keep the process alive
     workspace.close()
 

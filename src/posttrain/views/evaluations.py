@@ -7,10 +7,11 @@ from typing import Any
 def sampling_words(suite: Mapping[str, Any]) -> str:
     """Return how a suite's responses were sampled, from the suite's parameters or, if missing, their defaults."""
     words = ["1 greedy response to each item"] if suite else []
-    if suite.get("samples"):
+    if samples := suite.get("samples"):
         drawn = [f"temperature {suite.get('temperature', 1.0):g}"]
         drawn += [f"{name} {suite[name]:g}" for name in ("top_k", "top_p", "min_p") if name in suite]
-        words.append(f"and {suite['samples']} sampled at {', '.join(drawn)}")
+        sampled = f"{samples} sampled response{'s' if samples != 1 else ''} ({', '.join(drawn)})"
+        words = [f"1 greedy response and {sampled} to each item"]
     if suite.get("stop"):
         words.append("each ends at the stop string " + " or ".join(repr(one) for one in suite["stop"]))
     return ", ".join(words)

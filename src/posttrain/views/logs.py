@@ -216,11 +216,11 @@ def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tup
         return row.message or row.state, row.next_action or "none needed"
     if row.state in (StageState.PENDING, StageState.READY):
         if is_final("run", run.state):
-            return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
+            return f"not started before the run ended ({run.state})", run.next_action or f"posttrain why {run.id}"
         told = row.message if row.state == StageState.READY else ""
         if waiting(row) and row.not_before is not None and row.not_before > now:
             told += f" (in {span(row.not_before - now)})"
-        return told or (f"waits for {above}" if above else "next in the queue"), row.next_action or "none needed"
+        return told or (f"waits for {above}" if above else "starts next"), row.next_action or "none needed"
     return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 

@@ -118,7 +118,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         if change.after.startswith("reward:")
     )
     begun = (
-        f"{stage.record.name}: {stage.begun}; curve and trace begin after them"
+        f"{stage.record.name}: {stage.begun}; the curves and the trace begin after these steps"
         for stage in status.stages
         if stage.begun
     )
@@ -192,7 +192,7 @@ def _parameters(watcher: RunWatcher, manifest: Manifest) -> Iterator[StageParame
             curves = watcher.watcher(stage.name).curves
             sizes = ((name, curves[name][max(curves[name])]) for name in sorted(curves) if name.startswith(SIZES))
             chosen = tuple(
-                (name, f"{_said(int(value) if value == int(value) else value)}, as the job used it")
+                (name, f"{_said(int(value) if value == int(value) else value)} (used by the job)")
                 for name, value in sizes
             )
             yield StageParameters(stage.name, stage.kind, inputs, params + chosen)

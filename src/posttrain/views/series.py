@@ -204,7 +204,7 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     names = [*(one.name for one in subjects), *(one.ref for one in histories)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise InputError(f"compare: {twice} must be named once, got it several times; name another run or RUN/STAGE")
+        raise InputError(f"compare: {twice} was named several times; name another run or RUN/STAGE")
     return side_by_side(workspace.ledger, subjects, histories)
 
 

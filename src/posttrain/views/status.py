@@ -80,7 +80,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of one stage for people."""
+    """The human-readable status of one stage."""
 
     record: StageRecord
     attempts: tuple[AttemptRecord, ...]
@@ -568,8 +568,8 @@ def _policy_moved(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[str]
     channel = manifest.release.channel if manifest.release else None
     if channel and workspace.ledger.channel_record(channel).policy != manifest.policy:
         yield (
-            f"the policy of channel {channel} was changed since this run was planned, so its release will be refused; "
-            "posttrain run RUN.yaml plans it under the policy and reuses finished stages"
+            f"the policy of channel {channel} was changed after this run was planned, so the run's release will be "
+            "rejected; posttrain run RUN.yaml plans a run under the current policy and reuses finished stages"
         )
 
 

@@ -85,8 +85,8 @@ def write_trace(workspace: OpenWorkspace, run_id: str, stage: str | None, folder
     attempts = [_spans(*told, notes) for told in stage_attempts(workspace, run_id, stage)]
     if not any(attempt.spans for attempt in attempts):
         raise InputError(
-            f"trace: run {run_id} must have a training stage that took a step"
-            f"{f' (stage {stage})' if stage else ''}, got no spans; see posttrain get {run_id}"
+            f"trace: {f'stage {stage} of ' if stage else ''}run {run_id} has reported no spans; a training stage "
+            f"reports them from its first step; see posttrain get {run_id}"
         )
     recorded = recorded_samples(workspace, run_id, stage, say=notes.append)
     run = workspace.ledger.run(run_id)
@@ -162,7 +162,7 @@ def _numbers(sample_id: str) -> tuple[int, ...]:
 def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) -> str:
     more = "`trace: {groups: all}` in the stage's parameters records more in another run"
     if not recorded:
-        return f"run {run_id} has recorded no samples, got {sample_id!r}; {more}"
+        return f"run {run_id} has recorded no samples, so there is no sample {sample_id!r}; {more}"
     wanted = _numbers(sample_id)
     width = max(len(wanted), 3)
 

@@ -85,7 +85,8 @@ def _check(series: CurveSeries) -> None:
     if (series.low is None) != (series.high is None):
         given = "high" if series.low is None else "low"
         raise InputError(
-            f"learning curve: {series.quantity!r}: low and high must both be given or be left out, got only {given}"
+            f"learning curve: {series.quantity!r}: low and high must be given together or left out together, got only "
+            f"{given}"
         )
     if len(sizes) != 1:
         raise InputError(

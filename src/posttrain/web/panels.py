@@ -106,7 +106,7 @@ WORDS = {
     "reward/overlong": "penalty on long responses, mean",
     "lag/kl": "KL of the policy at the start of the step to the sampling policy, nats per token",
     "lag/ess": "effective sample size under the weights for lag, share of tokens",
-    "margin": "preference: mean margin of the chosen",
+    "margin": "preference: mean margin of the chosen response",
     "reward/std": "reward: standard deviation",
     "learning_rate": "learning rate",
     "mismatch_kl": "KL of training to sampling, nats per token",
@@ -464,7 +464,10 @@ def _told(curve: Curve) -> str:
     said = f"{_number(numbers[0])} → {_number(numbers[-1])}"
     if len(numbers) > 2:
         said += f", least {_number(numbers.min())}, greatest {_number(numbers.max())}"
-    return said + (f"; {curve.dropped} not finite, left out" if curve.dropped else "")
+    if not curve.dropped:
+        return said
+    left = "1 value that is not finite is" if curve.dropped == 1 else f"{curve.dropped} values that are not finite are"
+    return f"{said}; {left} left out"
 
 
 def _number(value: float) -> str:

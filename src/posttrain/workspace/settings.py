@@ -90,7 +90,8 @@ def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | st
     if wanted not in (None, found):
         who = "--ledger" if asked else LEDGER_VARIABLE
         raise WorkspaceError(
-            f"{root}: its ledger is {found}, but {who} names {wanted}; leave it out or create another workspace"
+            f"{root}: its ledger is {found}, but {who} names {wanted}; remove --ledger (or unset {LEDGER_VARIABLE}), "
+            "or create another workspace"
         )
     return found
 
@@ -227,8 +228,8 @@ def record_variables(root: Path, names: Collection[str]) -> None:
     for name in names:
         if not name.isidentifier() or name.startswith(NEVER):
             raise InputError(
-                f"init: --job-variable must be the name of a variable, and none of {', '.join(NEVER[:4])}…, which are "
-                f"the server's own; got {name[:80]!a}"
+                f"init: --job-variable must name a variable that does not begin with {', '.join(NEVER[:4])}… (the "
+                f"server's own variables), got {name[:80]!a}; name another variable"
             )
     record_setting(root, VARIABLES, sorted(set(names)))
 

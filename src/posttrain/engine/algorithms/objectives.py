@@ -181,7 +181,9 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
         drop a response without a score); a token score outside the mask.
     """
     if scores.shape != (len(lengths),):
-        raise ValueError(f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one per document")
+        raise ValueError(
+            f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one score per document"
+        )
     if not bool(scores.isfinite().all()):
         first = int((~scores.isfinite()).nonzero()[0])
         raise ValueError(

@@ -78,7 +78,7 @@ class LagConfig(Frozen):
             raise ValueError(f"cap requires correction: tis, got cap {self.cap:g} with {self.correction}; remove cap")
         if not self.steps and self.correction == "bypass":
             raise ValueError(
-                "lag.steps: 0 needs a correction, got correction: bypass; use tis or decoupled, or remove lag"
+                "lag.correction must be tis or decoupled with lag.steps: 0, got bypass; change correction or remove lag"
             )
         return self
 
@@ -118,7 +118,7 @@ class KLConfig(Frozen):
 
 
 class RewardKLConfig(Frozen):
-    """KL penalty against the frozen starting policy, in the reward: a number without a gradient."""
+    """KL penalty against the frozen starting policy, subtracted from the reward; no gradient flows through it."""
 
     coefficient: float = Field(default=0.01, gt=0, le=1e6)
     estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 is unbiased, and may be negative
@@ -266,7 +266,7 @@ class OnPolicyConfig(SamplingConfig):
     # the reason why gradients cannot be summed group by group; empty: they can, because all terms of the loss share a
     # denominator and a group's credit depends on that group alone
     not_streamable: ClassVar[str] = (
-        "credit that is given to each group by itself, which this kind does not declare; drop stream_gradients"
+        "credit that is assigned to each group separately, which this kind does not declare; remove stream_gradients"
     )
 
     # a stage or a registered model that scores responses, instead of `reward` or as its term `reward_model`
@@ -298,13 +298,13 @@ class OnPolicyConfig(SamplingConfig):
         at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
         if at["policy"] == at["rollout"]:
             raise ValueError(
-                f"lag needs a rollout in a pool without the policy, got both in pool {at['rollout']}; write "
-                "placement: {policy: {…}, rollout: {…}}"
+                f"lag needs separate pools for the policy and the rollout, but both are in the pool {at['rollout']}; "
+                "write placement: {policy: {…}, rollout: {…}}"
             )
         if self.steps and self.lag.steps >= self.steps:
             raise ValueError(
-                f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: no batch would be sampled "
-                "by a trained policy; lower lag.steps"
+                f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}; otherwise no batch is "
+                "sampled by a trained policy; lower lag.steps"
             )
         roles = [role for role in with_models(self.roles()) if role not in ("policy", "rollout")]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
@@ -322,21 +322,21 @@ class OnPolicyConfig(SamplingConfig):
         at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
         reason = self.not_streamable
         if not reason and self.mini_batches > 1:
-            reason = f"one optimiser step for each step, got mini_batches {self.mini_batches}; set it to 1"
+            reason = f"mini_batches: 1, got {self.mini_batches}; set mini_batches to 1"
         if not reason and self.lag:
             wanted = "a rollout that samples what the step trains" if self.lag.steps else "samples without a correction"
-            reason = f"{wanted}, got lag {self.lag.steps}; drop one of them"
+            reason = f"{wanted}, but lag is set (lag.steps: {self.lag.steps}); remove lag or stream_gradients"
         if not reason and at["policy"] == at["rollout"]:
             reason = (
-                f"a rollout in its own pool, got it in the pool {at['rollout']} with the policy; write placement: "
+                f"a rollout in its own pool, but the rollout is in the policy's pool {at['rollout']}; write placement: "
                 "{policy: {…}, rollout: {…}}"
             )
         roles = [role.name for role in self.roles() if role.model and not role.trained and role != ROLLOUT]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
         if not reason and busy:
             reason = (
-                f"roles that answer while the rollout works, got {', '.join(busy)} in its pool {at['rollout']}; write "
-                f"placement: {{{busy[0]}: {{with: policy}}}}"
+                f"roles that compute while the rollout works, got {', '.join(busy)} in the rollout's pool "
+                f"{at['rollout']}; write placement: {{{busy[0]}: {{with: policy}}}}"
             )
         if reason:
             raise ValueError(f"stream_gradients needs {reason}")
@@ -437,8 +437,8 @@ class ReinforcePlusPlusConfig(OnPolicyConfig):
     """REINFORCE++: no critic; returns of penalised rewards, normalised over the whole step."""
 
     not_streamable: ClassVar[str] = (
-        "credit that is given to each group by itself, got reinforce_plus_plus, which normalises over the whole step; "
-        "drop stream_gradients"
+        "credit that is assigned to each group separately, but reinforce_plus_plus normalises over the whole step; "
+        "remove stream_gradients"
     )
 
     group_size: Rows = 1  # samples per prompt
@@ -457,11 +457,13 @@ class PPOConfig(OnPolicyConfig):
     """PPO with a critic."""
 
     not_streamable: ClassVar[str] = (
-        "one update whose terms share a denominator, got ppo: a policy and a critic, whose advantages are computed "
-        "over the whole step; drop stream_gradients"
+        "one update whose terms share a denominator, but ppo updates a policy and a critic, and computes advantages "
+        "over the whole step; remove stream_gradients"
     )
 
-    more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
+    more_passes: ClassVar[str] = (
+        "; epochs counts passes over the prompts, and ppo_epochs counts passes over a rollout batch"
+    )
     group_size: Rows = 4  # samples per prompt; PPO computes no baseline from the group, so 1 is enough
     ppo_epochs: Few = 1  # number of passes over each rollout batch
     gae: AdvantageConfig = AdvantageConfig()

@@ -76,7 +76,7 @@ class SuiteConfig(Frozen):
                 raise ValueError(f"{name} needs samples >= 1, got {given} with samples: 0; set samples")
         for k in self.pass_at:
             if k > self.samples:
-                raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
+                raise ValueError(f"every k of pass_at must be <= samples ({self.samples}), got {k}")
         return self
 
     @model_serializer(mode="wrap")
@@ -146,7 +146,7 @@ class InitModelConfig(Frozen):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
         if len(set(self.characters)) != len(self.characters):
-            raise ValueError("characters must not repeat")
+            raise ValueError("characters must not contain a character twice")
         return self
 
     def inputs(self) -> dict[str, tuple[str, str]]:
@@ -177,8 +177,8 @@ def algorithm_config(spec: AlgorithmSpec) -> type[TrainingConfig]:
     found = named(spec.config)
     if not (isinstance(found, type) and issubclass(found, RowsConfig | SamplingConfig)):
         raise InputError(
-            f"algorithm {spec.algorithm}: its parameters must be a RowsConfig or a SamplingConfig, got {spec.config}; "
-            "derive its class from one"
+            f"algorithm {spec.algorithm}: the class of its parameters must be derived from RowsConfig or "
+            f"SamplingConfig, got {spec.config}"
         )
     return found
 

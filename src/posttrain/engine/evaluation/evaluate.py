@@ -85,7 +85,7 @@ def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
         return answer
     found = f"columns {', '.join(sorted(row))}" if answer is None else f"{answer!r:.60}"
     raise InputError(
-        f"{name} row {number} needs `answer`, the text or number that responses are compared with, got {found}"
+        f"{name} row {number} needs an `answer`: the text or number with which responses are compared, got {found}"
     )
 
 
@@ -126,7 +126,7 @@ class Extractor:
         except TimeoutError:
             raise InputError(
                 f"extract must search a response in at most {_SECONDS:g} s, but {self._pattern.pattern!r} took "
-                f"longer for one of {len(response)} characters; avoid nested repetitions"
+                f"longer for a response of {len(response)} characters; avoid nested repetitions"
             ) from None
         return last
 
@@ -407,8 +407,7 @@ class RewardJudge:
             raise RewardError(f"{what}: {score.message}; an evaluation needs a score for every item")
         if score.score is None:
             raise RewardError(
-                f"{what}: must have a score, but its reward returned none for {shortened(text)}; return one "
-                "for every response"
+                f"{what}: the reward returned no score for {shortened(text)}; return a score for every response"
             )
         low, high = self._possible.low, self._possible.high
         if not low <= score.score <= high:

@@ -123,7 +123,9 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
             "ray_address for a local one"
         ) from error
     _init(
-        ray, f"the Ray cluster at {address} must accept this job, under the address that its head has", address=address
+        ray,
+        f"the Ray cluster at {address} did not accept this job (ray_address must be the address that its head reports)",
+        address=address,
     )
     try:
         yield Cluster(address, local=False)
@@ -161,7 +163,7 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
             _PREPARED.set()
             _init(
                 ray,
-                "a local Ray cluster must come up",
+                "a local Ray cluster did not start",
                 num_cpus=cpus,
                 include_dashboard=False,
                 object_store_memory=store_bytes or int(min(psutil.virtual_memory().total / 10, 8 * _GIB)),
@@ -189,7 +191,7 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
         reaper.stdin.write(b"up")
         reaper.stdin.flush()
     except OSError as error:
-        raise InfrastructureError(f"a local Ray cluster must come up within {_COMING_UP:g} seconds") from error
+        raise InfrastructureError(f"a local Ray cluster did not start within {_COMING_UP:g} seconds") from error
 
 
 def _ray() -> Any:
@@ -208,7 +210,7 @@ def _ray() -> Any:
     return ray
 
 
-def _init(ray: Any, wish: str, **settings: Any) -> None:
+def _init(ray: Any, failure: str, **settings: Any) -> None:
     """Call `ray.init`, without its signal handlers: the job handles SIGTERM.
 
     Call it in a thread that outlives the cluster: Ray's processes die with the thread that started them.
@@ -220,7 +222,7 @@ def _init(ray: Any, wish: str, **settings: Any) -> None:
     except Exception as error:  # Ray passes on any error, OSError and RuntimeError among others
         ray.shutdown()
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InfrastructureError(f"{wish}, got {reason}; see the job's log") from error
+        raise InfrastructureError(f"{failure}: {reason}; see the job's log") from error
     finally:
         for number, handler in handlers.items() if mine else ():
             signal.signal(number, handler)

@@ -385,11 +385,9 @@ class Replacing:
         self._counts[step, process.rank] += 1
         count = self._counts[step, process.rank]
         if count > MOST:
-            line = (
-                f"{lost}, the {count}th process of this rank that is lost in step {step} (at most {MOST} are replaced)"
-            )
+            line = f"{lost}; this rank lost {count} processes in step {step}, and at most {MOST} are replaced"
             backend.give_up(line)
-            raise WorkerLostError(f"{line}; see the job's log for the cause, memory first") from lost
+            raise WorkerLostError(f"{line}; see the job's log for the cause (most often a lack of memory)") from lost
         line = f"{lost}; another takes its place, replacement {count} of at most {MOST} in a step"
         self.recorder.sink(Note(line, time.time(), "warning"))
         self._bare.add(process.rank)

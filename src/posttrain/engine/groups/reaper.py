@@ -33,7 +33,7 @@ def main(folder: str, seconds: str) -> int:
     if select.select([sys.stdin], [], [], float(seconds))[0]:
         sys.stdin.buffer.read()
     else:
-        print(f"a local Ray cluster must come up within {seconds} seconds, got {_last_words(folder)}", file=sys.stderr)
+        print(f"a local Ray cluster did not start within {seconds} seconds: {_last_words(folder)}", file=sys.stderr)
     deadline = time.monotonic() + _LIMIT
     while time.monotonic() < deadline:
         found = list(marked(folder))

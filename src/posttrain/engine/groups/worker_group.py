@@ -186,8 +186,8 @@ class Feed(Generic[K, R]):
             role, deadline = self._handle.role, self._handle.deadline
             self._handle.backend.give_up(f"{role} did not answer {self._method}")
             raise DeadlineError(
-                f"{role} must answer {self._method} within {deadline:g} seconds, got no answer for {self._silent:.3g}; "
-                "give the call a longer deadline (runtime.call_timeout)"
+                f"{role} must answer {self._method} within {deadline:g} seconds, but did not answer for "
+                f"{self._silent:.3g} seconds; give the call a longer deadline (runtime.call_timeout)"
             )
         return found
 
@@ -388,8 +388,8 @@ class WorkerGroup(Generic[W]):
         handle = self._handle
         if handle.sequence_parallel > 1:
             raise InputError(
-                f"{self.role} must have one shard for each rank, got {handle.sequence_parallel} ranks that share a "
-                "shard; start it in `pool.by_rank()`"
+                f"every rank of {self.role} must have its own shard, but {handle.sequence_parallel} ranks share a "
+                "shard; start the role in `pool.by_rank()`"
             )
 
         def call(rank: int, part: K) -> Flow[R]:

@@ -221,8 +221,8 @@ class Controller:
         state = read_state(path)
         if state.fingerprint != self.fingerprint:
             raise IntegrityError(
-                f"checkpoint at step {state.step} is from another stage ({state.fingerprint[:19]}…, this is "
-                f"{self.fingerprint[:19]}…); start afresh"
+                f"the checkpoint at step {state.step} is from a different stage ({state.fingerprint[:19]}…; this stage "
+                f"is {self.fingerprint[:19]}…); start without a checkpoint"
             )
         self.recipe.roles.restore(path)
         self.recipe.journal.consumed = state.consumed

@@ -173,8 +173,8 @@ class OnPolicy:
             )
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
             raise InputError(
-                f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, got "
-                "an algorithm without it; use correction: bypass, or require it"
+                f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, but "
+                "does not; use correction: bypass, or add the column to requires()"
             )
         policy = admission or InOrder(lag)
         if policy.lag != lag:
@@ -183,8 +183,8 @@ class OnPolicy:
         buffer: Buffer[ScoredGroup] = Buffer(policy, source.prompts, config.steps, source.refills)
         if source.turns > 1 and environment is None:
             raise InputError(
-                f"{type(algorithm).__name__} samples {source.turns} turns, which needs an environment; set the "
-                "stage's environment"
+                f"{type(algorithm).__name__} samples {source.turns} turns, for which the stage needs an environment; "
+                "set one"
             )
         words = algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment
         self._ahead = Collector(*words, kept=self._offer, watch=self._watch)
@@ -229,8 +229,8 @@ class OnPolicy:
         tokens = ahead.spent + learned.tokens
         if self._most is not None and tokens > self._most:
             raise InputError(
-                f"{self.phase} spent {tokens} tokens in step {step}, at most {self._most} were declared; "
-                "set tokens_per_step"
+                f"{self.phase} spent {tokens} tokens in step {step}, but declared at most {self._most}; "
+                "raise tokens_per_step"
             )
         source = self._algorithm.source
         drops = {"groups/dropped": len(dropped) / len(every)} if source.refills else {}

@@ -447,7 +447,7 @@ class Collector:
             raise InputError(many)
         if self.scorer is None and not self._told:
             self._told = True
-            line = f"{many}, untrained; later ones are counted as turns/errors"
+            line = f"{many} and are not trained on; later failures are counted in turns/errors"
             trace.sink(Note(line, time.time(), "warning"))
 
     def _all_turns(self, prompts: Sequence[Prompt], groups: list[Group], trace: Trace) -> list[Group]:
@@ -732,8 +732,9 @@ def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[C
     ids, lengths = [i for part in parts for i in part.sample_ids], [n for part in parts for n in part.lengths]
     if ids != list(batch.sample_ids) or lengths != list(batch.lengths):
         raise InputError(
-            f"{name} declares that it forms documents by group, so a step's documents must be those of its groups, "
-            f"in order, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
+            f"{name} declares groupwise documents, so a step must have the documents of its groups in order, but the "
+            f"step's {len(batch.lengths)} documents differ from the {len(lengths)} of its groups; set groupwise to "
+            "False"
         )
     for column in columns:
         batch = _with(batch, column, parts)

@@ -127,7 +127,7 @@ class Buckets:
         odd = loaded.found.differing(expected)
         if not odd:
             return
-        skipped = f"nothing changed since it served {loaded.before}, an update was skipped"
+        skipped = f"the weights have not changed since version {loaded.before}: an update was skipped"
         why = "the weights were altered on the way" if loaded.changed else skipped
         raise IntegrityError(
             f"rollout rank {rank} must decode with policy version {version} ({expected}, {len(expected.parts)} "
@@ -178,7 +178,7 @@ class Roles:
             InputError: the stage has no rollout.
         """
         if self.rollout is None:
-            raise InputError("an algorithm that samples needs a rollout, got roles without one; open them with it")
+            raise InputError("an algorithm that samples needs the role rollout, but it was not opened; open it")
         return self.rollout
 
     def group(self, role: str) -> WorkerGroup[TrainWorker] | WorkerGroup[FrozenWorker]:

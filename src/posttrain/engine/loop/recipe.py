@@ -187,7 +187,7 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
     for name in (_ARRAYS, _REST):
         if not (path / name).is_file():
             raise IntegrityError(
-                f"checkpoint {path} must contain {name} (untrained samples); resume from another checkpoint"
+                f"checkpoint {path} lacks {name} (samples that wait for training); resume from another checkpoint"
             )
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])

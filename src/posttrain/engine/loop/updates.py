@@ -50,8 +50,8 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
     for column in columns:
         if column.role not in there:
             raise InputError(
-                f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
-                "declare it in the stage's roles"
+                f"{name} needs the role {column.role} for {column.name}, but the open roles are "
+                f"{', '.join(sorted(there))}; declare {column.role} in the stage's roles"
             )
     refuse_odd(columns, roles, name)
     for update in updates:
@@ -201,14 +201,14 @@ class Gradients:
             )
         if not getattr(self._algorithm, "groupwise", False):
             raise InputError(
-                f"stream_gradients needs documents that are formed by group, got {self._name}, which forms others; set "
-                "it to false"
+                f"stream_gradients needs documents that are formed by group, but {self._name} forms documents "
+                "differently; set stream_gradients to false"
             )
         late = [column.role for column in self._algorithm.requires(step) if not self._roles.early(column.role)]
         if late:
             raise InputError(
-                f"stream_gradients needs roles that answer while the rollout works, got {late[0]} in a pool that it "
-                f"shares with others and sleeps in; write placement: {{{late[0]}: {{…}}}} or sleep: false"
+                f"stream_gradients needs roles that compute while the rollout works, but {late[0]} shares the "
+                f"rollout's pool or sleeps in a shared pool; write placement: {{{late[0]}: {{…}}}} or sleep: false"
             )
         return one
 
@@ -216,8 +216,9 @@ class Gradients:
         given, alone = whole.column("advantages"), torch.cat([part.column("advantages") for part in parts])
         if not torch.allclose(given, alone, rtol=1e-4, atol=1e-5, equal_nan=True):
             raise InputError(
-                f"stream_gradients needs credit that is given to each group by itself, got {self._name}, whose "
-                f"advantages of all groups differ by {float((given - alone).abs().max()):.3g}; set it to false"
+                "stream_gradients needs credit that is assigned to each group separately, but the advantages of "
+                f"{self._name} change by {float((given - alone).abs().max()):.3g} when all groups are computed "
+                "together; set stream_gradients to false"
             )
 
     @property
@@ -375,8 +376,8 @@ class Learning:
             return
         line = (
             "the policy's log-probabilities must be those of the rollout that sampled, up to rounding (mismatch_kl <= "
-            f"{rounding:g}), got {found:.2g} in step {trace.step} with the same weights; the ratio of the loss is off "
-            "by as much: try runtime.dtype: float32, or report the model"
+            f"{rounding:g}), got {found:.2g} in step {trace.step} with the same weights, and the loss's ratio has the "
+            "same error; try runtime.dtype: float32, or report the model"
         )
         trace.sink(Note(line, time.time(), "warning"))
         self._compares = False

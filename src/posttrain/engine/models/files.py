@@ -98,7 +98,9 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
     """
     _check_folder(folder)
     if is_sequence_classifier(folder):
-        raise InputError(f"model in {folder} must be a causal language model, got a sequence classifier; name another")
+        raise InputError(
+            f"model in {folder} must be a causal language model, got a sequence classifier; name another model"
+        )
     return adopt_module(_read_module(AutoModelForCausalLM, folder, device, dtype))
 
 
@@ -132,7 +134,7 @@ def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreT
     if kind is None:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device must exist, got {device!r} but torch finds no CUDA device; use device cpu")
+        raise InputError(f"device {device!r} was requested, but torch finds no CUDA device; use device cpu")
     if not any(folder.glob("*.safetensors")):
         found = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         raise InputError(
@@ -167,7 +169,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         InputError: the folder has no tokenizer that transformers can read.
     """
     if not folder.is_dir():
-        raise NotFoundError(f"tokenizer folder must exist, got {folder}; check the path")
+        raise NotFoundError(f"tokenizer folder {folder} does not exist; check the path")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -232,7 +234,7 @@ def _detached_state(module: PreTrainedModel) -> dict[str, Any]:
 
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise NotFoundError(f"model folder must contain a config.json, got {folder}; check the path")
+        raise NotFoundError(f"{folder} is not a model folder: it has no config.json; check the path")
 
 
 def _first_line(error: Exception) -> str:

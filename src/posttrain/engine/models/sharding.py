@@ -87,10 +87,12 @@ def dtypes_of(layout: Layout, shards: Iterable[Shard]) -> dict[str, torch.dtype]
     """
     wanted = {entry.name: entry.shape for entry in layout}
     for shard in shards:
-        if wanted.get(shard.name) != shard.shape:
+        expected = wanted.get(shard.name)
+        if expected != shard.shape:
+            odd = f"has shape {shard.shape}, expected {expected}"
             raise IntegrityError(
-                f"published weights must match the reader's model, got {shard.name} of shape {shard.shape} for "
-                f"{wanted.get(shard.name)}; give both roles the same model"
+                f"published weights must match the reader's model: {shard.name} "
+                f"{'is not in that model' if expected is None else odd}; give both roles the same model"
             )
     return {entry.name: entry.dtype for entry in layout}
 
@@ -359,7 +361,9 @@ class SequenceGroup:
         if heads % self.size == 0:
             return states
         if self.size % heads:
-            raise InputError(f"sequence_parallel must divide the heads or be a multiple of {heads}, got {self.size}")
+            raise InputError(
+                f"sequence_parallel must divide the number of heads ({heads}) or be a multiple of it, got {self.size}"
+            )
         return states.repeat_interleave(self.size // heads, 1)
 
 

@@ -98,12 +98,12 @@ def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
     for item, length in enumerate(batch.lengths):
         alone = engine.forward(batch.select_items([item]), {"logprobs"}).of("logprobs")
         same = torch.allclose(found[start : start + length], alone, atol=_CLOSE, rtol=0)
-        _require(same, f"document {item} gets what it gets alone")
+        _require(same, f"document {item} gets the same predictions as by itself")
         start += length
     some = batch.select_items([] if bench.context.rank else [0])
     count = len(engine.forward(some, {"logprobs"}).of("logprobs"))
     _require(count == sum(some.lengths), "an empty shard takes part and answers nothing")
-    _require(_equal(bench.weights(engine), before), "a forward changes nothing")
+    _require(_equal(bench.weights(engine), before), "a forward pass changes no weight")
 
 
 def refuses_what_it_cannot_predict(bench: Bench) -> None:
@@ -132,7 +132,9 @@ def exports_every_element_once(bench: Bench) -> None:
     if bench.context.rank == 0:
         written = load_file(bench.folder / "exported" / "model.safetensors")
         _require(names <= written.keys(), "every tensor of a model is written")
-        _require(_equal({name: written[name] for name in whole}, whole), "the written weights equal the exported ones")
+        _require(
+            _equal({name: written[name] for name in whole}, whole), "the written weights equal the exported weights"
+        )
 
 
 def lets_a_rank_be_idle(bench: Bench) -> None:
@@ -141,7 +143,10 @@ def lets_a_rank_be_idle(bench: Bench) -> None:
     lopsided = whole_batch().select_items([] if bench.context.rank else range(len(_SHAPES)))
     one, two = bench.train(spread, range(2)), bench.train(idle, range(2), lopsided)
     _require(one.keys() == two.keys(), "metrics have the same names")
-    _require(all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one), "metrics are the whole's")
+    _require(
+        all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one),
+        "metrics are those of the whole mini-batch",
+    )
     _require(
         _close(bench.weights(spread), bench.weights(idle)),
         "an update does not depend on the sharding",
@@ -163,7 +168,7 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
             parts = plain(micro, predicted)
             return LossParts(parts.loss * float("nan"), parts.sums) if bench.context.rank == 0 else parts
 
-    _refused(DivergedError, lambda: engine.step(bench.shard(), Bad(), step=1), "a step that is no number")
+    _refused(DivergedError, lambda: engine.step(bench.shard(), Bad(), step=1), "a step whose loss is NaN")
     _require(_equal(bench.weights(engine), before), "a diverged step changes no weight")
     for opened in (engine, other):
         bench.train(opened, range(1, 2))
@@ -181,11 +186,14 @@ def sums_what_comes_in_parts(bench: Bench) -> None:
     parted.step(mine, sums, step=0, part=0, more=True)  # abandoned, because a new mini-batch begins
     for number, part in enumerate((range(half), range(0), range(half, len(mine)))):
         parted.step(mine.select_items(part), sums, step=0, part=number, more=True)
-    _require(_equal(bench.weights(parted), before), "an update that is incomplete changes no weight")
+    _require(_equal(bench.weights(parted), before), "an incomplete update changes no weight")
     division = Division(total.tokens, total.computed)
     two = dict(parted.step(mine.select_items([]), sums, step=0, divide=division).metrics)
     _require(one.keys() == two.keys(), "metrics have the same names")
-    _require(all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one), "metrics are the whole's")
+    _require(
+        all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one),
+        "metrics are those of the whole mini-batch",
+    )
     _require(_close(bench.weights(whole), bench.weights(parted)), "parts add up to the whole's update")
     for engine in (whole, parted):
         bench.train(engine, range(1, 2))
@@ -203,9 +211,9 @@ def goes_on_from_a_checkpoint(bench: Bench) -> None:
     _require(bool(written) and all((folder / name).is_file() for name in written), "save names the files it wrote")
     bench.everyone(None)  # wait until all ranks have written
     second = bench.engine(seed=1)
-    _require(not _equal(bench.weights(second), bench.weights(first)), "another seed, other weights")
+    _require(not _equal(bench.weights(second), bench.weights(first)), "another seed gives other weights")
     second.restore(folder, "policy")
-    _require(_equal(bench.weights(second), bench.weights(first)), "restore brings the saved weights")
+    _require(_equal(bench.weights(second), bench.weights(first)), "restore returns the saved weights")
     bench.train(second, range(2, 3))
     _require(_equal(bench.weights(second), bench.weights(undisturbed)), "resumed equals undisturbed")
     _refused(IntegrityError, lambda: second.restore(folder, "critic"), "a checkpoint without the role")
@@ -218,7 +226,9 @@ def records_what_the_step_found(bench: Bench) -> None:
     done = engine.step(mine, SupervisedObjective(Totals.of(whole_batch())), step=0, record=True)
     _require(done.batch is not None and torch.equal(done.batch.tokens, mine.tokens), "the batch comes back")
     recorded = done.batch.column("current_logprobs") if done.batch else found[:0]
-    _require(torch.allclose(recorded, found, atol=_CLOSE, rtol=0), "as the step found them")
+    _require(
+        torch.allclose(recorded, found, atol=_CLOSE, rtol=0), "the recorded log-probabilities are those before the step"
+    )
 
 
 HELD: tuple[Callable[[Bench], None], ...] = (

@@ -265,12 +265,15 @@ class Learner:
         if wanted != given:
             odd = sorted(set(wanted.items()) ^ set(given.items()))[0][0]
             raise IntegrityError(
-                f"checkpoint does not fit the model: parameter {odd} differs in name or shape; start afresh"
+                f"checkpoint does not fit the model: parameter {odd} differs in name or shape; start without the "
+                "checkpoint"
             )
         begun = {name.rpartition("/")[0] for name in moments}
         missing = {f"{name}/{key}" for name in begun & wanted.keys() for key in _MOMENTS} ^ moments.keys()
         if missing:
-            raise IntegrityError(f"checkpoint does not fit the model: moment {min(missing)} differs; start afresh")
+            raise IntegrityError(
+                f"checkpoint does not fit the model: moment {min(missing)} differs; start without the checkpoint"
+            )
         for name, trained in self.sharding.parameters().items():
             own[name].copy_(parameters[name])
             if name in begun:

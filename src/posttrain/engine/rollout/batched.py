@@ -99,8 +99,9 @@ class BatchedEngine:
         tokens = len(generation.tokens) + generation.limit
         if self._cached is not None and tokens * self._cached[1] > self._cached[0]:
             raise InputError(
-                f"runtime.kv_cache must have room for generation {generation.id} of {tokens} tokens "
-                f"({tokens * self._cached[1]} bytes), got {self._cached[0]}; raise it, or lower max_new_tokens"
+                f"runtime.kv_cache must hold the {tokens} tokens of generation {generation.id} "
+                f"({tokens * self._cached[1]} bytes), got {self._cached[0]} bytes; raise runtime.kv_cache, or lower "
+                "max_new_tokens"
             )
 
     def _holding(self, batch: list[Generation]) -> list[Generation]:

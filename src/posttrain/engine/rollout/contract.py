@@ -184,7 +184,7 @@ class DrawContract(Bench):
         for name, answer in whole.items():
             kept = answer.generated == self.long and answer.truncated
             got = f"{answer.generated} tokens that ended as {answer.status}"
-            require(kept, f"{name} must ignore what ends it and have {self.long} tokens, got {got}")
+            require(kept, f"{name} must ignore end tokens and have {self.long} tokens, got {got}")
         found = self.ask(engine, self.work(limit=self.long))
         last = {int(answer.response[-1]) for answer in found.values() if answer.status == "ok" and answer.generated}
         require(bool(last), "no response ended by itself; use a policy that ends some responses, or a larger `long`")
@@ -205,7 +205,8 @@ class DrawContract(Bench):
             for way in ({"greedy": True}, *_TRUNCATIONS):
                 drawn = self._seen(engine, temperature=temperature, **way)
                 pairs = list(_both(seen, drawn))
-                require(bool(pairs), f"no token was drawn with {way} and without; use a policy that is surer")
+                alike = f"no token was drawn both with {way} and without"
+                require(bool(pairs), f"{alike}; use a policy with a more concentrated distribution")
                 apart = max(abs(one[token] - other[token]) for one, other, tokens in pairs for token in tokens)
                 require(
                     apart <= self.rounding,
@@ -231,7 +232,8 @@ class DrawContract(Bench):
                     f"two log-probabilities must differ by {logits / _WARM:g} at temperature {_WARM}, "
                     f"because they differ by {logits:g} at 1, got {found:g}",
                 )
-        require(told > 0, "no two tokens were drawn at both temperatures; use a policy that is less sure")
+        few = "no two tokens were drawn at both temperatures"
+        require(told > 0, f"{few}; use a policy with a less concentrated distribution")
 
     def test_truncated_draws_are_among_the_likely_tokens(self) -> None:
         """Tested with the log-probabilities of tokens that were drawn after the same context."""
@@ -289,7 +291,7 @@ class WeightContract(Bench):
                 self.tell(engine, _NEW)
                 found = self.ask(engine, work)
             heard = any(_differ(before[asked], answer, self.tolerance) for asked, answer in found.items())
-            require(heard, f"it shows {name} and must decode with it, but answers the same when that changes")
+            require(heard, f"the engine exposes {name}, but its answers do not change when {name} changes")
         self.tell(engine, _OLD)
         for asked, answer in self.ask(engine, work).items():
             same(asked, before[asked], answer, self.tolerance)
@@ -311,12 +313,16 @@ class WeightContract(Bench):
         engine = self.open_engine()
         self.tell(engine, _OLD)
         if self.in_place:
-            require(refuses(partial(engine.update, "", _NEW)), "an update was taken by an engine that was not paused")
+            require(
+                refuses(partial(engine.update, "", _NEW)), "an update was accepted by an engine that was not paused"
+            )
         engine.pause()
-        require(refuses(partial(engine.update, "opponent", _NEW)), "an update of a policy that is not served was taken")
+        require(
+            refuses(partial(engine.update, "opponent", _NEW)), "an update of a policy that is not served was accepted"
+        )
         engine.resume()
         for name, answer in self.ask(engine, self.work(samples=1)).items():
-            require(answer.versions == (_OLD,), f"{name} was sampled by {answer.versions} after a refused update")
+            require(answer.versions == (_OLD,), f"{name} was sampled by {answer.versions} after a rejected update")
 
     def test_what_has_begun_goes_on_as_an_update_says(self) -> None:
         """Begun responses continue under new weights, and their earlier tokens may be recomputed.
@@ -363,7 +369,7 @@ class WeightContract(Bench):
         require(found.generated == whole.generated, f"{name} must have {whole.generated} tokens, got {found.generated}")
         old = _said_by(_OLD, found)
         beginning = found.response.tolist()[:old] == whole.response.tolist()[:old]
-        require(beginning, f"{name} has tokens of {_OLD} that {_OLD} does not sample")
+        require(beginning, f"{name} has tokens attributed to {_OLD} that {_OLD} would not sample")
 
     def _reads_again(self, engine: RolloutEngine, begun: Sequence[Trajectory], in_flight: InFlight) -> None:
         """Compare the first token under new weights with the first token of a new generation of the same context."""
@@ -441,8 +447,8 @@ class RolloutEngineContract(DrawContract, WeightContract):
         work = self.work()
         found = self.ask(engine, work)
         grown = engine.counts()
-        require(before.keys() == grown.keys(), f"it counted {sorted(before)} and then {sorted(grown)}")
-        require(all(grown[name] >= count for name, count in before.items()), "what it counted became less")
+        require(before.keys() == grown.keys(), f"the counters were {sorted(before)} and then {sorted(grown)}")
+        require(all(grown[name] >= count for name, count in before.items()), "a counter decreased")
         for asked in work:
             answer = found[asked.id]
             require(tuple(answer.prompt.tolist()) == asked.tokens, f"{asked.id} continues another prompt")

@@ -236,7 +236,7 @@ class PageStore:
         shape, have, most = self._shape, len(self._holders), self._budget // self._page_bytes
         if needed > most:
             raise JobFailedError(
-                f"keys and values must fit in {self._budget} bytes, {most} pages of {self._page} positions, got "
+                f"keys and values must fit in {self._budget} bytes ({most} pages of {self._page} positions), but need "
                 f"{needed} pages; raise runtime.kv_cache"
             )
         count = max(needed, min(most, max(2 * have, self._expected)))

@@ -56,16 +56,16 @@ def why_not_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     if device.type != "cuda":
         return None
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"torch's variable-length attention takes half precision, got {dtype}"
+        return f"torch's variable-length attention requires half precision, got {dtype}"
     if head_dim % 8 or head_dim > _WIDEST_HEAD:
-        return f"torch's variable-length attention takes heads of 8, 16 … {_WIDEST_HEAD} values, got {head_dim}"
+        return f"torch's variable-length attention requires heads of 8, 16 … {_WIDEST_HEAD} values, got {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "torch's variable-length attention takes compute capability 8.0 or newer"
+        return "torch's variable-length attention requires compute capability 8.0 or newer"
     try:
         apart = _tried(device, dtype, head_dim)
     except Exception as error:  # versions of torch raise different errors
         return f"torch's variable-length attention failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None if apart < _APART else f"torch's variable-length attention is {apart:.2g} off plain attention"
+    return None if apart < _APART else f"torch's variable-length attention differs from plain attention by {apart:.2g}"
 
 
 def fits_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -58,7 +58,7 @@ class SamplingParams:
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
             raise InputError(
                 "sampling top_k must be >= 0, top_p in (0, 1] and min_p in [0, 1), "
-                f"got {self.top_k}, {self.top_p} and {self.min_p}; fix them"
+                f"got {self.top_k}, {self.top_p} and {self.min_p}; change the value that is out of range"
             )
         if not isinstance(self.stop, tuple) or not all(isinstance(one, str) for one in self.stop):
             raise InputError(f"sampling stop must be a tuple of strings, got {self.stop!r}; write (…,)")

@@ -55,10 +55,10 @@ def row_keys(seed: int, prompt_keys: Sequence[int], samples: Sequence[int], devi
 
 
 def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
-    """Return the numbers for tokens `first` … `first + count - 1` of each row, [rows, count] float64 in [0, 1).
+    """Return random numbers for tokens `first` … `first + count - 1` of each row, [rows, count] float64 in [0, 1).
 
     Args:
-        first: the number of the first token, the same for all rows, or [rows].
+        first: the index of the first token, the same for all rows, or [rows].
     """
     tokens = torch.arange(count, device=keys.device) + (first[:, None] if isinstance(first, Tensor) else first)
     return ((_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF).double() * 2.0**-32

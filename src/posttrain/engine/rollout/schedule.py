@@ -182,7 +182,7 @@ class Intake:
             if generation.sampling.stop and not self._reads_text:
                 raise InputError(
                     f"generation {generation.id} must have no stop strings, got {generation.sampling.stop[0]!r}: "
-                    f"rollout engine {self._name} was opened without a tokenizer; open it with one"
+                    f"rollout engine {self._name} was opened without a tokenizer; open the engine with a tokenizer"
                 )
             if len(generation.tokens) + generation.limit > self._context_length:
                 raise InputError(

@@ -225,8 +225,8 @@ def _next(
         if time.monotonic() >= end:
             first = next(iter(waiting.values()))
             raise SilentError(
-                f"rollout engine {engine.name} returned no sample within {patience:g} s, with {len(waiting)} "
-                f"waiting, the first {_sample(first)}; see the engine's log"
+                f"rollout engine {engine.name} returned no sample within {patience:g} s; waiting: {len(waiting)}, "
+                f"the first is {_sample(first)}; see the engine's log"
             )
 
 
@@ -269,7 +269,7 @@ def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, ver
 def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
     """Return the fault of an answer, except in its log-probabilities; None if there is no fault."""
     if answer.prompt is not prompt and not np.array_equal(answer.prompt, prompt):
-        return f"must continue its {len(prompt)} tokens, got another beginning"
+        return f"must begin with its prompt of {len(prompt)} tokens, but begins differently"
     if not 1 <= answer.generated <= asked.limit:
         return f"must have 1..{asked.limit} tokens, got {answer.generated}"
     if answer.status not in ("ok", "truncated"):

@@ -284,7 +284,9 @@ def read_role(
     for part in ("model", "optimizer"):
         files = sorted(path.glob(f"{role}-{part}-*-of-*.safetensors"))
         if not files:
-            raise IntegrityError(f"checkpoint {path} must contain the role {role}, got none; start afresh")
+            raise IntegrityError(
+                f"checkpoint {path} must contain the role {role}, but has no file of it; start without the checkpoint"
+            )
         found.append(read_rows(files, rows))
     return found[0], found[1]
 
@@ -300,10 +302,10 @@ def _read_commit(path: Path) -> Mapping[str, str]:
         shards = CheckpointCommit.from_json(json.loads((path / COMMIT).read_bytes())).shards
     except (OSError, ValueError) as error:
         raise IntegrityError(
-            f"checkpoint {path} has no readable COMMIT ({type(error).__name__}); resume from another"
+            f"checkpoint {path} has no readable COMMIT ({type(error).__name__}); resume from another checkpoint"
         ) from error
     except IntegrityError as error:
-        raise IntegrityError(f"checkpoint {path}: {error}; resume from another") from error
+        raise IntegrityError(f"checkpoint {path}: {error}; resume from another checkpoint") from error
     if _STATE not in shards or len(shards) < 3:
         raise IntegrityError(
             f"checkpoint {path} must contain {_STATE} and the shards of at least one role, got {sorted(shards)}"

@@ -91,7 +91,7 @@ class EmailSink(NetworkSink):
     def _refusal(self, error: Exception) -> str:
         """Return the code of an SMTP server's refusal, without its text, which could repeat the request."""
         if isinstance(error, smtplib.SMTPAuthenticationError):
-            return f"the server refuses user and password ({error.smtp_code})"
+            return f"the server rejects the user name and password ({error.smtp_code})"
         if isinstance(error, smtplib.SMTPRecipientsRefused):
             return f"the server refuses the address ({', '.join(str(code) for code, _ in error.recipients.values())})"
         if isinstance(error, smtplib.SMTPNotSupportedError):

@@ -85,13 +85,15 @@ class WebhookSink(NetworkSink):
         self._now = now
         self._url, self._url_env = str(settings.get("url") or ""), str(settings.get("url_env") or "")
         if bool(self._url) == bool(self._url_env):
-            raise InputError("webhook: must have a URL, or the name of a variable that holds it, and not both")
+            raise InputError(
+                "webhook: must have either a URL or the name of a variable that contains the URL, not both"
+            )
         if self._url:
             _parts(self._url)
         self._secret_env, self._secret_file = settings.get("secret_env"), settings.get("secret_file")
         if bool(self._secret_env) == bool(self._secret_file):
             raise InputError(
-                "webhook: must have --secret-env VAR or --secret-file PATH for its signature, and not both"
+                "webhook: must have either --secret-env VAR or --secret-file PATH for the signature, not both"
             )
         refuse_variable(self._url_env, "webhook: --webhook-env")
         refuse_variable(self._secret_env, "webhook: --secret-env")
@@ -136,7 +138,8 @@ class WebhookSink(NetworkSink):
         found = os.environ.get(self._url_env, "").strip()
         if not found:
             raise SinkError(
-                f"variable {self._url_env} must be set, in the process that delivers events, to the URL, got no value"
+                f"variable {self._url_env} is not set, or is empty, in the process that delivers events; set it to the "
+                "URL"
             )
         try:
             return _parts(found)
@@ -157,7 +160,7 @@ def _parts(url: str) -> SplitResult:
         proper = parts.scheme in _PORTS and bool(parts.hostname) and url.isascii() and url.isprintable()
         proper = proper and " " not in url and (parts.port is None or parts.port > 0)
     except ValueError:
-        raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got a malformed one") from None
+        raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got a malformed URL") from None
     if parts.username is not None or parts.password is not None:
         raise InputError(
             f"webhook: URL must contain no user and password, as in {_shown(parts)}; remove them: a signature "

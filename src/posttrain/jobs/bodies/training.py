@@ -130,7 +130,7 @@ def _open_cluster_pools(
     pools = config.placement.pools(roles)
     learners = {role.name for role in config.roles() if role.trained}
     ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
-    to = f"asking the Ray cluster at {address}" if address else "starting Ray on this machine"
+    to = f"requesting processes from the Ray cluster at {address}" if address else "starting Ray on this machine"
     recorder.sink(Note(f"{to} for the ranks of {ranks}; each loads its packages, which may take a minute", time.time()))
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
     size = None if config.runtime.object_store == "auto" else config.runtime.object_store
@@ -418,9 +418,11 @@ def _environment(
     if (observe is None) != (config.turns_most == 1):
         name = f"recipe {config.recipe}" if isinstance(config, DataflowConfig) else type(algorithm).__name__
         there = (
-            "no observe(row, responses); define it" if observe is None else "an observe method; set turns to 2 or more"
+            "no method observe(row, responses); define it"
+            if observe is None
+            else "an observe method; set turns to 2 or more"
         )
-        raise InputError(f"{name} has turns {config.turns_most}, got {there}")
+        raise InputError(f"{name} has turns {config.turns_most}, but has {there}")
     return None if observe is None else TextEnvironment(observe, tokenizer, config.observed_most)
 
 

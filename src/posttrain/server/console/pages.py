@@ -205,7 +205,8 @@ def roll_back(visit: Visit) -> Response:
     found, form = _channel(visit), visit.form
     to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
     if not reason:
-        return _confirmation(visit, found, to, "a rollback needs a reason, which is kept with its event; enter one")
+        trouble = "a rollback needs a reason, which is recorded with the event; enter a reason"
+        return _confirmation(visit, found, to, trouble)
     sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
     sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed the quarantine
     visit.worker("rollback", sent)
@@ -219,7 +220,7 @@ def decide(visit: Visit) -> Response:
     if verdict not in ("approve", "reject") or not any(
         one.request.digest == request for one in visit.control.approval_requests(found.record.name)
     ):
-        raise InputError("no pending approval has this name; open the page again")
+        raise InputError("this approval is no longer pending; open the page again")
     visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
     return visit.goes_to("/approvals" if form.get("inbox") else f"/channels/{_quoted(found.record.name)}")
 
@@ -249,7 +250,7 @@ def home(visit: Visit) -> Response:
 def _channel(visit: Visit) -> ChannelView:
     found = visit.control.channel(visit.named("channel"))
     if not found.record.generation and not found.moves:
-        raise NotFoundError("the channel does not exist; the first release to it, or a policy for it, creates it")
+        raise NotFoundError("the channel does not exist; the first release or policy creates it")
     return found
 
 

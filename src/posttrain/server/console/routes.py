@@ -207,7 +207,7 @@ def _enter(server: Server, request: Request) -> Visit:
     request.state.asker, request.state.principal = who, server.authentication.known_as(who)
     words = [*request.path_params.values(), *(word for _, word in request.query_params.multi_items())]
     if any(not word.isprintable() or "\ufffd" in word or len(word) > _LONGEST for word in words):
-        raise NotFoundError("nothing has that name")
+        raise NotFoundError("there is no page with this name")
     control = server.authentication.control(who, request.state.id)
     return Visit(server, request, who, secret, control, control.whoami().role, {})
 

@@ -190,7 +190,7 @@ def asker(server: Server, secret: str, project: str) -> Asker:
     except AccessError as error:
         raise AuthenticationError(str(error)) from error
     if identity.scopes is None or project not in identity.scopes:
-        raise AuthenticationError("the session is for another project; log in to this one")
+        raise AuthenticationError("the session is for another project; log in to this project")
     return Asker(identity, project)
 
 

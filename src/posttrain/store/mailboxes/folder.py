@@ -68,4 +68,6 @@ def _refused(path: Path, error: BaseException | None) -> IntegrityError | None:
     """Return the error for a path that the job made unusable; None if the job is not the cause."""
     if not its_doing(error):
         return None
-    return IntegrityError(f"{path} cannot be used: {getattr(error, 'strerror', error)}; its job put something there")
+    return IntegrityError(
+        f"{path} cannot be used: {getattr(error, 'strerror', error)}; its job created something else at this path"
+    )

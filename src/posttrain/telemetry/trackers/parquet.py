@@ -59,7 +59,7 @@ class ParquetTracker(FileTracker):
                 yield from file.iter_batches(_BATCH, columns=columns)
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise WorkspaceError(
-                f"{self._path}: cannot be read: {error}; move it away; it is then recreated"
+                f"{self._path}: cannot be read: {error}; move the file away, and it is recreated"
             ) from error
 
     def log(self, rows: Sequence[Row]) -> None:

@@ -78,17 +78,17 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
     room = sum(min(int(node.get(key, 0.0) / amount + 1e-9) for key, amount in bundle.items()) for node in nodes)
     if room < ranks:
         raise InputError(
-            f"pool {pool} must fit its Ray cluster, got {ranks} ranks of {_words(bundle)}; the cluster has "
-            f"{_words({key: offered.get(key, 0.0) for key in bundle})} on {len(nodes)} nodes, room for {room}; "
-            "request less or add nodes"
+            f"pool {pool} does not fit in its Ray cluster: {ranks} ranks of {_words(bundle)} were requested, but the "
+            f"cluster has {_words({key: offered.get(key, 0.0) for key in bundle})} on {len(nodes)} nodes, with room "
+            f"for {room} ranks; request less or add nodes"
         )
     group = placement_group([bundle] * ranks, strategy="PACK", name=_PREFIX + pool)
     if not group.wait(seconds):
         free = ray.available_resources()
         remove_placement_group(group)
         raise InfrastructureError(
-            f"pool {pool} must get {ranks} ranks of {_words(bundle)} within {seconds:g} seconds, got only "
-            f"{_words({key: free.get(key, 0.0) for key in bundle})} free, the rest used by {_holders(group)}; "
+            f"pool {pool} did not get {ranks} ranks of {_words(bundle)} within {seconds:g} seconds: only "
+            f"{_words({key: free.get(key, 0.0) for key in bundle})} are free, and {_holders(group)} uses the rest; "
             "wait until that work ends, or request less"
         )
     return group
@@ -162,8 +162,8 @@ class RayBackend:
             self.close()
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise InfrastructureError(
-                f"pool {pool} must have its {ranks} processes up within {start_seconds:g} seconds "
-                f"(runtime.start_timeout), got {reason}; see the job's log"
+                f"pool {pool} did not start its processes ({ranks}) within {start_seconds:g} seconds "
+                f"(runtime.start_timeout): {reason}; see the job's log"
             ) from error
         except BaseException:
             self.close()
@@ -256,7 +256,7 @@ class RayBackend:
             process = ray.get(self._hosts[rank].identify.remote(self._alone), timeout=timeout)
         except RayError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            line = f"pool {self.pool} must have rank {rank} up again within {timeout:g} seconds, got {reason}"
+            line = f"rank {rank} of pool {self.pool} did not start again within {timeout:g} seconds: {reason}"
             raise WorkerLostError(line, self.processes[rank]) from error
         self.processes = (*self.processes[:rank], process, *self.processes[rank + 1 :])
         for role, parcel in self._started.items():

@@ -171,9 +171,7 @@ class Host:
 
     def _worker(self, role: str) -> Any:
         if role not in self._workers:
-            raise InputError(
-                f"pool {self._context.pool} must have started role {role}, got only {sorted(self._workers)}"
-            )
+            raise InputError(f"pool {self._context.pool} has not started role {role}, only {sorted(self._workers)}")
         return self._workers[role]
 
     def _tcp_store(self, address: tuple[str, int], seconds: float, descriptor: int | None = None) -> Any:

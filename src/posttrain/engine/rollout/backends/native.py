@@ -280,8 +280,8 @@ class NativeRollout:
             needed = tokens * self._decoder.shape.position_bytes
             if needed > most:
                 raise InputError(
-                    f"runtime.kv_cache must have room for generation {asked.id} of {tokens} tokens ({needed} bytes), "
-                    f"got {most}; raise it, or lower max_new_tokens"
+                    f"runtime.kv_cache must hold the {tokens} tokens of generation {asked.id} ({needed} bytes), "
+                    f"got {most} bytes; raise runtime.kv_cache, or lower max_new_tokens"
                 )
 
     def _admit(self) -> None:

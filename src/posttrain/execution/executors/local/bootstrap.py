@@ -54,7 +54,7 @@ def trouble(folder: Path) -> str:
     if found == expected:  # compares the lists of files, since a digest of 20,000 files takes longer
         return ""
     return (
-        f"the environment must be the one that the run began with, got {found.differs(expected)}; "
+        f"the environment differs from the one with which the run began: {found.differs(expected)}; "
         "restore it, or accept the current environment with posttrain retry; if Posttrain's own code changed, "
         "submit the run again, which locks the current code"
     )

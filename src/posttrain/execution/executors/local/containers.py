@@ -308,8 +308,8 @@ def _mount(folder: Path) -> list[str]:
     url = urlsplit(str(order.get("store_url", "")))
     if url.scheme != "file" or order.get("channel"):
         raise InputError(
-            f"job {order.get('name')}: a job in an image reaches a store or channels that are not folders only through "
-            "a server; run posttrain serve"
+            f"job {order.get('name')}: a job in an image can reach a store or mailboxes that are not folders only "
+            "through a server; run posttrain serve"
         )
     return [unquote(url.path), unquote(url.path), "ro"]
 

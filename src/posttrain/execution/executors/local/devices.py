@@ -230,7 +230,7 @@ def _open(path: Path) -> int | None:
     found = os.fstat(lock)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(lock)
-        raise OSError(f"{path} must be a regular file with one link, and is not; remove it")
+        raise OSError(f"{path} is not a regular file with exactly one link; remove it")
     return lock
 
 

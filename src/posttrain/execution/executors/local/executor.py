@@ -116,7 +116,7 @@ class LocalExecutor:
         except OSError as error:
             raise InfrastructureError(
                 f"the device locks in {machine.folder} cannot be used: {error.strerror or error}; "
-                f"make the folder writable, or name another by {FOLDER_VARIABLE}"
+                f"make the folder writable, or set {FOLDER_VARIABLE} to another folder"
             ) from error
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
@@ -243,7 +243,7 @@ def _observe(folder: Path) -> Observation:
         return seen(JobState.EXITED, code, said, cause=cause, seconds=seconds)
     gone, job = "its supervisor has ended", _job(folder, read_json(folder / "supervisor.json"))
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
-        resists = f"{gone} and process {job[0]} resists being killed"
+        resists = f"{gone} and process {job[0]} is still running after SIGKILL"
         return seen(JobState.RUNNING, detail=resists, seconds=seconds)
     if box and not containers.is_copy(folder, box):
         if not containers.gone(box):

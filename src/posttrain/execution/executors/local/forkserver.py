@@ -131,7 +131,7 @@ class ForkServer:
 def _cold(folder: Path, why: str) -> None:
     """Write to an attempt's log that its job starts cold."""
     with contextlib.suppress(OSError), open(folder / "log.txt", "a", opener=supervisor.private) as log:
-        log.write(f"this job imports for itself: {why}\n")
+        log.write(f"this job starts cold and imports its own modules: {why}\n")
 
 
 def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -220,7 +220,10 @@ class OomKills:
         if self._asked or self._count() <= self._seen[0][1]:
             return {}
         if self._shared:
-            hint = "the kernel killed a process of its cgroup for memory, perhaps this one: others share the cgroup"
+            hint = (
+                "memory ran out, and the kernel killed a process, possibly this job, in a cgroup that the job shares "
+                "with other processes"
+            )
             return {"said": f"exit code {code}; {hint}"}
         return {"oom": getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024}  # bytes of the largest process
 
@@ -340,7 +343,7 @@ class _Limit:
             self.over = True
             os.kill(job, signal.SIGTERM)
             with suppress(OSError), open(self._log, "a", opener=private) as log:
-                log.write(f"the job's maximum runtime of {self._seconds:g} s is over: it is ended\n")
+                log.write(f"the job has reached its maximum runtime of {self._seconds:g} s and is being ended\n")
         elif ran > self._seconds + self._grace:
             os.killpg(job, signal.SIGKILL)
 
