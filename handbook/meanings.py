@@ -85,6 +85,8 @@ MEANINGS: Mapping[str, str] = {
     "prompts_per_step": "prompts for which a step samples responses",
     "max_new_tokens": "maximum tokens of a response",
     "temperature": "sampling temperature; 1 samples from the policy's own distribution",
+    "CISPOConfig.clip_low": "the weight of a token is at least 1 - `clip_low`; 1: no lower limit, as in the paper",
+    "CISPOConfig.clip_high": "the weight of a token is at most 1 + `clip_high`",
     "clip_low": "the ratio's lower bound is 1 - `clip_low`",
     "clip_high": "the ratio's upper bound is 1 + `clip_high`",
     "probe": "a small measurement every `every` steps, for the training curve",

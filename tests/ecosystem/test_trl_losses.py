@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import (
+    CISPOConfig,
     DPOConfig,
     GroupConfig,
     GRPOConfig,
+    GSPOConfig,
     InitModelConfig,
     KLConfig,
     SFTConfig,
@@ -30,9 +32,11 @@ from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.logprobs import predict
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
+from posttrain.engine.recipes.cispo import CISPO
 from posttrain.engine.recipes.dpo import DPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.gspo import GSPO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
 from posttrain.sandbox.port import Score
@@ -153,9 +157,10 @@ def trl_policy(tmp_path: Path, made: Sequence[Sequence[int]], policy: Any, **opt
         del columns
         return [worth(text) for text in completions]
 
+    clip = {"epsilon": CLIP[0], "epsilon_high": CLIP[1]}
     config = trl.GRPOConfig(**quiet(
         tmp_path, per_device_train_batch_size=len(made), num_generations=SAMPLES, max_completion_length=LIMIT,
-        temperature=1.0, num_iterations=2, epsilon=CLIP[0], epsilon_high=CLIP[1], **options,
+        temperature=1.0, num_iterations=2, **clip | options,
     ))  # fmt: skip
     return trl.GRPOTrainer(
         model=copy.deepcopy(policy), reward_funcs=reward, args=config, processing_class=TOKENIZER,
@@ -176,6 +181,14 @@ def dr_grpo() -> DrGRPO:
     return DrGRPO(GroupConfig(**options, clip_low=CLIP[0], clip_high=CLIP[1]))
 
 
+def clipped(config: Any, algorithm: Any, low: float, high: float, kl: str = "") -> Any:
+    common = {"data": "d", "reward": "r", "steps": 1, "prompts_per_step": len(PROMPTS), "group_size": SAMPLES}
+    penalty = KLConfig(coefficient=BETA, estimator=kl) if kl else None
+    return algorithm(config(**common, max_new_tokens=LIMIT, clip_low=low, clip_high=high, kl=penalty))
+
+
+SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+NARROW: dict[str, Any] = {"epsilon": 0.01, "epsilon_high": 0.02}
 NO_KL: dict[str, Any] = {"beta": 0.0}
 K3: dict[str, Any] = {"beta": BETA, "use_bias_correction_kl": False}
 CORRECTED: dict[str, Any] = {"beta": BETA, "use_bias_correction_kl": True}
@@ -187,6 +200,9 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "grpo": (lambda: grpo("seq-mean-token-mean"), {"loss_type": "grpo", **NO_KL}),
     "grpo, k3": (lambda: grpo("seq-mean-token-mean", "k3"), {"loss_type": "grpo", **K3}),
     "dr_grpo": (dr_grpo, {"loss_type": "dr_grpo", "scale_rewards": "none", **NO_KL}),
+    "gspo": (lambda: clipped(GSPOConfig, GSPO, 0.01, 0.02), {**SEQUENCE, **NARROW, **NO_KL}),
+    "gspo, k3": (lambda: clipped(GSPOConfig, GSPO, 0.01, 0.02, "k3"), {**SEQUENCE, **NARROW, **K3}),
+    "cispo": (lambda: clipped(CISPOConfig, CISPO, 1.0, 0.28), {"loss_type": "cispo", "epsilon_high": 1.28, **NO_KL}),
 }
 
 
@@ -210,7 +226,8 @@ def test_policy_gradients(case: str, tmp_path: Path) -> None:
     ends = np.cumsum(credited.lengths) - 1
     assert credited.column("advantages")[ends].tolist() == pytest.approx(given["advantages"].tolist(), abs=1e-5)
     mine = ours(moved, algorithm, batch, columns)
-    assert trainer._metrics["train"]["clip_ratio/region_mean"][-1] > 0.1, "ratios leave the clip"
+    metric = "cispo_clip_ratio" if case == "cispo" else "clip_ratio/region_mean"
+    assert trainer._metrics["train"][metric][-1] > 0.05, "ratios leave the clip"
     agree(moved, theirs, mine)
 
 
@@ -242,7 +259,8 @@ def test_sft(tmp_path: Path) -> None:
     agree(trainer.model, theirs, ours(trainer.model, SFT(config_), batch, {}))
 
 
-def test_dpo(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("ipo", 0.0), ("robust", 0.1)])
+def test_dpo(loss: str, smoothing: float, tmp_path: Path) -> None:
     from datasets import Dataset
 
     rows = [
@@ -251,8 +269,11 @@ def test_dpo(tmp_path: Path) -> None:
         {"prompt": "dd", "chosen": "d", "rejected": "dddd"},
     ]  # fmt: skip
     config = trl.DPOConfig(
-        **quiet(tmp_path, per_device_train_batch_size=3, beta=0.4, max_length=None, loss_type="sigmoid")
-    )
+        **quiet(
+            tmp_path, per_device_train_batch_size=3, beta=0.4, max_length=None, loss_type=loss,
+            label_smoothing=smoothing,
+        )
+    )  # fmt: skip
     reference = weights(5)
     trainer = trl.DPOTrainer(
         model=weights(), ref_model=copy.deepcopy(reference), args=config, train_dataset=Dataset.from_list(rows),
@@ -264,6 +285,7 @@ def test_dpo(tmp_path: Path) -> None:
     batch = TokenBatch.pack(
         [Document(ids(r["prompt"]), [*ids(r[side]), end]) for r in rows for side in ("chosen", "rejected")], unit=2
     )
-    made = DPO(DPOConfig(data="d", steps=1, batch_size=3, beta=0.4))
+    options: dict[str, Any] = {"data": "d", "steps": 1, "batch_size": 3, "beta": 0.4}
+    made = DPO(DPOConfig(**options, loss=loss, label_smoothing=smoothing))
     columns = {"reference_logprobs": logprobs(reference, batch)}
     agree(trainer.model, theirs, ours(trainer.model, made, batch, columns))

@@ -44,6 +44,7 @@ ON_POLICY: dict[str, Any] = {
     "data": "data", "steps": 4, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 5, "probe": PROBE,
     "optimizer": OPTIMIZER,
 }  # fmt: skip
+OVER_PAIRS = {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS}
 CRITIC = {"optimizer": {**OPTIMIZER, "learning_rate": 5e-2}}
 BASES: dict[str, dict[str, Any]] = {
     "sft": {"data": "data", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
@@ -60,7 +61,9 @@ BASES: dict[str, dict[str, Any]] = {
     "distill": {
         **ON_POLICY, "teacher": "teacher", "reward": "reward", "mini_batches": 2, "divergence": "jsd", "top_k": 8,
     },
-    "dpo": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
+    **dict.fromkeys(("dpo", "orpo", "simpo"), OVER_PAIRS),
+    "gspo": {**ON_POLICY, "reward": "reward", "mini_batches": 3, "kl": {"coefficient": 0.2}},
+    "cispo": {**ON_POLICY, "reward": "reward", "mini_batches": 3, "kl": {"coefficient": 0.2}},
     "dataflow": {
         **ON_POLICY, "recipe": "flow:flow", "reward": "reward", "settings": {"accept": 0.4}, "tokens_per_step": 9999,
     },
@@ -122,6 +125,8 @@ VALUES: dict[str, Any] = {
     "gamma": 0.5,
     "beta": 2.0,
     "distill beta": 0.9,
+    "simpo beta": 5.0,
+    "cispo clip_low": 0.001,
     "distill top_k": 2,
     "label_smoothing": 0.3,
     "critic.warmup": 2,
@@ -164,6 +169,7 @@ ALONE: dict[str, dict[str, Any]] = {"turns": {"observation_tokens": 1}, "observa
 BESIDE: dict[str, dict[str, Any]] = {
     "ppo kl.estimator=k3-corrected": {"kl.place": "loss"},
     "optimizer.schedule=constant": {},
+    "dpo loss=robust": {"label_smoothing": 0.3},
 }
 # Of kinds that share a class with another one, these; the others are tried there.
 _CLIPPED = ("clip_low", "clip_high", "mini_batches", "group_size", "kl")
@@ -173,7 +179,11 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "dapo": (*_CLIPPED, "refills", "overlong"),
     "reinforce_plus_plus": (*_CLIPPED, "baseline", "gamma"),
     "distill": ("mini_batches", "group_size", "teacher", "reward", "top_k", "divergence", "beta"),
-    "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing"),
+    "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing", "loss"),
+    "orpo": ("data", "batch_size", "max_length", "probe", "beta"),
+    "simpo": ("data", "batch_size", "max_length", "probe", "beta", "gamma"),
+    "gspo": ("clip_low", "clip_high", "mini_batches", "group_size", "kl"),
+    "cispo": ("clip_low", "clip_high", "mini_batches", "group_size", "kl"),
 }
 # In the plan only: where and how large, which a result does not depend on but for rounding.
 PLANNED = ("epochs", "placement", "roles", "lag", "runtime.sequence_parallel", "runtime.ray_address",
@@ -386,8 +396,8 @@ def _spending_more(flow: str) -> str:
 
 def _shelf(kind: str, slot: str) -> str:
     name = slot.removeprefix("suites.")
-    learnt = "pairs" if kind in ("reward_model", "dpo") else "data"
-    if kind in ("sft", "reward_model", "dpo") and name == "probe":  # other rows of what is learnt
+    learnt = "pairs" if kind in ("reward_model", "dpo", "orpo", "simpo") else "data"
+    if kind in ("sft", "reward_model", "dpo", "orpo", "simpo") and name == "probe":  # other rows of what is learnt
         return "held_out" if kind == "sft" else "held_pairs"
     return {"rewards.held": "reward", "held": "probe", "data": learnt}.get(name, name)
 

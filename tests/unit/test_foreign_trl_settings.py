@@ -269,12 +269,32 @@ def test_audit_25_a_guarded_script_is_not_said_to_train_when_it_is_imported(worl
 
 
 def test_audit_25_dpo_is_read(world: World) -> None:
-    text = "DPOTrainer(model='org/base', args=DPOConfig(beta=0.3, label_smoothing=0.1, max_steps=3, loss_type=['ipo']))"
+    text = (
+        "DPOTrainer(model='org/base', args=DPOConfig(beta=0.3, label_smoothing=0.1, max_steps=3, loss_type=['hinge']))"
+    )
     draft, stage = read(world, text)
     assert (draft.run["stages"]["dpo"]["kind"], stage["beta"], stage["label_smoothing"]) == ("dpo", 0.3, 0.1)
     assert stage["optimizer"]["learning_rate"] == 1e-6
-    told = "loss_type: ['ipo']: is not supported; the loss on a pair is the sigmoid loss, with beta and label_smoothing"
-    assert told in draft.changed
+    assert any(line.startswith("loss_type: ['hinge']: is not supported") for line in draft.changed)
+    _, stage = read(world, text.replace("'hinge'", "'robust'"))
+    assert (stage["loss"], stage["label_smoothing"]) == ("robust", 0.1)
+    _, stage = read(world, text.replace("'hinge'", "'ipo'"))
+    assert (stage["loss"], stage["label_smoothing"]) == ("ipo", 0.0), "TRL does not read the smoothing there"
+
+
+def test_the_ratios_of_sequences_and_clipped_weights_are_kinds(world: World) -> None:
+    text = "GRPOTrainer(reward_funcs=f, args=GRPOConfig(max_steps=3, epsilon=3e-4, epsilon_high=EPS, KIND))"
+    gspo = text.replace("EPS", "4e-4").replace("KIND", "importance_sampling_level='sequence', loss_type='grpo'")
+    draft, stage = read(world, gspo)
+    assert draft.run["stages"]["grpo"]["kind"] == "gspo"
+    assert (stage["clip_low"], stage["clip_high"]) == (3e-4, 4e-4)
+    assert "importance_sampling_level: sequence → kind: gspo" in draft.carried
+    draft, stage = read(world, text.replace("EPS", "5.0").replace("KIND", "loss_type='cispo'"))
+    assert draft.run["stages"]["grpo"]["kind"] == "cispo"
+    assert (stage["clip_low"], stage["clip_high"]) == (1.0, 4.0)
+    draft, stage = read(world, text.replace("EPS", "0.28").replace("KIND", "loss_type='cispo'"))
+    assert stage["clip_high"] == 4.0
+    assert any("a weight's limit must exceed 1" in line for line in draft.changed)
 
 
 def test_audit_25_what_a_parser_decides_is_no_name(world: World) -> None:

@@ -91,8 +91,9 @@ def test_a_stage_leaves_what_its_kind_says() -> None:
     written: dict[str, dict[str, Any]] = {
         "sft": data,
         "reward_model": data,
-        "dpo": data,
-        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "dapo", "reinforce_plus_plus", "ppo"), data | reward),
+        **dict.fromkeys(("dpo", "orpo", "simpo"), data),
+        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"), data | reward),
+        **dict.fromkeys(("reinforce_plus_plus", "ppo"), data | reward),
         "distill": data | {"teacher": "base"},
         "dataflow": data | {"recipe": "f"},
         "evaluate": {"suites": {"h": data}},

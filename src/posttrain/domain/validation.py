@@ -120,12 +120,12 @@ _BY_PAIRS = (
 )
 # kinds of other trainers → the alternative in Posttrain
 KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("ipo", "orpo", "simpo", "cpo", "kto"), _BY_PAIRS),
+    **dict.fromkeys(("cpo", "kto"), _BY_PAIRS),
+    "ipo": "is kind: dpo with loss: ipo",
     "vapo": "is not supported yet; kind: ppo is nearest",
     "reinforce": "is kind: rloo with a group's baseline, or kind: reinforce_plus_plus without groups",
     **dict.fromkeys(("reinforce++", "reinforce-plus-plus"), "is kind: reinforce_plus_plus"),
     "dr-grpo": "is kind: dr_grpo",
-    "gspo": "is not supported yet; kind: grpo is nearest",
     **dict.fromkeys(("rl", "rlvr", "online"), "is kind: grpo, or kind: ppo with a critic"),
     **dict.fromkeys(("rm", "reward", "reward-model"), "is kind: reward_model"),
     **dict.fromkeys(("eval", "test", "benchmark"), "is kind: evaluate"),

@@ -93,7 +93,6 @@ _WHY = {  # reason → settings that change the result or the output for people
     "each rollout batch is used once; there are no importance ratios of old batches": "num_iterations",
     "truncated responses are scored and trained on": "mask_truncated_completions",
     "there is no two-sided clipping": "delta",
-    "ratios are per token": "importance_sampling_level",
     "rewards are summed by their weights before they are normalised": "multi_objective_aggregation",
     "rewards are used unchanged": "normalize_advantages reward_clip_range",
     "a reward model uses the tokenizer in its folder": "reward_processing_classes",
@@ -125,7 +124,6 @@ _SAME = {  # values, in addition to empty values, that match Posttrain's behavio
     "optim": ("adamw_torch", "adamw_torch_fused", "adamw_hf"),
     "eval_strategy": ("no",),
     "train_sampling_strategy": ("random",),
-    "importance_sampling_level": ("token",),
     "multi_objective_aggregation": ("sum_then_normalize",),
     "f_divergence_type": ("reverse_kl",),
     "dataset_text_field": ("text",),
@@ -148,7 +146,8 @@ _BECOMES = {  # fields of the run file → the TRL settings that determine them
     "clip_low": "epsilon",
     "clip_high": "epsilon_high",
     "advantage": "scale_rewards",
-    "aggregation": "loss_type",
+    "aggregation kind loss": "loss_type",
+    "kind": "importance_sampling_level",
     "optimizer.warmup_steps": "warmup_steps warmup_ratio",
     "optimizer.schedule": "lr_scheduler_type",
     "optimizer.final_ratio": "lr_scheduler_kwargs.min_lr lr_scheduler_kwargs.min_lr_rate",
@@ -236,7 +235,7 @@ def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kin
     """Convert the settings for the loss on demonstrations or pairs."""
     loss = settings.take("loss_type", default="sigmoid" if kind == "dpo" else "nll")
     names = [str(one) for one in (loss if isinstance(loss, list) else [loss])]
-    known = {"dpo": ("sigmoid",), "sft": ("nll", "chunked_nll")}.get(kind, ())
+    known = {"dpo": ("sigmoid", "ipo", "robust"), "sft": ("nll", "chunked_nll")}.get(kind, ())
     if settings.given("loss_type"):
         fits = len(names) == 1 and names[0] in known
         draft.carry("loss_type", loss, "kind", stage["kind"]) if fits else draft.changed.append(
@@ -244,7 +243,10 @@ def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kin
         )
     if kind == "dpo":
         stage["beta"] = settings.number("beta", default=0.1)
-        stage["label_smoothing"] = settings.number("label_smoothing", default=0.0)
+        smoothing = settings.number("label_smoothing", default=0.0)
+        stage["label_smoothing"] = 0.0 if names == ["ipo"] else smoothing
+        if names == ["ipo"] or (names == ["robust"] and smoothing):
+            stage["loss"] = names[0]
 
 
 def _trainer(settings: Settings) -> str:
@@ -330,7 +332,10 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
                 "supports both)"
             )
         return
-    loss = str(settings.take("loss_type", default="dapo"))
+    loss, level = str(settings.take("loss_type", default="dapo")), settings.take("importance_sampling_level")
+    if level == "sequence" or loss == "cispo":
+        _one_ratio(draft, stage, loss, level)
+        return
     stage["aggregation"] = _AGGREGATIONS.get(loss, "token-mean")
     if loss not in _AGGREGATIONS:
         draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean, the aggregation of dapo, is used")
@@ -338,6 +343,23 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
         draft.changed.append("scale_rewards: batch: rewards are scaled by the spread of their group")
+
+
+def _one_ratio(draft: Draft, stage: dict[str, Any], loss: str, level: Any) -> None:
+    """Convert the loss of GSPO or CISPO, which are kinds."""
+    stage["kind"] = "gspo" if level == "sequence" else "cispo"
+    if level == "sequence":
+        draft.carry("importance_sampling_level", level, "kind", "gspo")
+        if loss != "grpo":
+            draft.changed.append(f"loss_type: {loss}: gspo has the mean over responses, which is loss_type grpo")
+        return
+    draft.carry("loss_type", loss, "kind", "cispo")
+    stage["clip_low"], stage["clip_high"] = 1.0, stage["clip_high"] - 1.0  # TRL's epsilon_high is the limit of a weight
+    if stage["clip_high"] <= 0:
+        draft.changed.append(
+            f"epsilon_high: {stage['clip_high'] + 1:g}: a weight's limit must exceed 1, so it is 5 here"
+        )
+        stage["clip_high"] = 4.0
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:

@@ -328,7 +328,7 @@ def _unshare(libc: Any) -> list[str]:
 
 
 def _unshare_as_user(libc: Any) -> int:
-    """Enter a new user namespace with the same ids and, in it, the other new namespaces; return the error number or 0."""
+    """Enter a new user namespace with the same ids, and new namespaces in it; return the error number, or 0."""
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_USER | _NAMESPACES):
         return ctypes.get_errno()

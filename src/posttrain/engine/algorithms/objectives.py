@@ -382,6 +382,45 @@ class KLTerm:
         return kl_penalty(logprobs, reference, mask, self.estimator)
 
 
+def token_clip(micro: TokenBatch, logprobs: Tensor, old: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return PPO's clipped loss of each token (`ppo_clip`), and the clipped tokens, both [T]."""
+    mask, advantages = micro.response_mask, micro.column("advantages")
+    clip = {"clip_low": low, "clip_high": high}
+    return ppo_clip(logprobs, old, advantages, mask, **clip), is_clipped(logprobs, old, advantages, mask, **clip)
+
+
+def sequence_clip(micro: TokenBatch, logprobs: Tensor, old: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of each response at each of its tokens, and the tokens of clipped responses, both [T].
+
+    The loss is max(−A·s, −A·clip(s, 1 − ε_low, 1 + ε_high)) with s = exp(mean over tokens of log π − log π_old). With
+    the aggregation seq-mean-token-mean, the step's loss is the mean over responses. Source: GSPO, arXiv 2507.18071,
+    eq. 5.
+    """
+    mask = micro.response_mask
+    advantages = torch.where(mask, micro.column("advantages"), 0.0)
+    mean = micro.sum_by_document(log_ratio(logprobs, old, mask)) / micro.response_lengths.clamp(min=1)
+    ratio = mean.exp()[micro.document_index]
+    held = ratio.clamp(1.0 - low, 1.0 + high)
+    clipped = ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
+    return torch.where(mask, torch.maximum(-advantages * ratio, -advantages * held), 0.0), mask & clipped
+
+
+def weight_clip(micro: TokenBatch, logprobs: Tensor, old: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π of each token, and the tokens with a clipped weight, both [T].
+
+    No token loses its gradient: the clip limits only the token's weight, through which no gradient flows (sg). Source:
+    CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    """
+    mask = micro.response_mask
+    advantages = torch.where(mask, micro.column("advantages"), 0.0)
+    ratio = log_ratio(logprobs.detach(), old, mask).exp()
+    held = ratio.clamp(1.0 - low, 1.0 + high)
+    return -held * advantages * torch.where(mask, logprobs, 0.0), mask & (held != ratio)
+
+
+SURROGATES = {"token": token_clip, "sequence": sequence_clip, "weight": weight_clip}
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
@@ -401,13 +440,12 @@ class PolicyObjective:
     norm: int = 1  # tokens; the constant length of seq-mean-token-sum-norm
     kl: KLTerm | None = None
     importance: float | None = None  # cap of the token weights π_proximal / π_behaviour; None: no weights
+    surrogate: str = "token"  # of `SURROGATES`: the clip of a token's ratio, of a response's ratio, or of a weight
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
-        mask, old, advantages = micro.response_mask, old_logprobs(micro), micro.column("advantages")
-        logprobs = predicted.of("logprobs")
-        tokens = ppo_clip(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
-        clipped = is_clipped(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+        mask, old, logprobs = micro.response_mask, old_logprobs(micro), predicted.of("logprobs")
+        tokens, clipped = SURROGATES[self.surrogate](micro, logprobs, old, self.clip_low, self.clip_high)
         count = max(self.totals.computed, 1)
         sums = {
             "clip_fraction": clipped.sum() / count,

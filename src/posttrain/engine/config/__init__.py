@@ -5,12 +5,14 @@ Every kind of stage has a class. A field's comment gives its meaning, its unit a
 
 from posttrain.engine.config.sampling import (
     AdvantageConfig,
+    CISPOConfig,
     CriticConfig,
     DAPOConfig,
     DataflowConfig,
     DistillConfig,
     GroupConfig,
     GRPOConfig,
+    GSPOConfig,
     KLConfig,
     OnPolicyConfig,
     OverlongConfig,
@@ -35,15 +37,18 @@ from posttrain.engine.config.stages import (
 )
 from posttrain.engine.config.training import (
     DPOConfig,
+    ORPOConfig,
     RewardModelConfig,
     RowsConfig,
     SFTConfig,
+    SimPOConfig,
     TrainingConfig,
 )
 
 __all__ = [
     "STAGE_CONFIGS",
     "AdvantageConfig",
+    "CISPOConfig",
     "CriticConfig",
     "DAPOConfig",
     "DPOConfig",
@@ -51,9 +56,11 @@ __all__ = [
     "DistillConfig",
     "EvaluateConfig",
     "GRPOConfig",
+    "GSPOConfig",
     "GroupConfig",
     "InitModelConfig",
     "KLConfig",
+    "ORPOConfig",
     "OnPolicyConfig",
     "OverlongConfig",
     "PPOConfig",
@@ -64,6 +71,7 @@ __all__ = [
     "RowsConfig",
     "SFTConfig",
     "SamplingConfig",
+    "SimPOConfig",
     "StageConfig",
     "SuiteConfig",
     "TraceConfig",

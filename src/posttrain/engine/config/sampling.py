@@ -402,6 +402,36 @@ class GRPOConfig(OnPolicyConfig):
     kl: KLConfig | None = None
 
 
+class GSPOConfig(OnPolicyConfig):
+    """GSPO: one importance ratio for each response, with a narrow clip."""
+
+    not_streamable: ClassVar[str] = ""
+
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    clip_high: float = Field(default=4e-4, gt=0, le=1e6)
+    kl: KLConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_ratio(self) -> Self:
+        if self.lag and self.lag.correction != "bypass":
+            raise ValueError(
+                f"gspo has one ratio for each response, so lag.correction must be bypass, got {self.lag.correction}"
+            )
+        return self
+
+
+class CISPOConfig(OnPolicyConfig):
+    """CISPO: the weights of tokens are clipped, and no token loses its gradient."""
+
+    not_streamable: ClassVar[str] = ""
+
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    clip_low: float = Field(default=1.0, gt=0, le=1)  # 1: weights have no lower limit, as in the paper
+    clip_high: float = Field(default=4.0, gt=0, le=1e6)  # weights are at most 1 + clip_high
+    kl: KLConfig | None = None
+
+
 class OverlongConfig(Frozen):
     """A penalty on responses near the token limit (DAPO, arXiv 2503.14476, eq. 13)."""
 

@@ -120,8 +120,35 @@ class DPOConfig(RowsConfig):
     reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
     dropout: ClassVar[bool] = False  # the reference has no dropout either
     beta: float = Field(default=0.1, gt=0, le=1e4)  # strength of the penalty for deviating from the reference
+    # sigmoid: arXiv 2305.18290; ipo: arXiv 2310.12036, over mean log-probabilities of tokens; robust: arXiv 2403.00409
+    loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # assumed share of the pairs with inverted labels
+
+    @model_validator(mode="after")
+    def _labels_are_read(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing needs loss: sigmoid or robust, got {self.label_smoothing:g} with ipo")
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError("loss: robust needs label_smoothing > 0, the share of inverted labels, got 0")
+        return self
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the policy, and its starting state as the reference."""
         return (POLICY, REFERENCE)
+
+
+class ORPOConfig(RowsConfig):
+    """Odds-ratio preference optimisation on pairs: supervised training on the chosen response, without a reference."""
+
+    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    dropout: ClassVar[bool] = False
+    beta: float = Field(default=0.1, gt=0, le=1e4)  # weight of the odds-ratio term (λ in the paper)
+
+
+class SimPOConfig(RowsConfig):
+    """Simple preference optimisation on pairs: the mean log-probability of a response is its reward; no reference."""
+
+    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    dropout: ClassVar[bool] = False
+    beta: float = Field(default=2.0, gt=0, le=1e4)  # scale of the reward
+    gamma: float = Field(default=1.0, ge=0, le=1e4)  # margin by which the chosen response should lead

@@ -1,7 +1,8 @@
 """DPO: the policy learns to prefer the chosen response by more than the reference does, without a reward model.
 
-Source: Rafailov et al., arXiv 2305.18290, eq. 7. For noisy labels, the loss has its conservative form, which assumes
-that a share ε of the labels is inverted.
+Source: Rafailov et al., arXiv 2305.18290, eq. 7. For noisy labels, the loss has its conservative form, or its robust
+form (Chowdhury et al., arXiv 2403.00409, eq. 12); IPO (Azar et al., arXiv 2310.12036, eq. 17) has a square loss, which
+bounds the margin. As in TRL, IPO averages log-probabilities over tokens, on the advice of its authors.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from posttrain.engine.algorithms.objectives import LossParts, Totals
 from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.config import DPOConfig
 from posttrain.engine.recipes.algorithm import REFERENCE, Column, Update
-from posttrain.engine.recipes.reward_model import OverPairs
+from posttrain.engine.recipes.reward_model import OverPairs, pair_parts, summed
 
 
 @final
@@ -32,28 +33,36 @@ class DPO(OverPairs):
 
     def updates(self, step: int) -> Sequence[Update]:
         """Return the policy's update."""
-        objective = partial(DPOObjective, beta=self.config.beta, smoothing=self.config.label_smoothing)
-        return (Update("policy", objective),)
+        c = self.config
+        return (Update("policy", partial(DPOObjective, beta=c.beta, smoothing=c.label_smoothing, loss=c.loss)),)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DPOObjective:
-    """−(1−ε)·log σ(m) − ε·log σ(−m), mean over the step's pairs, with m = β·(Δ log π/π_ref of chosen and rejected)."""
+    """A loss of the margin m = β·(Δ log π/π_ref of chosen and rejected), mean over the step's pairs.
+
+    sigmoid: −(1−ε)·log σ(m) − ε·log σ(−m). robust: (−(1−ε)·log σ(m) + ε·log σ(−m)) / (1−2ε), which is unbiased if a
+    share ε of the labels is inverted. ipo: (m/β − 1/(2β))², with log-probabilities averaged over a response's tokens.
+    """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
     totals: Totals  # an item is a pair: the chosen response, then the rejected one
     beta: float
     smoothing: float
+    loss: str = "sigmoid"
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
-        logprobs, mask = predicted.of("logprobs"), micro.response_mask
-        zero = logprobs.new_zeros(())
-        gained = torch.where(mask, logprobs, zero) - torch.where(mask, micro.column("reference_logprobs"), zero)
-        rewards = self.beta * micro.sum_by_document(gained)
-        chosen, rejected = rewards[0::2], rewards[1::2]
-        margin, count = chosen - rejected, max(self.totals.items, 1)
-        loss = -(1 - self.smoothing) * F.logsigmoid(margin) - self.smoothing * F.logsigmoid(-margin)
-        told = {"accuracy": (margin > 0).float(), "margin": margin, "chosen": chosen, "rejected": rejected}
-        return LossParts(loss.sum() / count, {name: value.detach().sum() / count for name, value in told.items()})
+        mask, mean = micro.response_mask, self.loss == "ipo"
+        anchors = torch.where(mask, micro.column("reference_logprobs"), 0.0)
+        gained = torch.where(mask, predicted.of("logprobs"), 0.0) - anchors
+        chosen, rejected = (self.beta * one for one in summed(micro, gained, mean=mean))
+        margin, share = chosen - rejected, self.smoothing
+        right, wrong = -F.logsigmoid(margin), -F.logsigmoid(-margin)
+        losses = {
+            "sigmoid": (1 - share) * right + share * wrong,
+            "robust": ((1 - share) * right - share * wrong) / (1 - 2 * share),
+            "ipo": (margin / self.beta - 1 / (2 * self.beta)).square(),
+        }
+        return pair_parts(losses[self.loss], chosen, rejected, self.totals)

@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import final
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS, by_group
-from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals
+from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import GRPOConfig
-from posttrain.engine.recipes.algorithm import ScoredGroup, Update, every_item, pack
-from posttrain.engine.recipes.policy_gradient import GroupBaseline, with_signal
+from posttrain.engine.recipes.algorithm import ScoredGroup, pack
+from posttrain.engine.recipes.policy_gradient import LossPenalty, with_signal
 
 
 @final
-class GRPO(GroupBaseline[GRPOConfig]):
+class GRPO(LossPenalty[GRPOConfig]):
     """GRPO over groups of samples."""
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
@@ -32,13 +32,7 @@ class GRPO(GroupBaseline[GRPOConfig]):
         rewards, place = by_group(batch.column("reward"), batch.column("group"))
         return batch.with_columns(advantages=batch.spread(ESTIMATORS[self.config.advantage](rewards)[place]))
 
-    def updates(self, step: int) -> Sequence[Update]:
-        """Return the policy's update; with a KL penalty in the loss, every document has a gradient."""
-        found = super().updates(step)
-        return [replace(update, computes=every_item) for update in found] if self.config.kl else found
-
     def objective(self, totals: Totals) -> PolicyObjective:
         """Return the objective with the stage's aggregation."""
         c = self.config
-        kl = KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl else None
-        return replace(super().objective(totals), aggregation=c.aggregation, norm=c.sampled_tokens, kl=kl)
+        return replace(super().objective(totals), aggregation=c.aggregation, norm=c.sampled_tokens)

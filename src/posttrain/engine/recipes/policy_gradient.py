@@ -10,6 +10,7 @@ from torch import Tensor
 from posttrain.engine.algorithms.advantages import Estimator, by_group
 from posttrain.engine.algorithms.objectives import (
     DENOMINATORS,
+    KLTerm,
     PolicyObjective,
     Totals,
     kl_estimate,
@@ -27,6 +28,7 @@ from posttrain.engine.recipes.algorithm import (
     RolloutAlgorithm,
     ScoredGroup,
     Update,
+    every_item,
     pack,
 )
 
@@ -113,6 +115,25 @@ class GroupBaseline(PolicyGradient[C]):
     def unused(self, step: int) -> str:
         """Return the reason: the group's rewards are equal."""
         return "group without signal"
+
+
+class LossPenalty(GroupBaseline[C]):
+    """Advantages relative to the other samples of a prompt, and an optional KL penalty in the loss."""
+
+    def rewards(self, batch: TokenBatch) -> Tensor:
+        """Return the reward of each response, [D] float64, without the penalty."""
+        rewards: Tensor = batch.column("reward").double()
+        return rewards
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """Return the policy's update; with a KL penalty in the loss, every document has a gradient."""
+        found = super().updates(step)
+        return [replace(update, computes=every_item) for update in found] if self.config.has("reference") else found
+
+    def objective(self, totals: Totals) -> PolicyObjective:
+        """Return the clipped objective with the penalty."""
+        kl = getattr(self.config, "kl", None)
+        return replace(super().objective(totals), kl=KLTerm(kl.coefficient, kl.estimator) if kl else None)
 
 
 def scored(group: ScoredGroup) -> list[int]:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from posttrain.engine.algorithms.objectives import PreferenceObjective
+import torch
+from torch import Tensor
+
+from posttrain.engine.algorithms.objectives import LossParts, PreferenceObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import RewardModelConfig, RowsConfig
 from posttrain.engine.models.files import PreferencePair
@@ -33,6 +36,20 @@ class OverPairs(RowAlgorithm[PreferencePair]):
         """Return the pairs, packed."""
         documents = [Document(pair.prompt, response) for pair in rows for response in (pair.chosen, pair.rejected)]
         return TokenBatch.pack(documents, unit=2)
+
+
+def pair_parts(losses: Tensor, chosen: Tensor, rejected: Tensor, totals: Totals) -> LossParts:
+    """Return the mean loss over the step's pairs, and metrics of both responses' rewards. Arguments: [pairs]."""
+    margin, count = chosen - rejected, max(totals.items, 1)
+    told = {"accuracy": (margin > 0).float(), "margin": margin, "chosen": chosen, "rejected": rejected}
+    return LossParts(losses.sum() / count, {name: value.detach().sum() / count for name, value in told.items()})
+
+
+def summed(micro: TokenBatch, logprobs: Tensor, *, mean: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the sum over each chosen and over each rejected response, [pairs]; `mean`: the mean over its tokens."""
+    found = micro.sum_by_document(torch.where(micro.response_mask, logprobs, 0.0))
+    found = found / micro.response_lengths.clamp(min=1) if mean else found
+    return found[0::2], found[1::2]
 
 
 @final
