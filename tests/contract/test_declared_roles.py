@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Metric
-from posttrain.engine.config import DataflowConfig, InitModelConfig
+from posttrain.domain.roles import step_phases
+from posttrain.engine.config import DataflowConfig, GRPOConfig, InitModelConfig
 from posttrain.engine.config.stages import load_of
 from posttrain.engine.models.files import (
     character_tokenizer,
@@ -99,7 +100,7 @@ def _run(folder: Path, params: dict[str, Any], seen: Path, kind: str = "dataflow
     inputs["data"] = InputBlob(blobs.put(ROWS.encode()), "file", "dataset:data@1", {})
     meta = {"source": f"flow_{folder.name}.py", "entry": "flow"}
     inputs["recipe"] = InputBlob(blobs.put(FLOW.encode()), "file", "recipe:flow@1", meta)
-    for name, body in {"reward:long": "len(completion) / 4", "reward:one": "1.0"}.items():
+    for name, body in {"reward:long": "len(completion) / 4", "reward:one": "1.0", "reward:none": "None"}.items():
         source = f"def reward(completion):\n    return {body}\n"
         inputs[name] = InputBlob(blobs.put(source.encode()), "file", "path:reward.py", {"source": "reward.py"})
     order = {**params, "settings": {"seen": str(seen)}} if kind == "dataflow" else params
@@ -202,7 +203,7 @@ def test_the_contract_names_the_models_and_the_load_has_the_roles() -> None:
     [
         ({"policy": {}}, "must be a name other than policy, rollout"),
         ({"Judge": {}}, "Judge"),
-        ({"judge": {"head": "score", "trained": True}}, "train it in a reward_model stage"),
+        ({"judge": {"head": "score", "trained": True, "model": "rm"}}, "train it in a reward_model stage"),
         ({"judge": {"optimizer": {"learning_rate": 1e-3}}}, "optimizer needs trained: true"),
         ({"judge": {"head": "words"}}, "head"),
     ],
@@ -211,3 +212,40 @@ def test_roles_that_cannot_be_meant_are_refused(roles: dict[str, Any], line: str
     with pytest.raises(ValidationError) as caught:
         DataflowConfig.model_validate({**PARAMS, "recipe": "flow:flow", "roles": roles})
     assert line in str(caught.value)
+
+
+def test_each_trained_role_is_priced() -> None:
+    params = {**PARAMS, "recipe": "flow:flow", "roles": {"reference": {}}}
+    alone, both = (
+        NativeTrainer().check("dataflow", {**params, "roles": roles}).work
+        for roles in ({"reference": {}}, {"critic": {"head": "value", "trained": True}})
+    )
+    assert both["trained"] == 2 * alone["trained"]
+    assert both["least"] > alone["least"]
+
+
+def test_two_value_roles_share_a_phase_and_a_trained_model_that_predicts_has_logits() -> None:
+    value = {"head": "value", "trained": True}
+    roles = DataflowConfig.model_validate(
+        {**PARAMS, "recipe": "flow:flow", "roles": {"a": value, "b": value, "second": {"trained": True}}}
+    ).roles()
+    phases = step_phases(roles)
+    assert phases["values"] == ("a", "b")
+    assert phases["second"] == ("second",)
+    assert list(phases)[-5:] == ["update second", "update b", "update a", "update policy", "weights"]
+
+
+def test_a_package_that_names_its_roles_is_refused_in_one_line() -> None:
+    class Old(GRPOConfig):
+        def roles(self) -> Any:
+            return ("policy", "rollout")
+
+    with pytest.raises(InputError, match=r"roles\(\) must return RoleSpec values, got 'policy'"):
+        load_of("old", Old(data="d", reward="r", steps=2))
+
+
+def test_a_function_that_declines_a_step_leaves_the_score_to_the_reward_model(tmp_path: Path) -> None:
+    plain = {name: value for name, value in PARAMS.items() if name not in ("roles", "recipe")}
+    reward = {"reward": {"none": 1.0, "reward_model": 1.0}, "reward_model": "reward_model"}
+    result, _ = _run(tmp_path, {**plain, **reward}, tmp_path / "seen.pt", "grpo")
+    assert result.failure is None, result.failure

@@ -294,7 +294,7 @@ def test_the_ratios_of_sequences_and_clipped_weights_are_kinds(world: World) -> 
     assert (stage["clip_low"], stage["clip_high"]) == (1.0, 4.0)
     draft, stage = read(world, text.replace("EPS", "0.28").replace("KIND", "loss_type='cispo'"))
     assert stage["clip_high"] == 4.0
-    assert any("a weight's limit must exceed 1" in line for line in draft.changed)
+    assert any("the limit of a weight must exceed 1" in line for line in draft.changed)
 
 
 def test_audit_25_what_a_parser_decides_is_no_name(world: World) -> None:

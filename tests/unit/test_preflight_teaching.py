@@ -202,7 +202,8 @@ class Flow(Dataflow):
         ("{model: judge}", "roles.extra: must generate text, got judge, which scores responses"),
         ("{model: sft, head: score}", "roles.extra: must score responses, got sft, which is not a sequence classifier"),
         ("{model: nobody}", "roles.extra: no stage 'nobody' makes a model"),
-        ("{head: score, trained: true}", "roles.extra: a role with head: score cannot be trained here"),
+        ("{model: judge, head: score, trained: true}", "roles.extra: a role with head: score cannot be trained here"),
+        ("{head: score}", "roles.extra: a role with head: score needs a model, got none; name a reward model"),
     ],
 )
 def test_a_declared_role_that_cannot_do_its_work_is_refused(world: World, role: str, line: str) -> None:

@@ -16,7 +16,7 @@ from posttrain.domain.kinds import CONTROL, GATE, MODEL, Driver, StageContract, 
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
-from posttrain.domain.roles import is_frozen_input
+from posttrain.domain.roles import DECLARED, is_frozen_input
 from posttrain.domain.runspec import Passes, RunSpec, StageSpec, passes_of
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.waits import wait_contract
@@ -216,6 +216,12 @@ class Resolver:
     def stage(self, name: str) -> StageManifest:
         contract, written = self._contracts[name], self._spec.stages[name]
         inputs = {slot: self.input(name, slot) for slot in contract.inputs}
+        roles = contract.load.roles if contract.load else ()
+        scoring = {role.name for role in roles if role.head == "score" and role.model.startswith(DECLARED)}
+        if taken := sorted(self._spec.rewards.keys() & scoring):
+            raise InputError(
+                f"{self._source}: stages.{name}.roles.{taken[0]}: is also a name in `rewards`; rename one of them"
+            )
         for slot, (kind, word) in contract.inputs.items():
             if kind == "reward":
                 inputs |= self._reward_files(slot, word)

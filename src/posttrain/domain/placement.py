@@ -142,7 +142,7 @@ class Placement(Frozen):
         empty = next((role for role, given in value.items() if given is None), None)
         if empty is not None:
             raise ValueError(f"{empty} must be a map such as {{gpus: 4}} or {{with: policy}}, got nothing")
-        odd = next((key for key in value if not re.match(ROLE_NAME, str(key))), None)
+        odd = next((key for key in value if not re.fullmatch(ROLE_NAME, str(key))), None)
         if odd is not None:
             raise ValueError(f"must be a role, got {odd!r}{nearest(str(odd), ROLES)}")
         return {key: given for key, given in value.items() if (key, given) != (COLLOCATED, {})}

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.domain.errors import InputError
+
 DECLARED = "roles."  # prefix of the input slots of the models that a run file declares for the roles of a stage
 Head = Literal["language", "value", "score"]
 Work = Literal["rollout", "score", "predict", "update"]
@@ -52,7 +54,14 @@ def role_named(roles: Sequence[RoleSpec], name: str) -> RoleSpec | None:
 
 
 def with_models(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
-    """Return the names of the roles that have a model, and therefore run in pools."""
+    """Return the names of the roles that have a model, and therefore run in pools.
+
+    Raises:
+        InputError: a package's configuration declares a role that is not a `RoleSpec`.
+    """
+    odd = next((role for role in roles if not isinstance(role, RoleSpec)), None)
+    if odd is not None:
+        raise InputError(f"roles() must return RoleSpec values, got {odd!r:.60}; write RoleSpec({odd!r:.60})")
     return tuple(role.name for role in roles if role.model)
 
 
@@ -66,7 +75,8 @@ def step_phases(roles: Sequence[RoleSpec]) -> dict[str, tuple[str, ...]]:
     }
     for role in sorted(roles, key=lambda role: role.trained):
         if "predict" in role.work:
-            found["values" if role.head == "value" else role.name] = (role.name,)
+            phase = "values" if role.head == "value" else role.name
+            found[phase] = (*found.get(phase, ()), role.name)
     for name in reversed(learners):
         found["update" if len(learners) == 1 else f"update {name}"] = (name,)
     for role in sampling:

@@ -119,12 +119,14 @@ class RewardScorer:
         turns: int = 1,
         name: str = "the reward",
         tell: Callable[[str], None] = lambda _: None,
+        alone: bool = True,
     ) -> None:
         self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
         self._errors_max, self._tell, self._told = errors_max, tell, False
         self._placed, self._told_placed, self._most = placed, False, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
         self._scored: list[Score] = []  # of the stretches so far
+        self._alone = alone
         self._name, self._step = name, 0  # responses of a step
 
     def groups(self, prompts: int, tokens: int) -> int:
@@ -182,7 +184,8 @@ class RewardScorer:
             )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
         self._step = max(self._step, stretch.total)  # a call for replacements has fewer responses than a step
-        if last and stretch.total == self._step and all(score.score is None for score in self._scored):
+        none = self._alone and all(score.score is None for score in self._scored)
+        if last and stretch.total == self._step and none:
             raise RewardError(
                 f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing can "
                 "be learnt from the step; the reward returns None for responses that it cannot score: return a "
@@ -296,8 +299,8 @@ class SumScorer:
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
         """See `Scorer`; `result` raises what the parts raise."""
-        asked = {name: one.begin(prompts, trajectories, stretch) for name, one in self._models.items()}
         called = self._functions.begin(prompts, trajectories, stretch) if self._functions else None
+        asked = {name: one.begin(prompts, trajectories, stretch) for name, one in self._models.items()}
 
         def wait() -> Sequence[Score]:
             parts: list[dict[str, Score]] = [dict(one.parts) for one in called.result()] if called else []

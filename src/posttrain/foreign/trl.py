@@ -332,33 +332,38 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
                 "supports both)"
             )
         return
-    loss, level = str(settings.take("loss_type", default="dapo")), settings.take("importance_sampling_level")
+    loss = str(settings.take("loss_type", default="dapo"))
+    level = str(settings.take("importance_sampling_level", default="token"))
+    scale = str(settings.take("scale_rewards", default="group")).lower()
+    if level not in ("token", "sequence"):
+        draft.changed.append(f"importance_sampling_level: {level}: is not supported; ratios are per token")
     if level == "sequence" or loss == "cispo":
         _one_ratio(draft, stage, loss, level)
+        if scale not in ("group", "true"):
+            draft.changed.append(f"scale_rewards: {scale}: {stage['kind']} divides by the spread of the group")
         return
     stage["aggregation"] = _AGGREGATIONS.get(loss, "token-mean")
     if loss not in _AGGREGATIONS:
         draft.changed.append(f"loss_type: {loss}: is not supported yet; token-mean, the aggregation of dapo, is used")
-    scale = str(settings.take("scale_rewards", default="group")).lower()
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
         draft.changed.append("scale_rewards: batch: rewards are scaled by the spread of their group")
 
 
-def _one_ratio(draft: Draft, stage: dict[str, Any], loss: str, level: Any) -> None:
+def _one_ratio(draft: Draft, stage: dict[str, Any], loss: str, level: str) -> None:
     """Convert the loss of GSPO or CISPO, which are kinds."""
     stage["kind"] = "gspo" if level == "sequence" else "cispo"
     if level == "sequence":
         draft.carry("importance_sampling_level", level, "kind", "gspo")
         if loss != "grpo":
             draft.changed.append(f"loss_type: {loss}: gspo has the mean over responses, which is loss_type grpo")
+        if loss == "cispo":
+            stage["clip_high"] = stage["clip_low"]  # TRL's epsilon_high is the limit of a weight there
         return
     draft.carry("loss_type", loss, "kind", "cispo")
     stage["clip_low"], stage["clip_high"] = 1.0, stage["clip_high"] - 1.0  # TRL's epsilon_high is the limit of a weight
     if stage["clip_high"] <= 0:
-        draft.changed.append(
-            f"epsilon_high: {stage['clip_high'] + 1:g}: a weight's limit must exceed 1, so it is 5 here"
-        )
+        draft.changed.append(f"epsilon_high: the limit of a weight must exceed 1: {stage['clip_high'] + 1:g} became 5")
         stage["clip_high"] = 4.0
 
 

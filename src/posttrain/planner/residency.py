@@ -340,7 +340,7 @@ class _Pool:
                 yield "gradients", own + last, False
                 yield from self._forward(shape, backward=True, head=self._speaks(role))
             elif phase != "weights":
-                yield from self._forward(shape, backward=False, head=False)
+                yield from self._forward(shape, backward=False, head=self._speaks(role))
         elif role != "rollout":
             yield from self._forward(shape, backward=False, head=self._speaks(role))
 

@@ -167,11 +167,12 @@ def _call(load: Load) -> Size:
 
 
 def _of_a_call(load: Load) -> Iterator[int]:
-    """Yield the response tokens of the longest call of each pool that samples or trains."""
+    """Yield the response tokens of the longest call of each pool that samples, scores or trains."""
+    works = {role.name for role in load.roles if role.trained or "score" in role.work}
     for pool in load.pools.values():
         if "rollout" in pool.roles:
             yield -(-load.samples // pool.ranks) * load.response_tokens
-        if set(pool.roles) & set(load.trained):
+        if works.intersection(pool.roles):
             yield -(-load.documents // pool.ranks) * load.response_tokens
 
 

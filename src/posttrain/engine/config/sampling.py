@@ -46,7 +46,7 @@ from posttrain.engine.settings import (
 )
 
 TRACE_BYTES = 10_000_000
-_TAKEN = ("policy", "rollout", "reward", "main", "collocated", "sleep")
+_TAKEN = ("policy", "rollout", "reward", "main", "collocated", "sleep", "start", "values", "update", "weights")
 
 
 def _free(role: str) -> str:
@@ -282,7 +282,9 @@ class OnPolicyConfig(SamplingConfig):
     def _one_judge(self) -> Self:
         term = isinstance(self.reward, dict) and REWARD_MODEL.name in self.reward
         if term and self.reward_model is None:
-            raise ValueError(f"reward.{REWARD_MODEL.name} needs a model, got none; set reward_model")
+            raise ValueError(
+                f"reward.{REWARD_MODEL.name} needs a model, got none; set reward_model, or rename the reward function"
+            )
         if not term and (self.reward is None) == (self.reward_model is None):
             given = "neither" if self.reward is None else "both"
             raise ValueError(
@@ -374,7 +376,7 @@ class OnPolicyConfig(SamplingConfig):
 
     def described(self, kind: str) -> str:
         """See `TrainingConfig.described`."""
-        judge = "a reward function" if self.reward else "a reward model"
+        judge = "a reward function" if self.functions else "a reward model"
         return f"{kind} with {judge}" + ("" if getattr(self, "kl", None) else " without kl")
 
 
@@ -414,6 +416,8 @@ class GSPOConfig(OnPolicyConfig):
 
     @model_validator(mode="after")
     def _one_ratio(self) -> Self:
+        if self.lag and not self.lag.steps:
+            raise ValueError("gspo has one ratio for each response, so it has no correction of tokens; remove lag")
         if self.lag and self.lag.correction != "bypass":
             raise ValueError(
                 f"gspo has one ratio for each response, so lag.correction must be bypass, got {self.lag.correction}"
@@ -563,6 +567,8 @@ class RoleConfig(Frozen):
 
     @model_validator(mode="after")
     def _learns_what_it_can(self) -> Self:
+        if self.head == "score" and self.model is None:
+            raise ValueError("a role with head: score needs a model, got none; name a reward model")
         if self.trained and self.head == "score":
             raise ValueError("a role with head: score cannot be trained here; train it in a reward_model stage")
         if self.optimizer and not self.trained:
@@ -584,7 +590,7 @@ class DataflowConfig(TurnsConfig):
     settings: dict[str, Any] = Field(default_factory=dict)  # passed to the class; no other code reads these settings
     trace: TraceConfig = TraceConfig()
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
-        None  # maximum tokens of the budget that a step uses; None: enough to train on each response once
+        None  # maximum tokens of the budget that a step uses; None: enough to train each role on each response once
     )
 
     # its further roles, such as reference, critic, teacher or reward models, whose predictions the class requires
@@ -601,6 +607,19 @@ class DataflowConfig(TurnsConfig):
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         own = {f"{DECLARED}{name}": ("model", role.model) for name, role in self.declared.items() if role.model}
         return super().inputs() | {"recipe": ("recipe", self.recipe)} | own
+
+    @model_validator(mode="after")
+    def _terms_score(self) -> Self:
+        terms = self.reward if isinstance(self.reward, dict) else {self.reward: 1.0}
+        odd = next((name for name, role in self.declared.items() if name in terms and role.head != "score"), None)
+        if odd is not None:
+            raise ValueError(f"reward.{odd} is the role {odd}, which needs head: score, got {self.declared[odd].head}")
+        return self
+
+    @property
+    def passes(self) -> int:
+        """The number of trained roles: by default, each is trained once on a response."""
+        return sum(role.trained for role in self.roles())
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the roles of `SamplingConfig`, and the declared roles."""

@@ -15,7 +15,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, RATE, SHARE, AlgorithmSpec, Driver, ItemRange, Load, StageKind, installed_kind
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
-from posttrain.domain.roles import ROLLOUT
+from posttrain.domain.roles import ROLLOUT, with_models
 from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
 from posttrain.engine.config.sampling import OnPolicyConfig, SamplingConfig
@@ -236,6 +236,7 @@ def load_of(kind: str, config: object) -> Load | None:
     sampled = config if isinstance(config, SamplingConfig) else None
     lag = config.lag if isinstance(config, OnPolicyConfig) else None
     scored = sampled is not None and sampled.functions is not None
+    with_models(roles)  # checks the roles of a package
     return Load(
         kind=kind,
         roles=roles,

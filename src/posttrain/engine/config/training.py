@@ -4,9 +4,9 @@ Every kind of training has a length, probes, and settings for devices and comput
 """
 
 from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.placement import Placement
 from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec
@@ -123,6 +123,12 @@ class DPOConfig(RowsConfig):
     # sigmoid: arXiv 2305.18290; ipo: arXiv 2310.12036, over mean log-probabilities of tokens; robust: arXiv 2403.00409
     loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # assumed share of the pairs with inverted labels
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the default of `loss`, so that digests are the same as in Posttrain versions without the field."""
+        said: dict[str, Any] = handler(self)
+        return {name: value for name, value in said.items() if (name, value) != ("loss", "sigmoid")}
 
     @model_validator(mode="after")
     def _labels_are_read(self) -> Self:

@@ -19,6 +19,7 @@ class CISPO(LossPenalty[CISPOConfig]):
     """CISPO over groups of samples."""
 
     estimator: ClassVar[Estimator] = staticmethod(grpo)
+    clips_tokens: ClassVar[bool] = False
 
     def objective(self, totals: Totals) -> PolicyObjective:
         """Return the objective with clipped weights."""

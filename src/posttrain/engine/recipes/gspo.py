@@ -19,6 +19,7 @@ class GSPO(LossPenalty[GSPOConfig]):
     """GSPO over groups of samples."""
 
     estimator: ClassVar[Estimator] = staticmethod(grpo)
+    clips_tokens: ClassVar[bool] = False
 
     def objective(self, totals: Totals) -> PolicyObjective:
         """Return the objective: the mean over responses of the loss of their ratio."""

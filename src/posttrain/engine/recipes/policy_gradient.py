@@ -61,6 +61,7 @@ class PolicyGradient(Sampling[C]):
     """
 
     groupwise = True
+    clips_tokens: ClassVar[bool] = True  # whether traces may mark tokens as clipped by PPO's rule
 
     def requires(self, step: int) -> Sequence[Column]:
         """Return the reference's column if there is a KL penalty, and the proximal column if another policy sampled."""
@@ -75,7 +76,7 @@ class PolicyGradient(Sampling[C]):
     def updates(self, step: int) -> Sequence[Update]:
         """Return the policy's update."""
         c = self.config
-        clip = (c.clip_low, c.clip_high)
+        clip = (c.clip_low, c.clip_high) if self.clips_tokens else None
         return (Update("policy", self.objective, mini_batches=c.mini_batches, computes=with_advantage, clip=clip),)
 
     def unused(self, step: int) -> str:

@@ -352,7 +352,9 @@ def _on_policy(
     model, stop = ModelSource(job.input("model"), config.runtime.dtype), (*config.stop, *algorithm.source.stop)
     roles = open_roles(config, model, job.order.seed, pool_of, sources=sources, stop=stop)
     context = roles.made.one(TrainWorker.context_length)
-    context = min([context, *(one.one(FrozenWorker.context_length) for one in roles.frozen.values())])
+    others = [one.one(FrozenWorker.context_length) for one in roles.frozen.values()]
+    others += [one.one(TrainWorker.context_length) for one in roles.learners.values()]
+    context = min([context, *others])
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
     scorer = _scorer(job, config, roles, tokenizer, train, stack, placed=algorithm.reads_token_scores)
     recipe = OnPolicy(
@@ -381,7 +383,7 @@ def _scorer(
         name: ModelScorer(roles.frozen[name], tokenizer, tokens=roles.micro_batch_tokens, early=roles.early(name))
         for name in weights
     }
-    if not judges or (called is None and [*weights.values()] == [1.0]):
+    if not judges or not isinstance(config.reward, dict):
         return next(iter(judges.values()), called)
     return SumScorer(called, judges, weights | (functions if isinstance(functions, dict) else {}))
 
@@ -402,7 +404,8 @@ def _reward_function(
     name = ", ".join(job.label(place) for place in reward_slots("reward", reward))
     scorer = RewardScorer(
         *(opened, tokenizer), errors_max=config.reward_errors_max, processes=ranks, placed=placed,
-        turns=config.turns_most, name=name, tell=lambda line: job.sink(Note(line, time.time(), "warning")),
+        alone=not config.terms, turns=config.turns_most, name=name,
+        tell=lambda line: job.sink(Note(line, time.time(), "warning")),
     )  # fmt: skip
     scorer.smoke_test(train)
     return scorer
