@@ -263,7 +263,7 @@ def test_no_page_is_made_beyond_the_budget() -> None:
     most = world.budget // (PAGE * world.shape.position_bytes)
     prompt = tuple(range(PAGE * most))
     pairs = [torch.zeros(len(prompt), 2, KV_HEADS, WIDTH)] * LAYERS
-    with pytest.raises(JobFailedError, match=f"keys and values must fit .* {most} pages .* need {most + 1} pages"):
+    with pytest.raises(JobFailedError, match=f"keys and values must fit in .*{most} pages .* need {most + 1} pages"):
         world.store.keep({prompt: (0, len(prompt))}, pairs)
     assert world.store.allocated == 0
     world.store.allow(world.budget + PAGE * world.shape.position_bytes)

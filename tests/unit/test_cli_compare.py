@@ -72,7 +72,7 @@ def test_audit_33_three_seeds_of_each_are_enough(tmp_path: Path, monkeypatch: py
     world.ok("sweep", "run.yaml", "--set", "grpo.steps=4,6", "--seeds", "3")
     runs = [run["id"] for run in world.json("ls")["runs"]]
     assert world.json("compare", *runs)["warnings"] == []
-    assert world.json("compare", *runs[1:])["warnings"][0].startswith("2 seeds of each")
+    assert world.json("compare", *runs[1:])["warnings"][0].startswith("only 2 seeds of each")
     assert world.json("compare", *runs[:3])["warnings"] == [], "seeds of one setting"
 
 
@@ -121,8 +121,8 @@ def test_settings_that_numbers_depend_on_are_noted(story: tuple[World, str, str]
     ("words", "told"),
     [
         (["{good}"], "name 2 to 26"),
-        (["{good}", "{good}"], "named once"),
-        (["{good}", "{good}/evaluate"], "named once"),
+        (["{good}", "{good}"], "was named several times"),
+        (["{good}", "{good}/evaluate"], "was named several times"),
         (["{good}/sft", "{bad}"], "must be an evaluate stage, got 'sft'"),
         (["{good}/evalute", "{bad}"], "did you mean 'evaluate'"),
         (["{good}", "nothing"], "nothing"),

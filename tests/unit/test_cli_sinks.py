@@ -239,7 +239,7 @@ def test_no_secret_is_recorded(world: World, http: Receiver, tmp_path: Path) -> 
     [
         (("x",), "needs exactly one of"),
         (("x", "--jsonl", "a.jsonl", "--webhook", "http://h/"), "got webhook and jsonl"),
-        (("x", "--webhook", "http://h/"), "must have --secret-env VAR or"),
+        (("x", "--webhook", "http://h/"), "must have either --secret-env VAR or"),
         (("x", "--webhook", "ftp://h/", "--secret-env", "POSTTRAIN_SINK_S"), "URL must be http"),
         (("x", "--jsonl", "a.jsonl", "--secret-env", "POSTTRAIN_SINK_S"), "takes no secret env"),
         (("x", "--email", "a@b.org", "--from", "p@b.org", "--smtp", "h"), "--smtp must be HOST:PORT"),

@@ -161,7 +161,7 @@ BAD = [
     (changed("release.model", "evaluate"), "release.model: no stage 'evaluate' makes a model"),
     (changed("gates", None), "release needs at least one gate"),
     (changed("gates", [{"name": "a", "metric": "heldout/acuracy", "at_least": 1}]),
-     "makes 'heldout/acuracy' (did you mean 'heldout/accuracy'?)"),
+     "measures 'heldout/acuracy' (did you mean 'heldout/accuracy'?)"),
     (changed("gates", [{"name": "a", "metric": "heldout/accuracy"}]), "exactly one of at_least"),
     (changed("gates", RUN["gates"] * 2), "names must be unique, got 'accuracy' twice"),
     (gated("accuracy", at_least=0.0),

@@ -132,7 +132,11 @@ def test_switches_of_verl_are_told_by_their_whole_names(world: World) -> None:
     )
     draft = from_verl(read_settings(Path(world.write("verl.sh", text))))
     changed = " ".join(draft.changed)
-    for words in ("kind: dataflow has turns", "kind: dapo replaces groups", "a suite of an evaluate stage has samples"):
+    for words in (
+        "kind: dataflow has several turns",
+        "kind: dapo replaces groups",
+        "a suite of an evaluate stage has samples",
+    ):
         assert words in changed
     assert "enable" not in draft.inert
     assert "whole distribution" not in changed
@@ -216,7 +220,7 @@ def test_a_python_script_is_read_and_not_run(world: World) -> None:
     assert (optimizer["learning_rate"], optimizer["schedule"], optimizer["warmup_steps"]) == (3e-5, "cosine", 2)
     assert stage["max_length"] == 2048
     assert "neftune_noise_alpha: 5: there is no noise on embeddings" in draft.changed
-    assert any("devices: counted as one" in item for item in draft.changed)
+    assert any("devices: one device is assumed" in item for item in draft.changed)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +364,7 @@ def test_functions_of_a_script_become_entries_and_computed_ones_are_told(world: 
     assert draft.run["rewards"]["reward-3"] == {"ref": "reward.py", "entry": "reward_3"}
     told = " ".join(draft.changed)
     assert "number 3 is computed in the script" in told
-    assert "org/judge.v1: a model" in told
+    assert "org/judge.v1: is a model" in told
 
 
 def test_weights_that_are_all_zero_are_told(world: World) -> None:

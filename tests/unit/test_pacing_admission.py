@@ -251,5 +251,5 @@ def test_what_waits_goes_on_from_where_it_was() -> None:
     again.restore(buffer.ready(), buffer.pace(0, 0).given_up, 1)
     assert again.pace(1, 1) == buffer.pace(1, 1)
     assert again.policy.select(again.pace(1, 1)) == [0]
-    with pytest.raises(InputError, match="started once"):
+    with pytest.raises(InputError, match="start each prompt only once"):
         again.start([1], 2, 1)

@@ -186,7 +186,7 @@ def test_kinds_of_this_machine(world: World, machine: list[Machine]) -> None:
     machine.append(Machine(8, 2**40, (H100, H100)))
     world.ok("plan", file(world, "placement: {policy: {gpus: 2, kind: h100}}"))
     refused = world("plan", file(world, "placement: {policy: {gpus: 2, kind: l40s}}"))
-    assert "kind l40s, this machine has h100" in refused.stderr
+    assert "kind l40s, but this machine has h100" in refused.stderr
 
 
 def test_one_process_takes_one_line_and_several_a_table(world: World, machine: list[Machine]) -> None:

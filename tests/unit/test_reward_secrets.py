@@ -136,7 +136,11 @@ def test_audit_29_names_that_are_no_secrets_of_a_reward_are_refused(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(SECRETS, f"default/{name}")
-    with pytest.raises(InputError, match=f"got default/{name}; correct it") if "SINK" not in name else nullcontext():
+    with (
+        pytest.raises(InputError, match=f"got the entry default/{name}; correct it")
+        if "SINK" not in name
+        else nullcontext()
+    ):
         secrets_of("default")
     world.write("run.yaml", JUDGED.replace("JUDGE_KEY", name))
     told = world("plan", "run.yaml")
