@@ -84,7 +84,7 @@ MEANINGS: Mapping[str, str] = {
     "RewardUse.dialect": "the convention of the function's parameters; none: the registered dialect, or else auto",
     "prompts_per_step": "prompts for which a step samples responses",
     "max_new_tokens": "maximum tokens of a response",
-    "temperature": "sampling temperature; 1 samples from the policy's own distribution",
+    "temperature": "sampling temperature; at 1, responses are drawn from the policy's own distribution",
     "CISPOConfig.clip_low": "the weight of a token is at least 1 - `clip_low`; 1: no lower limit, as in the paper",
     "CISPOConfig.clip_high": "the weight of a token is at most 1 + `clip_high`",
     "clip_low": "the ratio's lower bound is 1 - `clip_low`",

@@ -286,7 +286,7 @@ class Access(Verbs):
             role: the highest role that the token grants; None: the principal's current role.
 
         Raises:
-            InputError: the principal or role is invalid, the principal has no role, or there are too many days.
+            InputError: the principal or role is invalid, the principal has no role, or `days` exceeds the maximum.
         """
 
     @verb("POST /tokens/{token_id}/rotation", Role.ADMIN, "app.access", command="token rotate", seals=True)

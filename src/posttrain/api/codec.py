@@ -81,7 +81,7 @@ def signature(declared: Callable[..., Any]) -> inspect.Signature:
 
 @functools.cache
 def answer(declared: Callable[..., Any]) -> TypeAdapter[Any]:
-    """Return the reader of a verb's answer, which a server does not need: it loads the packages of the values."""
+    """Return the decoder of a verb's answer, which only clients need: the decoder imports the values' packages."""
     return adapter(_hints(declared, lambda name: name == "return")["return"])
 
 

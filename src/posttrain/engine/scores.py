@@ -331,7 +331,7 @@ Observed = Sequence[int] | Failed | None
 
 
 class Environment(Protocol):
-    """Returns the observations after sampled responses, as functions of the inputs, so that a step can be repeated."""
+    """Returns the observations after sampled responses: equal ones for equal inputs, so a step can be repeated."""
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
         """Return the tokens of each sample's next observation, None if the sample has ended; arguments are parallel."""

@@ -491,7 +491,7 @@ class Draft:
 
 
 def _told(told: Mapping[str, str], name: str) -> str | None:
-    """Return why a setting has no counterpart, found by its whole name, an end of the name or its first part."""
+    """Return why a setting has no counterpart; looked up by the full name, then by its suffixes and its first part."""
     parts = name.split(".")
     ends = (*(".".join(parts[at:]) for at in range(len(parts))), parts[0])
     return next((told[end] for end in ends if end in told), None)

@@ -365,7 +365,7 @@ class ParallelReward:
         return self._functions[0].notes
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
-        """Score one batch, of which at most `allowed` completions may fail; raises the error of the first process.
+        """Score one batch, of which at most `allowed` completions may fail; of several errors, raise the first.
 
         Raises:
             RewardError, InputError: see `RewardFunction`.

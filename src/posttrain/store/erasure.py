@@ -169,7 +169,7 @@ def _below(column: Any, subject: str) -> Any:
 
 
 def _empty_answers(connection: Connection) -> None:
-    """Empty the answers stored for repeated requests, because they may contain any word; the requests stay recorded."""
+    """Empty the answers stored for repeated requests, because they may contain the text; the requests stay recorded."""
     connection.execute(update(requests).where(requests.c.answer.is_not(None)).values(answer=None))
 
 

@@ -192,8 +192,8 @@ def verify_chain(ledger: Ledger) -> TreeReport:
 def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
     """Verify only the events of some runs and assets: each matches its leaf, and its leaf is in the tree.
 
-    The number of rows read grows with these events and with the logarithm of the log. Only `verify_chain` detects that
-    such an event was removed together with its leaf.
+    The number of rows read grows with these events and with the logarithm of the log's length. Only `verify_chain`
+    detects that such an event was removed together with its leaf.
 
     Args:
         names: ids of runs and refs of assets.

@@ -404,7 +404,7 @@ def _work(row: Any) -> Work:
 
 
 def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
-    """Return the queue row in the columns `KIND.…`; None if there is no such row."""
+    """Return the queue row from the columns `KIND.…` of a joined row; None if there is no such queue row."""
     if row[f"{kind}.id"] is None:
         return None
     return Work(

@@ -301,7 +301,7 @@ class OpenWorkspace:
 
     @functools.cached_property
     def channels(self) -> str:
-        """The URL below which new attempts have their mailboxes; empty: in their folders. A copy has another URL."""
+        """The URL below which new attempts have their mailboxes; empty: in their folders. A copy has its own."""
         url = str(self.settings.get(CHANNEL, ""))
         return f"{url}/{self.place()}" if url else ""
 

@@ -173,7 +173,8 @@ class SamplingConfig(TrainingConfig):
     # a response, of the stage or of its probe, ends with the token that completes one of these strings in its text
     stop: Stop = ()
     reward: Reward | None = None
-    # maximum seconds to score one batch of completions; auto: 10 s, or 20 µs per possible token if that is more
+    # maximum seconds to score one batch of completions; auto: 10 s, or 20 µs for each token that the batch can contain,
+    # if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions whose scoring may fail
     probe: ProbeConfig | None = None

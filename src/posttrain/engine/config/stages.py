@@ -59,7 +59,8 @@ class SuiteConfig(Frozen):
     stop: Stop = ()
     reward: Reward | None = None  # a reward that scores every response; rows then need no answer
     reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the minimum and the maximum score of a response
-    # maximum seconds to score one batch of responses; auto: 10 s, or 20 µs per possible token if that is more
+    # maximum seconds to score one batch of responses; auto: 10 s, or 20 µs for each token that the batch can contain,
+    # if that is more
     reward_timeout: Seconds | Literal["auto"] = "auto"
 
     @model_validator(mode="after")

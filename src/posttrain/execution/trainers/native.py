@@ -258,7 +258,7 @@ def _sure_steps(config: TrainingConfig) -> int:
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """Return the planner's factors: the maximum numbers of documents that are read or answered, and trained on.
+    """Return the planner's factors: the steps, and the maximum numbers of documents read, sampled and trained on.
 
     `least` is the stage's minimum number of tokens, at one token for every document. The job does not start its last
     step unless the budget has room for the cost of that step (`recipes`).
