@@ -165,7 +165,7 @@ def test_a_sweep_says_the_last_part_of_a_path_and_what_varies(
     words = ["sweep", "run.yaml", "--set", "grpo.optimizer.learning_rate=1e-4,3e-4", "--set", "sft.steps=4"]
     piped = world.ok(*words).splitlines()
     (head,) = [line for line in piped if line.startswith("rank")]
-    assert head.split() == ["rank", "learning_rate", "heldout/accuracy", "↑", "to", "the", "best"]
+    assert head.split() == ["rank", "learning_rate", "heldout/accuracy", "↑", "from", "the", "best"]
     assert "all: sft.steps 4" in piped
     numbers = re.findall(r"[-+]?[\d.]+ \[[^\]]+\]", "\n".join(piped))
     assert len(numbers) >= 3
