@@ -24,10 +24,12 @@ from posttrain.domain.jobs import Sample
 from posttrain.engine.algorithms.advantages import whiten
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import (
+    CISPOConfig,
     CriticConfig,
     DAPOConfig,
     GroupConfig,
     GRPOConfig,
+    GSPOConfig,
     PPOConfig,
     ReinforcePlusPlusConfig,
     TraceConfig,
@@ -39,9 +41,11 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.pipeline import Asked, Incoming
 from posttrain.engine.models.files import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
+from posttrain.engine.recipes.cispo import CISPO
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.gspo import GSPO
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.rloo import RLOO
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
@@ -321,6 +325,8 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "grpo": (GRPOConfig, GRPO, {}),
     "grpo with kl": (GRPOConfig, GRPO, {"kl": {"coefficient": 0.1}, "aggregation": "seq-mean-token-mean"}),
     "dr_grpo": (GroupConfig, DrGRPO, {"kl": {"coefficient": 0.1}}),
+    "gspo": (GSPOConfig, GSPO, {"kl": {"coefficient": 0.1}}),
+    "cispo": (CISPOConfig, CISPO, {}),
     "rloo": (GroupConfig, RLOO, {}),
     "dapo": (DAPOConfig, DAPO, {"overlong": {"buffer": 2}}),
 }
