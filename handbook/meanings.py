@@ -65,7 +65,7 @@ MEANINGS: Mapping[str, str] = {
     "EvaluateConfig.model": "the measured model: `base`, or a stage of this file that outputs a model",
     "data": "a name from `data:`",
     "reward": "a name from `rewards:`",
-    "PPOConfig.reward_model": "a stage of kind `reward_model`; instead of `reward`, or as its term `reward_model`",
+    "PPOConfig.reward_model": "a stage of kind `reward_model`; replaces `reward`, or is a term of it",
     "TrainingConfig.steps": "number of optimiser steps or, in kinds that sample, of rollout batches; set either "
     "`steps` or `epochs` (0: not set)",
     "TrainingConfig.epochs": "number of passes over the data; may be a fraction",

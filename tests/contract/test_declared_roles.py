@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Metric
+from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Metric, Note
 from posttrain.domain.roles import step_phases
 from posttrain.engine.config import DataflowConfig, GRPOConfig, InitModelConfig
 from posttrain.engine.config.stages import load_of
@@ -249,3 +250,18 @@ def test_a_function_that_declines_a_step_leaves_the_score_to_the_reward_model(tm
     reward = {"reward": {"none": 1.0, "reward_model": 1.0}, "reward_model": "reward_model"}
     result, _ = _run(tmp_path, {**plain, **reward}, tmp_path / "seen.pt", "grpo")
     assert result.failure is None, result.failure
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-yaml" / "dataflow.md"
+
+
+def test_the_class_of_the_page_runs_and_an_idle_role_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = re.findall(r"```python\n(from functools.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    monkeypatch.setattr("test_declared_roles.FLOW", source.replace("class Flow(", "class flow("))
+    reward = {"long": 1.0, "helpful": 0.5}
+    result, attempt = _run(tmp_path, {**PARAMS, "reward": reward}, tmp_path / "seen.pt")
+    assert result.failure is None, result.failure
+    told = [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note) and fact.level == "warning"]
+    assert [line for line in told if line.startswith("role ")] == [
+        "role reference of flow is not used by a column, an update or the reward; use it, or remove the role"
+    ]

@@ -459,7 +459,9 @@ def test_where_it_may_be_left_out_too(kind: str) -> None:
 
 def test_a_reward_model_stands_alone() -> None:
     params = {"data": "d", "steps": 1, "reward": {"right": 1.0}, "reward_model": "judge"}
-    with pytest.raises(InputError, match="exactly one of reward and reward_model must be given, got both"):
+    with pytest.raises(
+        InputError, match="reward needs the term reward_model, the weight of the reward model, got the terms right"
+    ):
         NativeTrainer().check("ppo", params)
 
 

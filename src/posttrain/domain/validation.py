@@ -120,7 +120,8 @@ _BY_PAIRS = (
 )
 # kinds of other trainers → the alternative in Posttrain
 KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("cpo", "kto"), _BY_PAIRS),
+    "cpo": "is not supported yet; the nearest are kind: simpo and kind: orpo, which need no reference",
+    "kto": _BY_PAIRS,
     "ipo": "is kind: dpo with loss: ipo",
     "vapo": "is not supported yet; kind: ppo is nearest",
     "reinforce": "is kind: rloo with a group's baseline, or kind: reinforce_plus_plus without groups",

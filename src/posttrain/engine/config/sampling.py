@@ -286,6 +286,11 @@ class OnPolicyConfig(SamplingConfig):
             raise ValueError(
                 f"reward.{REWARD_MODEL.name} needs a model, got none; set reward_model, or rename the reward function"
             )
+        if not term and isinstance(self.reward, dict) and self.reward_model:
+            raise ValueError(
+                f"reward needs the term {REWARD_MODEL.name}, the weight of the reward model, got the terms "
+                f"{', '.join(self.reward)}; add {REWARD_MODEL.name}: WEIGHT, or remove the field {REWARD_MODEL.name}"
+            )
         if not term and (self.reward is None) == (self.reward_model is None):
             given = "neither" if self.reward is None else "both"
             raise ValueError(
@@ -591,7 +596,7 @@ class DataflowConfig(TurnsConfig):
     settings: dict[str, Any] = Field(default_factory=dict)  # passed to the class; no other code reads these settings
     trace: TraceConfig = TraceConfig()
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
-        None  # maximum tokens of the budget that a step uses; None: enough to train each role on each response once
+        None  # maximum tokens that a step may spend; None: enough to train each role on each response once
     )
 
     # its further roles, such as reference, critic, teacher or reward models, whose predictions the class requires

@@ -357,6 +357,7 @@ def _on_policy(
     context = min([context, *others])
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
     scorer = _scorer(job, config, roles, tokenizer, train, stack, placed=algorithm.reads_token_scores)
+    _tell_unused(job, config, algorithm)
     recipe = OnPolicy(
         *(config, algorithm, roles, train, scorer, job.order.seed, _probe(job, config, tokenizer, context)),
         phase=job.order.kind,
@@ -364,6 +365,19 @@ def _on_policy(
         environment=_environment(config, algorithm, tokenizer),
     )
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+
+
+def _tell_unused(job: Job, config: SamplingConfig, algorithm: RolloutAlgorithm) -> None:
+    """Warn of declared roles that the first and the last step do not use, or do not train."""
+    steps = {0, max(config.steps - 1, 0)}
+    learn = {update.role for step in steps for update in algorithm.updates(step)}
+    used = learn | {column.role for step in steps for column in algorithm.requires(step)} | config.terms.keys()
+    for role in config.roles():
+        fault = "is trained, but has no update" if role.trained and role.name not in learn else ""
+        fault = fault or ("is not used by a column, an update or the reward" if role.name not in used else "")
+        if fault and role.name not in ("rollout", "reward"):
+            line = f"role {role.name} of {type(algorithm).__name__} {fault}; use it, or remove the role"
+            job.sink(Note(line, time.time(), "warning"))
 
 
 def _scorer(
