@@ -191,6 +191,7 @@ PLANNED = ("epochs", "placement", "roles", "lag", "runtime.sequence_parallel", "
            "runtime.object_store", "runtime.start_timeout", "runtime.call_timeout")  # fmt: skip
 UNMOVED: dict[str, str] = {
     "runtime.device=cpu": "auto is cpu where there is no GPU",
+    "dpo loss=sigmoid": "the default, which a manifest leaves out",
     "runtime.device=cuda": "needs a GPU; the gpu tests compare it with the CPU",
     "runtime.dtype=float32": "auto is float32 on a CPU",
     "runtime.save_dtype=float32": "auto is what was computed in",
