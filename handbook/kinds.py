@@ -20,7 +20,8 @@ from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, St
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.waits import Wait
 from posttrain.engine.config import STAGE_CONFIGS, TraceConfig
-from posttrain.engine.config.sampling import LagConfig, RoleConfig
+from posttrain.engine.config.policy_gradient import LagConfig
+from posttrain.engine.config.sampling import RoleConfig
 from posttrain.engine.settings import (
     EarlyStoppingConfig,
     LossProbeConfig,

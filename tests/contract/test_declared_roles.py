@@ -15,7 +15,6 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Metric, Note
 from posttrain.domain.roles import step_phases
 from posttrain.engine.config import DataflowConfig, GRPOConfig, InitModelConfig
-from posttrain.engine.config.stages import load_of
 from posttrain.engine.models.files import (
     character_tokenizer,
     initial_model,
@@ -191,11 +190,10 @@ def test_the_contract_names_the_models_and_the_load_has_the_roles() -> None:
     assert contract.load.names == ("policy", "reference", "critic", "teacher", "helpful", "rollout")
     assert contract.load.trained == ("policy", "critic")
     apart = DataflowConfig.model_validate({**written, "recipe": "flow:flow", "placement": {"helpful": {"ranks": 2}}})
-    load = load_of("dataflow", apart)
-    assert load is not None
+    load = apart.load("dataflow")
     assert {name: pool.roles for name, pool in load.pools.items()}["helpful"] == ("helpful",)
     with pytest.raises(InputError, match=r"placement.helpfull: dataflow has no helpfull \(its roles: policy"):
-        load_of("dataflow", apart.model_copy(update={"placement": apart.placement.model_validate({"helpfull": {}})}))
+        apart.model_copy(update={"placement": apart.placement.model_validate({"helpfull": {}})}).load("dataflow")
     assert "roles" not in DataflowConfig.model_validate({**PARAMS, "roles": {}}).model_dump(mode="json")
 
 
@@ -242,7 +240,7 @@ def test_a_package_that_names_its_roles_is_refused_in_one_line() -> None:
             return ("policy", "rollout")
 
     with pytest.raises(InputError, match=r"roles\(\) must return RoleSpec values, got 'policy'"):
-        load_of("old", Old(data="d", reward="r", steps=2))
+        Old(data="d", reward="r", steps=2).load("old")
 
 
 def test_a_function_that_declines_a_step_leaves_the_score_to_the_reward_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from posttrain.domain.placement import Placement
 from posttrain.domain.roles import CRITIC, POLICY, REFERENCE, REWARD, REWARD_MODEL, ROLLOUT, TEACHER, RoleSpec
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig, RewardModelConfig
-from posttrain.engine.config.stages import DECODED_TOGETHER
+from posttrain.engine.config.sampling import DECODED_TOGETHER
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs

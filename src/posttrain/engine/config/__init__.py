@@ -3,13 +3,11 @@
 Every kind of stage has a class. A field's comment gives its meaning, its unit and the reason for its default.
 """
 
-from posttrain.engine.config.sampling import (
+from posttrain.engine.config.policy_gradient import (
     AdvantageConfig,
     CISPOConfig,
     CriticConfig,
     DAPOConfig,
-    DataflowConfig,
-    DistillConfig,
     GroupConfig,
     GRPOConfig,
     GSPOConfig,
@@ -20,6 +18,10 @@ from posttrain.engine.config.sampling import (
     PPOKLConfig,
     ReinforcePlusPlusConfig,
     RewardKLConfig,
+)
+from posttrain.engine.config.sampling import (
+    DataflowConfig,
+    DistillConfig,
     SamplingConfig,
     TraceConfig,
     TurnsConfig,
@@ -28,12 +30,12 @@ from posttrain.engine.config.stages import (
     STAGE_CONFIGS,
     EvaluateConfig,
     InitModelConfig,
-    StageConfig,
     SuiteConfig,
     algorithm_config,
     config_class,
     named,
     stage_config,
+    training_config,
 )
 from posttrain.engine.config.training import (
     DPOConfig,
@@ -42,6 +44,7 @@ from posttrain.engine.config.training import (
     RowsConfig,
     SFTConfig,
     SimPOConfig,
+    StageConfig,
     TrainingConfig,
 )
 
@@ -81,4 +84,5 @@ __all__ = [
     "config_class",
     "named",
     "stage_config",
+    "training_config",
 ]

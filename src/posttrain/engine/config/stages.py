@@ -7,19 +7,30 @@ memory and devices. The module is torch-free, because both a plan and the stage'
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.kinds import OWN, RATE, SHARE, AlgorithmSpec, Driver, ItemRange, Load, StageKind, installed_kind
+from posttrain.domain.kinds import (
+    OWN,
+    RATE,
+    SHARE,
+    AlgorithmSpec,
+    Driver,
+    ItemRange,
+    Load,
+    RowNeeds,
+    StageKind,
+    installed_kind,
+)
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
-from posttrain.domain.roles import ROLLOUT, with_models
+from posttrain.domain.roles import ROLLOUT
 from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
-from posttrain.engine.config.sampling import OnPolicyConfig, SamplingConfig
-from posttrain.engine.config.training import RowsConfig, TrainingConfig
+from posttrain.engine.config.sampling import DECODED_TOGETHER, SamplingConfig
+from posttrain.engine.config.training import RowsConfig, StageConfig, TrainingConfig, written
 from posttrain.engine.settings import (
     MOST_ROWS,
     MOST_TOKENS,
@@ -38,8 +49,6 @@ from posttrain.engine.settings import (
 )
 
 DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # defaults of sampled responses
-DECODED_TOGETHER = 256  # rows; equals `rollout.port.SamplingParams.batch_size` (a test compares them)
-T = TypeVar("T")
 
 
 class SuiteConfig(Frozen):
@@ -107,7 +116,7 @@ class SuiteConfig(Frozen):
         return {f"{suite}/{name}": possible for name, possible in ranges.items()}
 
 
-class EvaluateConfig(Frozen):
+class EvaluateConfig(StageConfig):
     """Greedy and sampled evaluation of one model on suites; the results per item are stored as Parquet."""
 
     model: Word
@@ -121,8 +130,50 @@ class EvaluateConfig(Frozen):
             slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
         return slots
 
+    def outputs(self) -> dict[str, str]:
+        """Return the measurements of the suites and of their items."""
+        return {"metrics": "file", "items": "file"}
 
-class InitModelConfig(Frozen):
+    def metrics(self) -> dict[str, ItemRange]:
+        """Return the metrics of all suites."""
+        return {name: possible for suite, c in self.suites.items() for name, possible in c.metrics(suite).items()}
+
+    def row_needs(self) -> dict[str, RowNeeds]:
+        """Return the requirements on the items of every suite."""
+        return {
+            f"suites.{name}": RowNeeds(
+                reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward)
+            )
+            for name, s in self.suites.items()
+        }
+
+    @property
+    def response_tokens(self) -> int:
+        """The maximum number of tokens in a response of any suite."""
+        return max(suite.max_new_tokens for suite in self.suites.values())
+
+    def work(self) -> dict[str, float]:
+        """Return the planner's factors: one step for each suite."""
+        samples = sum(1 + suite.samples for suite in self.suites.values())
+        return {"steps": len(self.suites), "samples": samples, "max_new_tokens": self.response_tokens}
+
+    def load(self, kind: str) -> Load:
+        """Return the needs of a rollout, the only role."""
+        runtime = self.runtime
+        return Load(
+            kind=kind,
+            roles=(ROLLOUT,),
+            placement=Placement(),
+            device=runtime.device,
+            dtype=runtime.dtype,
+            micro_batch_tokens=None,
+            rows=DECODED_TOGETHER,
+            response_tokens=self.response_tokens,
+            kv_cache=written(runtime.kv_cache),
+        )
+
+
+class InitModelConfig(StageConfig):
     """A randomly initialised model in Hugging Face format with a character tokenizer and a chat template.
 
     `hidden_size` must be a multiple of `heads`, `heads` must be a multiple of `kv_heads`, and no character may occur
@@ -149,13 +200,6 @@ class InitModelConfig(Frozen):
         if len(set(self.characters)) != len(self.characters):
             raise ValueError("characters must not contain a character twice")
         return self
-
-    def inputs(self) -> dict[str, tuple[str, str]]:
-        """Return no inputs: the model is randomly initialised."""
-        return {}
-
-
-StageConfig = TrainingConfig | EvaluateConfig | InitModelConfig
 
 
 def named(path: str) -> Any:
@@ -223,62 +267,14 @@ def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
     return config
 
 
-def load_of(kind: str, config: object) -> Load | None:
-    """Return the memory and devices that a training or evaluation stage needs; None for other kinds of stages.
+def training_config(kind: str, params: dict[str, Any]) -> TrainingConfig:
+    """Validate the parameters of a training stage.
 
     Raises:
-        InputError: the placement names a role that the stage does not have.
+        InputError: the kind does not train.
+        pydantic.ValidationError: a parameter is unknown or has a wrong type or value.
     """
-    if isinstance(config, EvaluateConfig):
-        return _answering(kind, config)
-    if not isinstance(config, RowsConfig | SamplingConfig):
-        return None
-    runtime, roles = config.runtime, config.roles()
-    sampled = config if isinstance(config, SamplingConfig) else None
-    lag = config.lag if isinstance(config, OnPolicyConfig) else None
-    scored = sampled is not None and sampled.functions is not None
-    with_models(roles)  # checks the roles of a package
-    return Load(
-        kind=kind,
-        roles=roles,
-        placement=config.placement.for_roles([role.name for role in roles], config.described(kind)),
-        device=runtime.device,
-        dtype=runtime.dtype,
-        micro_batch_tokens=_written(runtime.micro_batch_tokens),
-        activation_checkpointing=_written(runtime.activation_checkpointing),
-        sequence_parallel=runtime.sequence_parallel,
-        documents=config.documents,
-        rows=DECODED_TOGETHER if sampled else 0,
-        response_tokens=sampled.response_tokens if sampled else 0,
-        ray_address=runtime.ray_address,
-        samples=sampled.samples if sampled else 0,
-        kv_cache=_written(runtime.kv_cache),
-        object_store=_written(runtime.object_store),
-        reward_timeout=_written(sampled.reward_timeout) if sampled and scored else None,
-        start_timeout=_written(runtime.start_timeout),
-        call_timeout=_written(runtime.call_timeout),
-        scored=scored,
-        lag=lag.steps if lag else 0,
-        correction=lag.correction if lag and lag.correction != "bypass" else "",
-        streams=isinstance(config, OnPolicyConfig) and config.stream_gradients,
-    )
-
-
-def _answering(kind: str, config: EvaluateConfig) -> Load:
-    """Return the load of an evaluation, whose only role is a rollout."""
-    runtime, suites = config.runtime, config.suites.values()
-    return Load(
-        kind=kind,
-        roles=(ROLLOUT,),
-        placement=Placement(),
-        device=runtime.device,
-        dtype=runtime.dtype,
-        micro_batch_tokens=None,
-        rows=DECODED_TOGETHER,
-        response_tokens=max(suite.max_new_tokens for suite in suites),
-        kv_cache=_written(runtime.kv_cache),
-    )
-
-
-def _written(value: T | Literal["auto"]) -> T | None:
-    return None if value == "auto" else value
+    config = stage_config(kind, params)
+    if not isinstance(config, TrainingConfig):
+        raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {kind}")
+    return config

@@ -1,15 +1,17 @@
-"""Configuration of every kind of training, and of stages that train on given rows.
+"""The configuration of a stage, as a plan and its job read it, and that of stages that train on given rows.
 
-Every kind of training has a length, probes, and settings for devices and computation.
+Every kind of training has a length, probes, and settings for devices and computation. Plans and jobs call the methods
+of `StageConfig` and never ask for the class, so a package's kind overrides what differs.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from posttrain.domain.kinds import ItemRange, Length, Load, RowNeeds
 from posttrain.domain.placement import Placement
-from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec
+from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec, with_models
 from posttrain.domain.validation import Frozen
 from posttrain.engine.settings import (
     EarlyStoppingConfig,
@@ -23,8 +25,51 @@ from posttrain.engine.settings import (
     Word,
 )
 
+Reads = Literal["demonstrations", "pairs", "prompts"]
+T = TypeVar("T")
 
-class TrainingConfig(Frozen):
+
+class StageConfig(Frozen):
+    """The parameters of a stage."""
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """Return a map from slot to (asset kind, the ref written in run.yaml)."""
+        return {}
+
+    def outputs(self) -> dict[str, str]:
+        """Return a map from the name of an output to its form."""
+        return {"model": "tree"}
+
+    def metrics(self) -> dict[str, ItemRange]:
+        """Return a map from each metric that gates can read to the range of one item's value."""
+        return {}
+
+    def row_needs(self) -> dict[str, RowNeeds]:
+        """Return a map from the slot of a data set to the requirements on its rows."""
+        return {}
+
+    def length(self) -> Length | None:
+        """Return how many documents the stage takes from its data; None: it does not train."""
+        return None
+
+    def work(self) -> dict[str, float]:
+        """Return the planner's factors: the steps, and the maximum numbers of documents read, sampled and trained on.
+
+        `least` is the stage's minimum number of tokens, at one token for every document. The job does not start its
+        last step unless the budget has room for the cost of that step (`recipes`).
+        """
+        return {"steps": 1}
+
+    def load(self, kind: str) -> Load | None:
+        """Return the memory and devices that the stage needs; None: it runs in one process without a model's steps.
+
+        Raises:
+            InputError: the placement names a role that the stage does not have.
+        """
+        return None
+
+
+class TrainingConfig(StageConfig):
     """A training stage. A plan, which has the number of rows, converts `epochs` into `steps`; jobs read `steps`.
 
     Batches continue across the end of a pass: N passes are the smallest number of steps that covers N × rows documents.
@@ -32,6 +77,8 @@ class TrainingConfig(Frozen):
 
     per_step: ClassVar[str]  # the name of the field with the number of documents per step
     more_passes: ClassVar[str] = ""  # appended to an error if `epochs` meant something else in earlier versions
+    reads: ClassVar[Reads]  # the rows of `data`
+    by_turn: ClassVar[bool] = False  # whether every assistant turn of a conversation is a document
     selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric that selects the best model
     lower_is_better: ClassVar[bool] = False
 
@@ -64,6 +111,47 @@ class TrainingConfig(Frozen):
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
         return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
+    def outputs(self) -> dict[str, str]:
+        """Return the model, and the best model by the probe if the stage stores it."""
+        return {"model": "tree", "best": "tree"} if self.keep_best else {"model": "tree"}
+
+    def length(self) -> Length | None:
+        """Return how many documents the stage takes from its data."""
+        return Length("data", self.per_step, int(getattr(self, self.per_step)), self.epochs, turns=self.by_turn)
+
+    @property
+    def documents(self) -> int:
+        """The maximum number of documents in one optimiser step."""
+        return int(getattr(self, self.per_step))
+
+    @property
+    def sure_steps(self) -> int:
+        """The number of steps that the stage always takes."""
+        if self.early_stopping is None or self.probe is None:
+            return self.steps
+        return min(self.steps, self.early_stopping.patience * self.probe.every)
+
+    def load(self, kind: str) -> Load:
+        """See `StageConfig.load`."""
+        runtime, roles = self.runtime, self.roles()
+        with_models(roles)  # checks the roles of a package
+        return Load(
+            kind=kind,
+            roles=roles,
+            placement=self.placement.for_roles([role.name for role in roles], self.described(kind)),
+            device=runtime.device,
+            dtype=runtime.dtype,
+            micro_batch_tokens=written(runtime.micro_batch_tokens),
+            activation_checkpointing=written(runtime.activation_checkpointing),
+            sequence_parallel=runtime.sequence_parallel,
+            documents=self.documents,
+            ray_address=runtime.ray_address,
+            kv_cache=written(runtime.kv_cache),
+            object_store=written(runtime.object_store),
+            start_timeout=written(runtime.start_timeout),
+            call_timeout=written(runtime.call_timeout),
+        )
+
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the stage's roles; the first is the model that it outputs."""
         return (POLICY,)
@@ -85,7 +173,7 @@ class RowsConfig(TrainingConfig):
     """A stage that reads demonstrations or pairs."""
 
     per_step: ClassVar[str] = "batch_size"
-    reads: ClassVar[Literal["demonstrations", "pairs"]] = "demonstrations"
+    reads: ClassVar[Reads] = "demonstrations"
     dropout: ClassVar[bool] = True  # train with the dropout of the model's configuration
     batch_size: Rows = 64  # rows per optimiser step
     # maximum tokens of a prompt with its response; None: the model's context. Longer rows are rejected, never truncated
@@ -96,10 +184,24 @@ class RowsConfig(TrainingConfig):
         """The number of documents in one optimiser step."""
         return self.batch_size * (2 if self.reads == "pairs" else 1)
 
+    def row_needs(self) -> dict[str, RowNeeds]:
+        """Return the requirements on the rows of the data and of the probe."""
+        pairs = self.reads == "pairs"
+        needs = RowNeeds(learn=not pairs, pairs=pairs, max_length=self.max_length)
+        return {"data": needs, **({"probe": replace(needs, first=self.probe.items)} if self.probe else {})}
+
+    def work(self) -> dict[str, float]:
+        """Return the planner's factors; none while the number of steps is unknown."""
+        if not self.steps:
+            return {}
+        size = self.documents
+        return {"steps": self.steps, "documents": self.steps * size, "least": self.sure_steps * size}
+
 
 class SFTConfig(RowsConfig):
     """Supervised fine-tuning on prompts with completions, or messages; the loss is a mean over completion tokens."""
 
+    by_turn: ClassVar[bool] = True
     selects_by: ClassVar[str] = "probe/loss"
     lower_is_better: ClassVar[bool] = True
 
@@ -107,7 +209,7 @@ class SFTConfig(RowsConfig):
 class RewardModelConfig(RowsConfig):
     """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier with one label."""
 
-    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    reads: ClassVar[Reads] = "pairs"
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the one role: the reward model."""
@@ -117,7 +219,7 @@ class RewardModelConfig(RowsConfig):
 class DPOConfig(RowsConfig):
     """Direct preference optimisation on pairs, against the frozen starting policy."""
 
-    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    reads: ClassVar[Reads] = "pairs"
     dropout: ClassVar[bool] = False  # the reference has no dropout either
     beta: float = Field(default=0.1, gt=0, le=1e4)  # strength of the penalty for deviating from the reference
     # sigmoid: arXiv 2305.18290; ipo: arXiv 2310.12036, over mean log-probabilities of tokens; robust: arXiv 2403.00409
@@ -146,7 +248,7 @@ class DPOConfig(RowsConfig):
 class ORPOConfig(RowsConfig):
     """Odds-ratio preference optimisation on pairs: supervised training on the chosen response, without a reference."""
 
-    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    reads: ClassVar[Reads] = "pairs"
     dropout: ClassVar[bool] = False
     beta: float = Field(default=0.1, gt=0, le=1e4)  # weight of the odds-ratio term (λ in the paper)
 
@@ -154,7 +256,12 @@ class ORPOConfig(RowsConfig):
 class SimPOConfig(RowsConfig):
     """Simple preference optimisation on pairs: the mean log-probability of a response is its reward; no reference."""
 
-    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    reads: ClassVar[Reads] = "pairs"
     dropout: ClassVar[bool] = False
     beta: float = Field(default=2.0, gt=0, le=1e4)  # scale of the reward
     gamma: float = Field(default=1.0, ge=0, le=1e4)  # margin by which the chosen response should lead
+
+
+def written(value: T | Literal["auto"]) -> T | None:
+    """Return a size as the run file gives it; None: the planner chooses it."""
+    return None if value == "auto" else value

@@ -21,7 +21,7 @@ import numpy as np
 
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
+from posttrain.engine.config import SamplingConfig
 from posttrain.engine.evaluation.evaluate import Probe, ProbeSchedule
 from posttrain.engine.loop.pipeline import Collector, Form
 from posttrain.engine.loop.publication import Roles
@@ -157,12 +157,9 @@ class OnPolicy:
         self._text = text
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
         roles.rest()
-        own = config if isinstance(config, OnPolicyConfig) else None
-        self._trace: TraceConfig = getattr(config, "trace", TraceConfig(groups=0))
+        self._trace = config.trace
         self._budget = TraceBudget(self._trace.bytes, config.steps)
-        self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
-        lag = own.lag.steps if own and own.lag else 0
-        streams = bool(own and own.stream_gradients)
+        self._most, lag, streams = config.step_tokens, config.lagging, config.streams
         followed = self._trace.followed(algorithm.source.prompts) * algorithm.source.samples
         self._learning = Learning(
             algorithm, roles, config.steps, seed, lag=lag, streams=streams, followed=followed, meanwhile=self._look
@@ -171,9 +168,9 @@ class OnPolicy:
             raise InputError(
                 f"lag {lag} needs a rollout with its own weights, got a rollout that reads the policy's weights"
             )
-        if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
+        if config.correction and PROXIMAL not in algorithm.requires(config.steps - 1):
             raise InputError(
-                f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, but "
+                f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {config.correction}, but "
                 "does not; use correction: bypass, or add the column to requires()"
             )
         policy = admission or InOrder(lag)

@@ -7,7 +7,6 @@ import platform
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +19,6 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobCommand, JobOrder, JobResult
 from posttrain.domain.kinds import (
     OWN,
-    ItemRange,
-    Length,
-    RowNeeds,
     StageContract,
     installed_kind,
     kind_names,
@@ -32,17 +28,7 @@ from posttrain.domain.kinds import (
 from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
 from posttrain.domain.validation import explain, unknown_kind, validated
-from posttrain.engine.config import (
-    DataflowConfig,
-    EvaluateConfig,
-    RowsConfig,
-    SamplingConfig,
-    SFTConfig,
-    StageConfig,
-    TrainingConfig,
-    config_class,
-)
-from posttrain.engine.config.stages import load_of
+from posttrain.engine.config import StageConfig, config_class
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these other sources and libraries also decide results.
@@ -88,12 +74,12 @@ class NativeTrainer:
         return StageContract(
             params=_name_by_slot(config),
             inputs=config.inputs(),
-            outputs=_outputs(config),
-            metrics=_metrics(config),
-            work=_work(config),
-            rows=_row_needs(config),
-            load=load_of(kind, config),
-            length=_length(config),
+            outputs=config.outputs(),
+            metrics=config.metrics(),
+            work=config.work(),
+            rows=config.row_needs(),
+            load=config.load(kind),
+            length=config.length(),
         )
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
@@ -210,85 +196,3 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
         else:
             params[first] = slot
     return params
-
-
-def _outputs(config: StageConfig) -> dict[str, str]:
-    if isinstance(config, EvaluateConfig):
-        return {"metrics": "file", "items": "file"}
-    keeps = isinstance(config, TrainingConfig) and config.keep_best
-    return {"model": "tree", "best": "tree"} if keeps else {"model": "tree"}
-
-
-def _metrics(config: StageConfig) -> dict[str, ItemRange | None]:
-    if not isinstance(config, EvaluateConfig):
-        return {}
-    return {name: possible for suite, c in config.suites.items() for name, possible in c.metrics(suite).items()}
-
-
-def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
-    if isinstance(config, RowsConfig):
-        pairs = config.reads == "pairs"
-        needs = RowNeeds(learn=not pairs, pairs=pairs, max_length=config.max_length)
-        return {"data": needs, **({"probe": replace(needs, first=config.probe.items)} if config.probe else {})}
-    if isinstance(config, EvaluateConfig):
-        return {
-            f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward))
-            for n, s in config.suites.items()
-        }
-    found: dict[str, RowNeeds] = {}
-    if isinstance(config, SamplingConfig):
-        found["data"] = RowNeeds(reserve=config.response_tokens)
-        if config.probe:
-            found["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
-    return found
-
-
-def _length(config: StageConfig) -> Length | None:
-    if not isinstance(config, TrainingConfig):
-        return None
-    per_step = int(getattr(config, config.per_step))
-    return Length("data", config.per_step, per_step, config.epochs, turns=isinstance(config, SFTConfig))
-
-
-def _sure_steps(config: TrainingConfig) -> int:
-    """Return the number of steps that the stage always takes."""
-    if config.early_stopping is None or config.probe is None:
-        return config.steps
-    return min(config.steps, config.early_stopping.patience * config.probe.every)
-
-
-def _work(config: StageConfig) -> dict[str, float]:
-    """Return the planner's factors: the steps, and the maximum numbers of documents read, sampled and trained on.
-
-    `least` is the stage's minimum number of tokens, at one token for every document. The job does not start its last
-    step unless the budget has room for the cost of that step (`recipes`).
-    """
-    if isinstance(config, TrainingConfig) and not config.steps:
-        return {}  # the plan calls this function again once the steps are known
-    if isinstance(config, RowsConfig):
-        size = config.documents
-        return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
-    if isinstance(config, SamplingConfig):
-        samples, passes = config.samples, config.passes
-        prompts, generated = config.prompts_per_step, samples * config.response_tokens
-        last = prompts + generated + passes * (samples + generated)
-        before = (_sure_steps(config) - 1) * (prompts + samples)
-        if isinstance(config, DataflowConfig):  # its algorithm decides which documents it trains on
-            last, before = config.tokens_per_step or last, 0
-        return {
-            "steps": config.steps,
-            "documents": config.steps * samples,
-            "prompts": config.steps * (prompts + (config.turns_most - 1) * samples),  # read for every further turn
-            **({"again": config.steps * samples * config.read_again} if config.turns_most > 1 else {}),
-            "trained": config.steps * samples * passes,
-            "max_new_tokens": config.response_tokens,
-            **({"rounds": config.rounds} if config.rounds > 1 else {}),
-            "least": before + last,
-        }
-    if isinstance(config, EvaluateConfig):
-        return {
-            "steps": len(config.suites),
-            "samples": sum(1 + s.samples for s in config.suites.values()),
-            "max_new_tokens": max(suite.max_new_tokens for suite in config.suites.values()),
-        }
-    return {"steps": 1}

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -38,11 +38,9 @@ from posttrain.engine.config import (
     RowsConfig,
     SamplingConfig,
     TrainingConfig,
-    TurnsConfig,
     named,
-    stage_config,
+    training_config,
 )
-from posttrain.engine.config.stages import load_of
 from posttrain.engine.evaluation.evaluate import AccuracyProbe
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import open_cluster
@@ -176,7 +174,7 @@ def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str,
     chosen = {name: value for name in names if (value := getattr(load, name)) is not None}
     chosen["activation_checkpointing"] = bool(load.activation_checkpointing)
     changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=chosen)}
-    if isinstance(config, SamplingConfig) and load.reward_timeout is not None:
+    if load.reward_timeout is not None:
         changes["reward_timeout"] = load.reward_timeout
     return config.model_copy(update=changes), tell_sizes(job, found)
 
@@ -192,8 +190,7 @@ def tell_sizes(job: Job, found: Settled) -> dict[str, float]:
 
 def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
     """Return the sizes that `planner.sizes` chooses for this machine."""
-    load = load_of(job.order.kind, config)
-    assert load is not None
+    load = config.load(job.order.kind)
     room = Room() if load.ray_address is not None else room_of(this_machine())
     if room.gpu_there and settled_device(config.runtime) != "cuda":  # torch does not see the machine's GPUs
         room = Room(memory=room.memory)
@@ -234,9 +231,7 @@ class Trained:
 
 def body(job: Job) -> JobResult:
     """Train, save outputs/model, and return the result."""
-    config = stage_config(job.order.kind, dict(job.order.params))
-    if not isinstance(config, TrainingConfig):
-        raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {job.order.kind}")
+    config = training_config(job.order.kind, dict(job.order.params))
     with ExitStack() as stack:
         with loading():
             config, sizes = settled(job, config)
@@ -291,16 +286,15 @@ def _costs(job: Job) -> CostModel:
 def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -> Trained:
     tokenizer = load_tokenizer(job.input("model"))
     algorithm = _algorithm(job, config)
-    if isinstance(config, RowsConfig):
-        return _from_rows(job, config, algorithm, tokenizer, pool_of)
-    assert isinstance(config, SamplingConfig)
-    return _on_policy(job, config, algorithm, tokenizer, pool_of, stack)
+    if config.reads == "prompts":
+        return _on_policy(job, cast(SamplingConfig, config), algorithm, tokenizer, pool_of, stack)
+    return _from_rows(job, cast(RowsConfig, config), algorithm, tokenizer, pool_of)
 
 
 def _algorithm(job: Job, config: TrainingConfig) -> Any:
     """Return the stage's algorithm: the user's own algorithm, or the algorithm of the stage's kind."""
-    if isinstance(config, DataflowConfig):
-        return _dataflow(job)(config)
+    if "recipe" in config.inputs():
+        return _dataflow(job)(cast(DataflowConfig, config))
     spec = kind_of(job.order.kind).algorithm
     assert spec is not None, "a kind with a training configuration has an algorithm"
     return named(spec.algorithm)(config)
@@ -429,11 +423,9 @@ def _environment(
     config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Environment | None:
     """Return the environment that observes between two responses; None if there is no environment."""
-    if not isinstance(config, TurnsConfig):
-        return None
     observe = getattr(algorithm, "observe", None)
     if (observe is None) != (config.turns_most == 1):
-        name = f"recipe {config.recipe}" if isinstance(config, DataflowConfig) else type(algorithm).__name__
+        name = type(algorithm).__name__
         there = (
             "no method observe(row, responses); define it"
             if observe is None
