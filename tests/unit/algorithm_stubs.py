@@ -106,6 +106,7 @@ class RightAnswers:
 
     totals: Totals
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
         surrogate = PolicyObjective(self.totals, clip_low=0.2, clip_high=0.28)(micro, predicted)
@@ -178,6 +179,7 @@ class KTOObjective:
     totals: Totals
     beta: float
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
         gain = micro.sum_by_document(predicted.of("logprobs") - micro.column("reference_logprobs"))
@@ -216,6 +218,7 @@ class PairObjective:
     totals: Totals
     beta: float
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
         gain = micro.sum_by_document(predicted.of("logprobs") - micro.column("reference_logprobs"))

@@ -106,6 +106,7 @@ class Entropic:
 
     totals: Totals
     needs: ClassVar[frozenset[Need]] = frozenset({"entropy"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         return LossParts(-predicted.of("entropy").sum() / self.totals.tokens, {})
@@ -148,6 +149,7 @@ class Looking:
 
     totals: Totals
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         assert {column.dtype for column in micro.token_columns.values()} == {torch.float32}

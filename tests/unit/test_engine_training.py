@@ -594,6 +594,7 @@ class LossOf:
 
     function: Callable[[TokenBatch, Tensor], LossParts]
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
         return self.function(micro, predicted.of("logprobs"))

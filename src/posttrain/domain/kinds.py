@@ -348,6 +348,8 @@ _ALGORITHMS = (
     _own("cispo", "policy_gradient:CISPOConfig", "cispo:CISPO"),
     _own("reinforce_plus_plus", "policy_gradient:ReinforcePlusPlusConfig", "reinforce_plus_plus:ReinforcePlusPlus"),
     _own("ppo", "policy_gradient:PPOConfig", "ppo:PPO"),
+    _own("pf_ppo", "policy_gradient:PFPPOConfig", "pf_ppo:PFPPO"),
+    _own("vapo", "policy_gradient:VAPOConfig", "vapo:VAPO"),
     _own("distill", "sampling:DistillConfig", "distill:Distill"),
     _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", cheaper=_FLOW),
 )  # fmt: skip

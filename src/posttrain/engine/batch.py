@@ -271,6 +271,15 @@ class TokenBatch:
             raise InputError(f"the batch must have a column {name}, got {had}; compute the column first")
         return found
 
+    def total(self, name: str) -> float:
+        """Return the sum of a column over all response tokens, or over all documents.
+
+        Raises:
+            InputError: the batch does not have the column.
+        """
+        values = self.column(name).double()
+        return float((values[self.response_mask] if name in self.token_columns else values).sum())
+
     def wide(self, name: str) -> TopK:
         """Return the rows of a wide column, [R, k]: one for each response token, in order; on the batch's device.
 

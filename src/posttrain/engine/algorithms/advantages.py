@@ -121,7 +121,7 @@ def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, lengths: Sequence[int], gamma: float, lam: float
+    rewards: Tensor, values: Tensor, response_mask: Tensor, lengths: Sequence[int], gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γV_{t+1} − V_t, and the returns A + V.
 
@@ -134,14 +134,21 @@ def generalized_advantages(
         response_mask: [T] bool.
         lengths: [documents], sum = T.
         gamma: γ, discount per response token.
-        lam: λ; 1 gives the discounted return minus V, 0 the one-step temporal difference.
+        lam: λ, one for all documents or [documents]; 1 gives the discounted return minus V, 0 the one-step temporal
+            difference.
 
     Returns:
         Advantages and returns, each [T] without gradient, 0 outside the mask. They are computed in float64 and returned
         in the dtype that `precision` returns.
 
+    Raises:
+        ValueError: λ is outside [0, 1], or has another shape.
+
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
+    decay = torch.as_tensor(lam, dtype=torch.float64).cpu()
+    if decay.shape not in ((), (len(lengths),)) or not bool(((decay >= 0) & (decay <= 1)).all()):
+        raise ValueError(f"lam must be one number, or one for each document, between 0 and 1, got {lam}")
     index = response_mask.nonzero()[:, 0]
     advantages = torch.zeros(len(response_mask), dtype=precision(rewards, values), device=response_mask.device)
     returns = torch.zeros_like(advantages)
@@ -157,11 +164,24 @@ def generalized_advantages(
     estimate = torch.zeros_like(delta)
     running = torch.zeros(shape[0], dtype=torch.float64)
     for t in reversed(range(shape[1])):
-        running = delta[:, t] + gamma * lam * running
+        running = delta[:, t] + gamma * decay * running
         estimate[:, t] = running
     advantages[index] = estimate[row, column].to(advantages)
     returns[index] = (estimate + v)[row, column].to(returns)
     return advantages, returns
+
+
+def length_adaptive(lengths: Tensor, alpha: float) -> Tensor:
+    """Return λ = 1 − 1/(α·length) for each response, so that γλ decays over a distance proportional to the length.
+
+    Args:
+        lengths: [documents] response tokens.
+        alpha: α > 0; responses of at most 1/α tokens have λ = 0.
+
+    Returns:
+        [documents] float64. Source: VAPO, arXiv 2504.05118, eq. 8.
+    """
+    return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(min=0.0)
 
 
 @dataclass(frozen=True, slots=True)

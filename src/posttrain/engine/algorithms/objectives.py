@@ -31,9 +31,9 @@ original choice of PPO from human feedback. In the loss the expected gradient of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -261,13 +261,13 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: st
     return kl_penalty(logprobs, reference, mask, estimator)
 
 
-# aggregation → the total by which `token_weights` divides; because it is the same for all terms, the gradients of parts
-# of a step may be summed first and divided later
-DENOMINATORS: dict[str, Literal["tokens", "sequences"]] = {
+# aggregation → the total by which `token_weights` divides
+DENOMINATORS: dict[str, str] = {
     "token-mean": "tokens",
     "seq-mean-token-mean": "sequences",
     "seq-mean-token-sum-norm": "sequences",
 }
+COUNTS = ("tokens", "sequences", "items")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,18 +281,33 @@ class Totals:
     sequences: int  # documents with at least one response token
     items: int  # units, or documents in a batch without units
     computed: int  # response tokens of documents with a gradient
+    sums: Mapping[str, float] = field(default_factory=dict)  # column → its sum, if an objective divides by it
 
     @classmethod
-    def of(cls, batch: TokenBatch, computed: TokenBatch | None = None) -> Totals:
+    def of(cls, batch: TokenBatch, computed: TokenBatch | None = None, denominators: Iterable[str] = COUNTS) -> Totals:
         """Count a whole mini-batch, before it is split.
 
         Args:
             computed: the documents that have a gradient; None: all.
+            denominators: see `Objective.denominators`.
+
+        Raises:
+            InputError: the batch lacks a column that is a denominator.
         """
         lengths = batch.response_lengths
         tokens = int(lengths.sum())
         part = tokens if computed is None else int(computed.response_mask.sum())
-        return cls(tokens, int((lengths > 0).sum()), len(batch.item_lengths), part)
+        sums = {name: batch.total(name) for name in denominators if name not in COUNTS}
+        return cls(tokens, int((lengths > 0).sum()), len(batch.item_lengths), part, sums)
+
+    @classmethod
+    def ones(cls, denominators: Iterable[str] = COUNTS) -> Totals:
+        """Return totals with which a loss is a plain sum."""
+        return cls(1, 1, 1, 1, {name: 1.0 for name in denominators if name not in COUNTS})
+
+    def divisor(self, name: str) -> float:
+        """Return the total of this name: at least 1 for a count; 1 for a column whose sum is 0, so its term is 0."""
+        return max(getattr(self, name), 1) if name in COUNTS else self.sums[name] or 1.0
 
 
 def token_weights(
@@ -344,6 +359,13 @@ class Objective(Protocol):
     def needs(self) -> frozenset[Need]:
         """The names of the predictions that the objective reads."""
 
+    @property
+    def denominators(self) -> frozenset[str]:
+        """The totals that divide the terms of the loss: `tokens`, `sequences`, `items`, or a column of `credit`.
+
+        A column is summed over the response tokens, or the documents, of the whole mini-batch.
+        """
+
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """Return the micro-batch's share of the step's loss.
 
@@ -358,6 +380,7 @@ class SupervisedObjective:
     """−log π(completion | prompt), token mean over the step."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
     totals: Totals
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
@@ -441,6 +464,12 @@ class PolicyObjective:
     kl: KLTerm | None = None
     importance: float | None = None  # cap of the token weights π_proximal / π_behaviour; None: no weights
     surrogate: str = "token"  # of `SURROGATES`: the clip of a token's ratio, of a response's ratio, or of a weight
+    imitation: float = 0.0  # weight of the mean of −log π over the tokens that the column `positive` marks with 1
+
+    @property
+    def denominators(self) -> frozenset[str]:
+        """The total of the aggregation, and the number of positive tokens."""
+        return frozenset({DENOMINATORS[self.aggregation], *(["positive"] if self.imitation else [])})
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
@@ -459,7 +488,12 @@ class PolicyObjective:
             behaviour = micro.column("behaviour_logprobs")
             tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm, dtype=precision(tokens))
-        return LossParts((weights * tokens).sum(), sums)
+        loss = (weights * tokens).sum()
+        if self.imitation:
+            likelihood = (micro.column("positive") * negative_log_likelihood(logprobs, mask)).sum()
+            imitated = likelihood / self.totals.divisor("positive")
+            loss, sums["positive_nll"] = loss + self.imitation * imitated, imitated.detach()
+        return LossParts(loss, sums)
 
 
 @final
@@ -468,6 +502,7 @@ class ValueObjective:
     """The critic's clipped squared error (`clipped_value_loss`), token mean over the step."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"values"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
     totals: Totals
     clip: float | None
 
@@ -487,6 +522,7 @@ class PreferenceObjective:
     """−log σ(r_chosen − r_rejected), mean over the step's pairs. Source: Bradley and Terry 1952; arXiv 2203.02155."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"scores"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"items"})
     totals: Totals  # an item is a pair: the chosen response, then the rejected one
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
@@ -559,6 +595,7 @@ class DistillationObjective:
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "candidates"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"tokens"})
     totals: Totals
     divergence: str
     beta: float = 0.5

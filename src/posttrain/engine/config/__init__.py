@@ -4,6 +4,7 @@ Every kind of stage has a class. A field's comment gives its meaning, its unit a
 """
 
 from posttrain.engine.config.policy_gradient import (
+    ActorCriticConfig,
     AdvantageConfig,
     CISPOConfig,
     CriticConfig,
@@ -14,10 +15,12 @@ from posttrain.engine.config.policy_gradient import (
     KLConfig,
     OnPolicyConfig,
     OverlongConfig,
+    PFPPOConfig,
     PPOConfig,
     PPOKLConfig,
     ReinforcePlusPlusConfig,
     RewardKLConfig,
+    VAPOConfig,
 )
 from posttrain.engine.config.sampling import (
     DataflowConfig,
@@ -50,6 +53,7 @@ from posttrain.engine.config.training import (
 
 __all__ = [
     "STAGE_CONFIGS",
+    "ActorCriticConfig",
     "AdvantageConfig",
     "CISPOConfig",
     "CriticConfig",
@@ -66,6 +70,7 @@ __all__ = [
     "ORPOConfig",
     "OnPolicyConfig",
     "OverlongConfig",
+    "PFPPOConfig",
     "PPOConfig",
     "PPOKLConfig",
     "ReinforcePlusPlusConfig",
@@ -80,6 +85,7 @@ __all__ = [
     "TraceConfig",
     "TrainingConfig",
     "TurnsConfig",
+    "VAPOConfig",
     "algorithm_config",
     "config_class",
     "named",

@@ -200,7 +200,7 @@ class OnPolicyConfig(SamplingConfig):
     @property
     def documents(self) -> int:
         """The maximum number of documents in one optimiser step."""
-        return -(-self.samples // self.mini_batches)
+        return -(-self.trained_samples // self.mini_batches)
 
     @property
     def lagging(self) -> int:
@@ -355,21 +355,19 @@ class ReinforcePlusPlusConfig(OnPolicyConfig):
         return self
 
 
-class PPOConfig(OnPolicyConfig):
-    """PPO with a critic."""
+class ActorCriticConfig(OnPolicyConfig):
+    """A policy gradient with a critic."""
 
     not_streamable: ClassVar[str] = (
-        "one update whose terms share a denominator, but ppo updates a policy and a critic, and computes advantages "
-        "over the whole step; remove stream_gradients"
+        "one update whose terms share a denominator, but this kind updates a policy and a critic, and computes "
+        "advantages over the whole step; remove stream_gradients"
     )
 
     more_passes: ClassVar[str] = (
         "; epochs counts passes over the prompts, and ppo_epochs counts passes over a rollout batch"
     )
-    group_size: Rows = 4  # samples per prompt; PPO computes no baseline from the group, so 1 is enough
     ppo_epochs: Few = 1  # number of passes over each rollout batch
-    gae: AdvantageConfig = AdvantageConfig()
-    kl: PPOKLConfig | None = PPOKLConfig()
+    kl: PPOKLConfig | None = None
     critic: CriticConfig = CriticConfig()
 
     @model_validator(mode="after")
@@ -393,3 +391,52 @@ class PPOConfig(OnPolicyConfig):
     def learning(self, role: str) -> tuple[OptimizerConfig, int]:
         """Return the role's optimiser; the policy does not learn while the critic warms up."""
         return (self.critic.optimizer, 0) if role == "critic" else (self.optimizer, self.critic.warmup)
+
+
+class PPOConfig(ActorCriticConfig):
+    """PPO with a critic."""
+
+    group_size: Rows = 4  # samples per prompt; PPO computes no baseline from the group, so 1 is enough
+    gae: AdvantageConfig = AdvantageConfig()
+    kl: PPOKLConfig | None = PPOKLConfig()
+
+
+class PFPPOConfig(PPOConfig):
+    """PF-PPO: PPO on the responses of each group whose rewards are most reliable."""
+
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt
+    # the trained responses of a group: the one with the highest reward, and possibly a random other one, or the one
+    # with the lowest reward
+    filter: Literal["best", "best_random", "best_worst"] = "best_worst"
+
+    @property
+    def trained_samples(self) -> int:
+        """The maximum number of samples in a step that are trained on."""
+        return self.prompts_per_step * (1 if self.filter == "best" else 2)
+
+
+class LengthAdaptiveConfig(Frozen):
+    """Generalised advantage estimation with λ = 1 − 1/(α·length) for the policy, and another λ for the critic."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)  # discount per token; below 1, late rewards count less
+    # α; a larger α gives a larger λ. Responses of at most 1/α tokens have λ = 0
+    alpha: float = Field(default=0.05, gt=0, le=1e6)
+    critic_lam: float = Field(default=1.0, ge=0, le=1)  # 1: the critic learns from Monte Carlo returns
+    whiten: bool = True  # scales the advantages of a rollout batch to mean 0 and standard deviation 1
+
+
+class PositiveConfig(Frozen):
+    """Imitation of responses with a high reward: the mean of −log π over their tokens is added to the loss."""
+
+    weight: float = Field(default=0.1, ge=0, le=1e6)  # 0: no imitation
+    above: float = Field(default=0.0, ge=-1e6, le=1e6)  # a response with a larger reward is positive
+
+
+class VAPOConfig(ActorCriticConfig):
+    """VAPO: a critic that is trained first, length-adaptive advantages, and imitation of positive responses."""
+
+    group_size: Rows = 16  # samples per prompt
+    clip_high: float = Field(default=0.28, gt=0, le=1e6)
+    gae: LengthAdaptiveConfig = LengthAdaptiveConfig()
+    critic: CriticConfig = CriticConfig(warmup=50)
+    positive: PositiveConfig = PositiveConfig()

@@ -94,9 +94,14 @@ class SamplingConfig(TrainingConfig):
         return self.prompts_per_step * self.group_size
 
     @property
+    def trained_samples(self) -> int:
+        """The maximum number of samples in a step that are trained on."""
+        return self.samples
+
+    @property
     def documents(self) -> int:
         """The maximum number of documents in one optimiser step."""
-        return self.samples
+        return self.trained_samples
 
     @property
     def rounds(self) -> int:
@@ -149,7 +154,7 @@ class SamplingConfig(TrainingConfig):
             "documents": steps * samples,
             "prompts": steps * (self.prompts_per_step + (turns - 1) * samples),  # read for every further turn
             **({"again": steps * samples * self.read_again} if turns > 1 else {}),
-            "trained": steps * samples * self.passes,
+            "trained": steps * self.trained_samples * self.passes,
             "max_new_tokens": self.response_tokens,
             **({"rounds": self.rounds} if self.rounds > 1 else {}),
             "least": self.least_tokens,
@@ -163,8 +168,8 @@ class SamplingConfig(TrainingConfig):
     @property
     def last_step(self) -> int:
         """The maximum number of tokens in a step, at one token for each prompt."""
-        generated = self.samples * self.response_tokens
-        return self.prompts_per_step + generated + self.passes * (self.samples + generated)
+        trained = self.trained_samples * (1 + self.response_tokens)
+        return self.prompts_per_step + self.samples * self.response_tokens + self.passes * trained
 
     def load(self, kind: str) -> Load:
         """See `StageConfig.load`."""

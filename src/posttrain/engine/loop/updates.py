@@ -20,7 +20,7 @@ import torch
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
-from posttrain.engine.algorithms.objectives import Totals, kl_estimate, log_ratio
+from posttrain.engine.algorithms.objectives import COUNTS, Objective, Totals, kl_estimate, log_ratio
 from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.pipeline import Columns, Form, ask, attached, credited, refuse_odd
@@ -30,7 +30,6 @@ from posttrain.engine.roles.port import Division, Update as Done
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.trace import SampleTracer, Trace
 
-_ONE = Totals(1, 1, 1, 1)  # with these divisors, a loss is a plain sum
 # k3 is about half the mean squared difference of two log-probabilities. Rounding explains differences of 8 times the
 # epsilon of the dtype in which layers compute (0.06 in bfloat16, 0.008 in float16), and of 1e-3 in any dtype.
 _ROUNDING, _EPSILONS = 5e-7, 8
@@ -63,13 +62,22 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
             )
     asked = [(column.role, column.need, f"{name} needs {column.need} for {column.name}") for column in columns]
     for update in updates:
-        needs = sorted(update.objective(Totals(1, 1, 1, 1)).needs)
+        needs = sorted(update.objective(Totals.ones()).needs)
         asked += [(update.role, need, f"the objective of {name} needs {need}") for need in needs]
     can = {role: _predicted(roles, role) for role, _, _ in asked}
     for role, need, who in asked:
         if need not in can[role]:
             told = " and ".join(sorted(can[role]))
             raise InputError(f"{who}, got the role {role}, whose model predicts {told}; request it from another role")
+
+
+def _denominators(update: Update) -> frozenset[str]:
+    return update.objective(Totals.ones()).denominators
+
+
+def _summing(update: Update) -> Objective:
+    """Return the objective whose loss is a plain sum."""
+    return update.objective(Totals.ones(_denominators(update)))
 
 
 def _predicted(roles: Roles, role: str) -> frozenset[Need]:
@@ -176,25 +184,28 @@ class Gradients:
         answer = None
         if chosen:
             learner = self._roles.learners[update.role].nonblocking
-            minimised = update.objective(_ONE)
+            minimised = _summing(update)
             record = before < self._followed
             answer = learner.map(
                 TrainWorker.update, computed, minimised, step=step, part=number, record=record, more=True
             )
-        return _Summed(batch, Totals.of(batch, computed), sum(computed.lengths) if chosen else 0, answer)
+        totals = Totals.of(batch, computed, _denominators(update))
+        return _Summed(batch, totals, sum(computed.lengths) if chosen else 0, answer)
 
     def _divide(self, summed: Sequence[_Summed], step: int) -> dict[str, float]:
         update, totals = self._update(step), [one.totals for one in summed]
-        shared = sum(getattr(one, str(update.streamable)) for one in totals)
-        division = Division(max(shared, 1), max(sum(one.computed for one in totals), 1))
+        [shared] = _denominators(update)
+        whole = sum(getattr(one, shared) if shared in COUNTS else one.sums[shared] for one in totals)
+        division = Division(whole or 1, max(sum(one.computed for one in totals), 1))
         nothing, learner = summed[0].batch.select_items([]), self._roles.learners[update.role]
-        done = learner.map(TrainWorker.update, nothing, update.objective(_ONE), step=step, divide=division)
+        done = learner.map(TrainWorker.update, nothing, _summing(update), step=step, divide=division)
         return dict(done.metrics)
 
     def _update(self, step: int) -> Update:
         updates = self._algorithm.updates(step)
         one = updates[0] if len(updates) == 1 else None
-        if one is None or not one.streamable or one.epochs != 1 or one.mini_batches != 1:
+        shared = one is not None and one.by_group and len(_denominators(one)) == 1
+        if one is None or not shared or one.epochs != 1 or one.mini_batches != 1:
             raise InputError(
                 f"stream_gradients needs one update whose terms share a denominator, in one mini-batch, got "
                 f"{self._name}, whose updates do not; set it to false"
@@ -332,7 +343,7 @@ class Learning:
         batch = replace(batch, provenance=Provenance(role=role))
         batch = credited(self._algorithm, ask(self._roles, batch, self._algorithm.requires(0)).filled())
         [update] = (update for update in self._algorithm.updates(0) if update.role == role)
-        objective = update.objective(Totals.of(batch))
+        objective = update.objective(Totals.of(batch, None, _denominators(update)))
         named = [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)]
         asked = ask(self._roles, batch, named).filled()
         parts = objective(batch, Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs}))
@@ -392,13 +403,14 @@ class Learning:
     def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:
         """Yield the computed documents and the divisors of each mini-batch; None if no document is computed."""
         computed, count = set(update.computes(batch)), len(batch.item_lengths)
+        named = _denominators(update)
         for epoch in range(update.epochs):
             seed = derive_seed(self._seed, "mini_batches", step, epoch)
             for items in mini_batches(count, update.mini_batches, seed):
                 mini = batch if len(items) == count else batch.select_items(items)
                 chosen = [place for place, item in enumerate(items) if item in computed]
                 part = mini if len(chosen) == len(items) else mini.select_items(chosen)
-                yield (part, Totals.of(mini, part)) if chosen else None
+                yield (part, Totals.of(mini, part, named)) if chosen else None
 
 
 def mini_batches(items: int, count: int, seed: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, Protocol, TypeVar, final
+from typing import Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -139,9 +139,9 @@ class Update:
     objective: Callable[[Totals], Objective]  # totals of a mini-batch → objective
     epochs: int = 1  # passes over the batch
     mini_batches: int = 1  # optimiser steps per pass
-    # the field of `Totals` that divides every term of the loss, if credit is assigned to each group separately:
-    # gradients may then be summed as groups arrive; None: they may not
-    streamable: Literal["tokens", "sequences"] | None = None
+    # whether credit is assigned to each group separately: if the objective also has a single denominator, gradients may
+    # be summed as groups arrive, and divided later
+    by_group: bool = False
     computes: Callable[[TokenBatch], Sequence[int]] = every_item  # items that have a gradient
     clip: tuple[float, float] | None = None  # clip of the ratio below and above 1, for traces; None: no clip
 

@@ -47,6 +47,7 @@ class DPOObjective:
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"items"})
     totals: Totals  # an item is a pair: the chosen response, then the rejected one
     beta: float
     smoothing: float

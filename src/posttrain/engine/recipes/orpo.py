@@ -38,6 +38,7 @@ class ORPOObjective:
     """−mean log p_chosen − λ·log σ(log odds_chosen − log odds_rejected), mean over the step's pairs."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"items"})
     totals: Totals
     beta: float
 

@@ -35,6 +35,7 @@ class SimPOObjective:
     """−log σ(r_chosen − r_rejected − γ), mean over the step's pairs; a reward is β times the mean log-probability."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    denominators: ClassVar[frozenset[str]] = frozenset({"items"})
     totals: Totals
     beta: float
     gamma: float

@@ -162,7 +162,7 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
     plain = SupervisedObjective(Totals.of(whole_batch()))
 
     class Bad:
-        needs = plain.needs
+        needs, denominators = plain.needs, plain.denominators
 
         def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
             parts = plain(micro, predicted)
