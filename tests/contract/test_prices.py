@@ -40,6 +40,9 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo": ("ppo", {**JUDGED, "kl": None}),
     "ppo of one sample in three epochs": ("ppo", {**JUDGED, "kl": None, "group_size": 1, "ppo_epochs": 3}),
     "ppo that warms its critic up": ("ppo", {**JUDGED, "kl": None, "critic": {"warmup": 1}, "steps": 2}),
+    "pf_ppo": ("pf_ppo", {**JUDGED, "kl": None, "group_size": 4}),
+    "pf_ppo of the best": ("pf_ppo", {**JUDGED, "kl": None, "group_size": 4, "filter": "best"}),
+    "vapo": ("vapo", {**JUDGED, "group_size": 4, "critic": {"warmup": 0}}),
     "dataflow": ("dataflow", {**SAMPLED, "recipe": "mine"}),
     "dataflow that says what it spends": ("dataflow", {**SAMPLED, "recipe": "mine", "tokens_per_step": 7}),
 }

@@ -46,14 +46,17 @@ ON_POLICY: dict[str, Any] = {
 }  # fmt: skip
 OVER_PAIRS = {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS}
 CRITIC = {"optimizer": {**OPTIMIZER, "learning_rate": 5e-2}}
+WITH_CRITIC: dict[str, Any] = {
+    **ON_POLICY, "reward": "reward", "mini_batches": 2, "ppo_epochs": 2, "critic": CRITIC,
+    "kl": {"coefficient": 0.2, "estimator": "k3"},
+}  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "sft": {"data": "data", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
     "reward_model": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
     "grpo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
-    "ppo": {
-        **ON_POLICY, "reward": "reward", "mini_batches": 2, "ppo_epochs": 2, "critic": CRITIC,
-        "kl": {"coefficient": 0.2, "estimator": "k3"},
-    },
+    "ppo": WITH_CRITIC,
+    "pf_ppo": {**WITH_CRITIC, "filter": "best_random"},
+    "vapo": {**WITH_CRITIC, "critic": CRITIC | {"warmup": 1}, "gae": {"alpha": 2}},
     "dr_grpo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
     "rloo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
     "dapo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "overlong": {"buffer": 3, "penalty": 0.5}},
@@ -118,6 +121,10 @@ VALUES: dict[str, Any] = {
     "gae.gamma": 0.5,
     "gae.lam": 0.2,
     "critic.clip": 0.001,
+    "gae.alpha": 0.5,
+    "gae.critic_lam": 0.5,
+    "positive.weight": 2.0,
+    "positive.above": 0.9,
     "refills": 0,
     "overlong": None,
     "overlong.buffer": 5,
@@ -167,7 +174,7 @@ VALUES: dict[str, Any] = {
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
 ALONE: dict[str, dict[str, Any]] = {"turns": {"observation_tokens": 1}, "observation_tokens": {"turns": 2}}
 BESIDE: dict[str, dict[str, Any]] = {
-    "ppo kl.estimator=k3-corrected": {"kl.place": "loss"},
+    **{f"{kind} kl.estimator=k3-corrected": {"kl.place": "loss"} for kind in ("ppo", "pf_ppo", "vapo")},
     "optimizer.schedule=constant": {},
     "dpo loss=robust": {"label_smoothing": 0.3},
 }
@@ -182,6 +189,8 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing", "loss"),
     "orpo": ("data", "batch_size", "max_length", "probe", "beta"),
     "simpo": ("data", "batch_size", "max_length", "probe", "beta", "gamma"),
+    "pf_ppo": ("group_size", "filter", "ppo_epochs", "gae", "kl", "critic"),
+    "vapo": (*_CLIPPED, "ppo_epochs", "gae", "critic", "positive"),
     "gspo": ("clip_low", "clip_high", "mini_batches", "group_size", "kl"),
     "cispo": ("clip_low", "clip_high", "mini_batches", "group_size", "kl"),
 }

@@ -392,7 +392,7 @@ class TestGradients:
     @pytest.mark.parametrize(
         ("kind", "options", "why"),
         [
-            (PPOConfig, {}, "stream_gradients needs one update whose terms share a denominator, but ppo"),
+            (PPOConfig, {}, "stream_gradients needs one update whose terms share a denominator, but this kind updates"),
             (ReinforcePlusPlusConfig, {}, "assigned to each group separately, but reinforce_plus_plus"),
             (GRPOConfig, {"mini_batches": 2}, "needs mini_batches: 1, got 2; set mini_batches to 1"),
             (GRPOConfig, {"lag": {"steps": 1}}, r"samples what the step trains, but lag is set \(lag\.steps: 1\)"),

@@ -327,11 +327,11 @@ class Runs(Verbs):
         writes="folder",
     )
     def write_report(self, run_id: RunId, folder: Path | None = None) -> Written:
-        """Write the report page and the learning curves of a run."""
+        """Return the report page and the learning curves of a run, as files."""
 
     @verb("GET /runs/{run_id}/trace", Role.VIEWER, "views.trace", heavy=True, command="trace", writes="folder")
     def write_trace(self, run_id: RunId, stage: StageName | None, folder: Path) -> WrittenTrace:
-        """Write the time trace of a run as files."""
+        """Return the time trace of a run, as files."""
 
     @verb(
         "GET /runs/{run_id}/samples",

@@ -10,7 +10,8 @@ and are not named.
 
 The environment from which a run's jobs import is pinned when the first job starts, and compared before every other job.
 The environment includes the installed packages that jobs of the run can import: Posttrain, the imports of the run's
-rewards and dataflows, packages that extend any of these by entry points, and the requirements of all these packages.
+rewards and dataflows, packages that extend any of these through entry points, and the requirements of all these
+packages.
 """
 
 import ast
@@ -293,7 +294,7 @@ def _versions(imported: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
 def closure(names: set[str]) -> set[str]:
     """Return the normalised names of Posttrain, these packages, and all packages that extend or are required by them.
 
-    A package extends another by entry points. Extras count if a requirement names them.
+    A package extends another through entry points. Extras count if a requirement names them.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 

@@ -123,7 +123,6 @@ KINDS: Mapping[str, str] = {
     "cpo": "is not supported yet; the nearest are kind: simpo and kind: orpo, which need no reference",
     "kto": _BY_PAIRS,
     "ipo": "is kind: dpo with loss: ipo",
-    "vapo": "is not supported yet; kind: ppo is nearest",
     "reinforce": "is kind: rloo with a group's baseline, or kind: reinforce_plus_plus without groups",
     **dict.fromkeys(("reinforce++", "reinforce-plus-plus"), "is kind: reinforce_plus_plus"),
     "dr-grpo": "is kind: dr_grpo",

@@ -33,7 +33,7 @@ _CHANGES = {
         ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches"),
         "lag: {steps: N} samples exactly N steps ahead, in a separate pool",
     ),
-    "use_pf_ppo": "is not supported yet",
+    "use_pf_ppo": "resamples the whole batch; kind: pf_ppo filters each group",
     "kl_ctrl.type": "the coefficient is fixed",
     "multi_turn.enable": "kind: dataflow has several turns per sample; your class gives the observations between them",
     "reward_model.enable": "write reward_model: with a model of kind: reward_model instead of reward",

@@ -253,7 +253,7 @@ class GroupConfig(OnPolicyConfig):
 
     not_streamable: ClassVar[str] = ""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; one sample alone has no baseline
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
     kl: RewardKLConfig | None = None
 
 
@@ -262,7 +262,7 @@ class GRPOConfig(OnPolicyConfig):
 
     not_streamable: ClassVar[str] = ""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; one sample alone has no baseline
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
@@ -316,7 +316,7 @@ class DAPOConfig(OnPolicyConfig):
 
     not_streamable: ClassVar[str] = ""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt; a group of one has no baseline
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     refills: NonNegative = 3  # maximum number of times that each dropped group is replaced
     overlong: OverlongConfig | None = None  # penalises long responses; None: length does not change a reward
@@ -374,7 +374,8 @@ class ActorCriticConfig(OnPolicyConfig):
     def _policy_learns(self) -> Self:
         if self.steps and self.critic.warmup >= self.steps:
             raise ValueError(
-                f"critic.warmup must be < steps ({self.steps}), got {self.critic.warmup}: the policy would never learn"
+                f"critic.warmup must be < steps ({self.steps}), got {self.critic.warmup}, so the policy would never "
+                "learn; lower critic.warmup or raise steps"
             )
         return self
 
@@ -404,7 +405,7 @@ class PPOConfig(ActorCriticConfig):
 class PFPPOConfig(PPOConfig):
     """PF-PPO: PPO on the responses of each group whose rewards are most reliable."""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt, of which one or two are trained
     # the trained responses of a group: the one with the highest reward, and possibly a random other one, or the one
     # with the lowest reward
     filter: Literal["best", "best_random", "best_worst"] = "best_worst"
@@ -425,10 +426,16 @@ class LengthAdaptiveConfig(Frozen):
     whiten: bool = True  # scales the advantages of a rollout batch to mean 0 and standard deviation 1
 
 
+class PretrainedCriticConfig(CriticConfig):
+    """A value model that is trained before the policy."""
+
+    warmup: NonNegative = 50  # initial steps in which only the critic learns; the policy's schedule begins after them
+
+
 class PositiveConfig(Frozen):
     """Imitation of responses with a high reward: the mean of −log π over their tokens is added to the loss."""
 
-    weight: float = Field(default=0.1, ge=0, le=1e6)  # 0: no imitation
+    weight: float = Field(default=0.1, ge=0, le=1e6)  # weight of this term in the loss; 0: no imitation
     above: float = Field(default=0.0, ge=-1e6, le=1e6)  # a response with a larger reward is positive
 
 
@@ -438,5 +445,5 @@ class VAPOConfig(ActorCriticConfig):
     group_size: Rows = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     gae: LengthAdaptiveConfig = LengthAdaptiveConfig()
-    critic: CriticConfig = CriticConfig(warmup=50)
-    positive: PositiveConfig = PositiveConfig()
+    critic: PretrainedCriticConfig = PretrainedCriticConfig()
+    positive: PositiveConfig = PositiveConfig()  # imitation of the responses with a high reward

@@ -138,7 +138,7 @@ class SamplingConfig(TrainingConfig):
         return super().inputs() | reward_slots("reward", self.functions)
 
     def row_needs(self) -> dict[str, RowNeeds]:
-        """Return the requirements on the rows of the data and of the probe."""
+        """Return the requirements for the rows of the data and of the probe."""
         found = {"data": RowNeeds(reserve=self.response_tokens)}
         if self.probe:
             found["probe"] = RowNeeds(reserve=self.max_new_tokens, answer=True, first=self.probe.items)
@@ -364,8 +364,8 @@ class DistillConfig(SamplingConfig):
 
     group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; not compared with each other
     teacher: Word  # the frozen model to learn from; it must have the student's tokenizer
-    # number of the teacher's likeliest tokens at every position; all other tokens count as one outcome. 64 tokens have
-    # nearly all of the probability, and take 512 bytes for each response token
+    # number of the teacher's likeliest tokens at every position; all other tokens count as one outcome. 64 tokens
+    # account for nearly all of the probability mass, and take 512 bytes for each response token
     top_k: Annotated[int, Field(ge=1, le=10**6)] = 64
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     beta: float | None = Field(default=None, gt=0, lt=1)  # with jsd, the teacher's share of the mixture; None: 0.5

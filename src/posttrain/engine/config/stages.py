@@ -139,7 +139,7 @@ class EvaluateConfig(StageConfig):
         return {name: possible for suite, c in self.suites.items() for name, possible in c.metrics(suite).items()}
 
     def row_needs(self) -> dict[str, RowNeeds]:
-        """Return the requirements on the items of every suite."""
+        """Return the requirements for the items of every suite."""
         return {
             f"suites.{name}": RowNeeds(
                 reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward)

@@ -45,7 +45,7 @@ class StageConfig(Frozen):
         return {}
 
     def row_needs(self) -> dict[str, RowNeeds]:
-        """Return a map from the slot of a data set to the requirements on its rows."""
+        """Return a map from the slot of a data set to the requirements for its rows."""
         return {}
 
     def length(self) -> Length | None:
@@ -185,7 +185,7 @@ class RowsConfig(TrainingConfig):
         return self.batch_size * (2 if self.reads == "pairs" else 1)
 
     def row_needs(self) -> dict[str, RowNeeds]:
-        """Return the requirements on the rows of the data and of the probe."""
+        """Return the requirements for the rows of the data and of the probe."""
         pairs = self.reads == "pairs"
         needs = RowNeeds(learn=not pairs, pairs=pairs, max_length=self.max_length)
         return {"data": needs, **({"probe": replace(needs, first=self.probe.items)} if self.probe else {})}
@@ -258,7 +258,7 @@ class SimPOConfig(RowsConfig):
 
     reads: ClassVar[Reads] = "pairs"
     dropout: ClassVar[bool] = False
-    beta: float = Field(default=2.0, gt=0, le=1e4)  # scale of the reward
+    beta: float = Field(default=2.0, gt=0, le=1e4)  # scale of the implicit reward
     gamma: float = Field(default=1.0, ge=0, le=1e4)  # margin by which the chosen response should lead
 
 

@@ -291,7 +291,8 @@ class OnPolicy:
         source, waiting = self._algorithm.source, self._ahead.waiting(step)
         rows = self.journal.peek(self._ahead.lacking(step))
         there = sum(len(answer) for group in waiting for answer in group.answers)
-        lacking = sum(source.samples * source.document(len(self._prompts[row].tokens)) for row in rows)
+        trained = source.samples if source.trained is None else source.trained
+        lacking = sum(trained * source.document(len(self._prompts[row].tokens)) for row in rows)
         return self._learning.max_tokens(step, there + lacking)
 
     def _tracer(self, groups: Sequence[ScoredGroup], dropped: dict[int, str], step: int) -> SampleTracer:

@@ -38,6 +38,7 @@ class PromptSource:
     turns: int = 1  # maximum responses per sample, with an observation between two responses
     observed: int = 0  # maximum tokens of one observation
     stop: tuple[str, ...] = ()  # strings that end a response
+    trained: int | None = None  # maximum samples of a prompt that become documents; None: all
 
     def sampling(self, prompt: int) -> int:
         """Return the maximum tokens that a prompt's samples cost, by the rule of `jobs.Progress`."""

@@ -54,7 +54,8 @@ class Sampling(RolloutAlgorithm, Generic[S]):
         """Prompts, samples and turns of a step."""
         c = self.config
         shape = c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature
-        return PromptSource(*shape, stop=c.stop, turns=c.turns_most, observed=c.observed_most)
+        trained = c.trained_samples // c.prompts_per_step
+        return PromptSource(*shape, stop=c.stop, turns=c.turns_most, observed=c.observed_most, trained=trained)
 
 
 class PolicyGradient(Sampling[C]):
