@@ -83,7 +83,7 @@ def recipe(
         pools[name] = ResourcePool(backend)
         if seed is not None:
             LATE.append(Late(backend, seed + at))
-    critic = ScalarSource(model.folder, "float32") if kind == "ppo" else None
+    critic = ScalarSource(model.folder, "float32") if "critic" in {role.name for role in config.roles()} else None
     roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]), sources={"critic": critic})
     algorithm = named(spec.algorithm)(config)
     return OnPolicy(config, algorithm, roles, PROMPTS, LateScorer(scores, seed), 11, phase=kind, admission=admission)
@@ -321,7 +321,7 @@ SAMPLED = [
 def test_every_kind_that_samples_corrects(kind: str, correction: str, cap: float | None, asks: bool) -> None:
     spec = OWN[kind].algorithm
     assert spec
-    options = {"data": "d", "reward": "r", "steps": 2, "placement": APART, "group_size": 4}
+    options = {"data": "d", "reward": "r", "steps": 99, "placement": APART, "group_size": 4}
     lag = {"lag": {"steps": 1, "correction": correction, **({"cap": 1.5} if correction == "tis" else {})}}
     made = named(spec.config)
     config = made(**{name: value for name, value in {**options, **lag}.items() if name in made.model_fields})

@@ -42,11 +42,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
         ("kind: sft", "kind: ipo", "unknown stage kind 'ipo': it is kind: dpo with loss: ipo"),
         ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not supported yet; the nearest are kind: dpo"),
-        (
-            "kind: grpo",
-            "kind: VAPO",
-            "unknown stage kind 'VAPO': it is not supported yet; kind: ppo is nearest (kinds: sft,",
-        ),
+        ("kind: grpo", "kind: VAPO", "unknown stage kind 'VAPO' (did you mean 'vapo'?)"),
         ("kind: grpo", "kind: grppo", "unknown stage kind 'grppo' (did you mean 'grpo'?)"),
         ("model: model:tiny", "model: Qwen/Qwen3-0.6B", "write hf:Qwen/Qwen3-0.6B@REVISION for the hub's"),
         ("dataset:train,", "openai/gsm8k,", "write hf:openai/gsm8k@REVISION for the hub's"),

@@ -288,9 +288,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)`; empty if no known name is similar."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """Return ` (did you mean 'x'?)`, whatever the case of `word`; empty if no known name is similar."""
+    names = {one.lower(): one for one in sorted(known)}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    return f" (did you mean {names[close[0]]!r}?)" if close else ""
 
 
 def meant_name(principal: str, known: Iterable[str]) -> str:

@@ -1,8 +1,7 @@
-"""The bases of clipped policy gradients: with a critic, and with a baseline from the response's group."""
+"""The bases of clipped policy gradients, and of those whose baseline comes from the other responses of a prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -13,18 +12,16 @@ from posttrain.engine.algorithms.objectives import (
     KLTerm,
     PolicyObjective,
     Totals,
-    ValueObjective,
     kl_estimate,
     kl_rewards,
     old_logprobs,
     score_rewards,
 )
-from posttrain.engine.batch import TokenBatch, precision
-from posttrain.engine.config import ActorCriticConfig, OnPolicyConfig, PPOKLConfig, RewardKLConfig, SamplingConfig
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.config import OnPolicyConfig, PPOKLConfig, RewardKLConfig, SamplingConfig
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,
     REFERENCE,
-    VALUES,
     Column,
     PromptSource,
     RolloutAlgorithm,
@@ -36,7 +33,6 @@ from posttrain.engine.recipes.algorithm import (
 
 S = TypeVar("S", bound=SamplingConfig)
 C = TypeVar("C", bound=OnPolicyConfig)
-A = TypeVar("A", bound=ActorCriticConfig)
 
 
 class Sampling(RolloutAlgorithm, Generic[S]):
@@ -92,44 +88,6 @@ class PolicyGradient(Sampling[C]):
         c = self.config
         cap = c.lag.truncation if c.lag else None
         return PolicyObjective(totals, clip_low=c.clip_low, clip_high=c.clip_high, importance=cap)
-
-
-class ActorCritic(PolicyGradient[A]):
-    """The base of policy gradients with a critic; subclasses implement `credit` with the column `values`.
-
-    The score is at a response's last token, or at the tokens where the reward was earned. A KL penalty against the
-    reference is in the reward of every token or in the loss, never in both.
-    """
-
-    reads_token_scores = True
-
-    def requires(self, step: int) -> Sequence[Column]:
-        """Return the critic's values and, with a KL penalty, the reference's log-probabilities."""
-        return (VALUES, *super().requires(step))
-
-    def rewards(self, batch: TokenBatch) -> Tensor:
-        """Return the reward of each token, [T]."""
-        kl, scores = self.config.kl, batch.column("reward").to(precision(old_logprobs(batch)))
-        return token_rewards(batch, scores, kl if kl and kl.place == "reward" else None)
-
-    def updates(self, step: int) -> Sequence[Update]:
-        """Return the updates of the critic and, after its warm-up, of the policy."""
-        c = self.config
-        over = partial(Update, epochs=c.ppo_epochs, mini_batches=c.mini_batches)
-        critic = over("critic", partial(ValueObjective, clip=c.critic.clip))
-        if step < c.critic.warmup:
-            return (critic,)
-        return (critic, over("policy", self.objective, clip=(c.clip_low, c.clip_high)))
-
-    def unused(self, step: int) -> str:
-        """Return the reason: the policy does not learn yet."""
-        return "critic warm-up" if step < self.config.critic.warmup else "not chosen"
-
-    def objective(self, totals: Totals) -> PolicyObjective:
-        """Return the policy's objective, with the KL penalty if it is in the loss."""
-        kl = self.config.kl
-        term = KLTerm(kl.coefficient, kl.estimator) if kl and kl.place == "loss" else None
-        return replace(super().objective(totals), kl=term)
 
 
 class GroupBaseline(PolicyGradient[C]):
