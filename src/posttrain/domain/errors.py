@@ -18,7 +18,7 @@
     │   │   └── LimitError              6   a principal exceeds a server's limit     (retryable)
     │   └── UnavailableError            6   the artifact store does not respond      (retryable)
     ├── BudgetExceededError             7   the run's declared budget is spent
-    ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
+    ├── IntegrityError                  8   bytes do not match their digest, or stored records are damaged
     │   └── UploadError                 8   uploaded bytes do not match their digest
     ├── ConflictError                   9   the current state forbids the action     (retryable)
     │   ├── ChannelClosedError          9   the channel is frozen or protected
@@ -141,7 +141,7 @@ class SinkError(InfrastructureError):
 
 
 class IntegrityError(PosttrainError):
-    """Bytes do not match their digest, or a chain is broken."""
+    """Bytes do not match their digest, or stored records are damaged."""
 
     exit_code = 8
 

@@ -85,7 +85,7 @@ class InferenceRuntimeConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
     threads: Few = 1  # torch's threads on the CPU; one is fastest for models under ~10 M parameters (measured)
-    stall_after: StallAfter | None = None  # seconds without progress before a job is stalled; None: the run's value
+    stall_after: StallAfter | None = None  # seconds without progress until a job is stalled; None: the run's value
     # maximum bytes of keys and values on one rollout rank, which limit the number of rows decoded together; auto: the
     # memory of the rank's device that other uses leave free (`planner.sizes`)
     kv_cache: Memory = "auto"
@@ -110,7 +110,7 @@ class RuntimeConfig(InferenceRuntimeConfig):
     # recompute layers in the backward pass, which saves memory and takes time; auto: only if a micro-batch does not fit
     # otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    sequence_parallel: Few = 1  # ranks that share the tokens of a batch (Ulysses); must divide the pool's ranks
+    sequence_parallel: Few = 1  # ranks that share a batch's tokens (Ulysses); must divide the number of ranks
     ray_address: Word | None = None  # address of a running Ray cluster; None: start one on this machine if needed
     # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's memory but at most
     # 8 GiB, or twice the weights that are sent to rollouts if that is more

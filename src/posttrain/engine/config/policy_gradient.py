@@ -120,7 +120,7 @@ class OnPolicyConfig(SamplingConfig):
 
     # a stage or a registered model that scores responses, instead of `reward` or as its term `reward_model`
     reward_model: Word | None = None
-    mini_batches: Rows = 1  # optimiser steps per rollout batch (in ppo, per pass over the rollout batch)
+    mini_batches: Rows = 1  # optimiser steps per pass over a rollout batch
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
     lag: LagConfig | None = None  # lets sampling run ahead of training; None: a step trains on its own samples
@@ -405,9 +405,9 @@ class PPOConfig(ActorCriticConfig):
 class PFPPOConfig(PPOConfig):
     """PF-PPO: PPO on the responses of each group whose rewards are most reliable."""
 
-    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt, of which one or two are trained
-    # the trained responses of a group: the one with the highest reward, and possibly a random other one, or the one
-    # with the lowest reward
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a step trains on one or two
+    # the responses of a group that a step trains on: the best one alone, the best one and a random other one, or the
+    # best one and the worst one
     filter: Literal["best", "best_random", "best_worst"] = "best_worst"
 
     @property
