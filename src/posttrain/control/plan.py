@@ -12,7 +12,7 @@ from posttrain.control.jobs import code_of
 from posttrain.control.release_plan import Decision
 from posttrain.decision.releases import under_policy
 from posttrain.domain.errors import InputError, PosttrainError, nearest
-from posttrain.domain.kinds import CONTROL, GATE, MODEL, Driver, StageContract, kind_of
+from posttrain.domain.kinds import CONTROL, GATE, MODEL, DocumentUnit, Driver, StageContract, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
@@ -41,12 +41,12 @@ class Resolve(Protocol):
 class Count(Protocol):
     """Counts documents of a data set."""
 
-    def __call__(self, ref: InputRef, word: str, turns: bool) -> int:
+    def __call__(self, ref: InputRef, word: str, unit: DocumentUnit) -> int:
         """Return the number of documents.
 
         Args:
             word: the data set in the run file's `data`.
-            turns: whether to count every assistant turn of a conversation instead of the row.
+            unit: what is one document.
 
         Raises:
             InputError: rows are invalid.
@@ -197,7 +197,7 @@ def _resolve_epochs(
             )
         ref = resolver.input(name, length.slot)
         try:
-            documents = count(ref, contract.inputs[length.slot][1], length.turns)
+            documents = count(ref, contract.inputs[length.slot][1], length.unit)
         except PosttrainError as error:
             raise type(error)(f"{source}: stages.{name}.{length.slot}: {error}") from error
         found[name] = passes_of(length.epochs, documents, length.per_step)

@@ -184,19 +184,26 @@ def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: i
 
 
 def check_demonstrations(
-    rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
+    rows: Sequence[Row],
+    tokenizer: PlanTokenizer,
+    *,
+    name: str,
+    context: int | None,
+    longest: int | None,
+    labelled: bool = False,
 ) -> None:
     """Reject demonstrations that are too long, since demonstrations are never truncated.
 
     Args:
         context: the model's limit in tokens for prompt and completion together; None: no limit.
         longest: the stage's limit in tokens; None: no limit.
+        labelled: whether the rows are labelled completions.
 
     Raises:
         InputError: a row cannot be rendered, has no demonstration or does not fit; the message names the data set and
             the row (from 1).
     """
-    for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name), start=1):
+    for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name, labelled=labelled), start=1):
         with rendering.row_errors(name, number):
             length = max(len(_begun(prompt)) + len(completion) for prompt, completion in turns)
         _refuse_longer(length, longest, context, f"{name} row {number}: prompt and completion")
@@ -235,6 +242,28 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
         if row.get("chosen") is not None:
             with rendering.row_errors(name, number):
                 refuse_equal(row["chosen"], row.get("rejected"))
+
+
+def check_labels(rows: Sequence[Row], name: str, *, both: bool) -> None:
+    """Reject rows without a boolean label or with a pair of equal responses.
+
+    Args:
+        both: whether some completions must have the label true and others false.
+
+    Raises:
+        InputError: a row or the set of labels is rejected; the message names the data set and the row (from 1).
+    """
+    found: set[bool] = set()
+    for number, row in enumerate(rows, start=1):
+        with rendering.row_errors(name, number):
+            found.update(labels := rendering.labels_of(row))
+            if len(labels) == 2:
+                refuse_equal(row["chosen"], row.get("rejected"))
+    if both and len(found) == 1:
+        only, other = ("true", "false") if True in found else ("false", "true")
+        raise InputError(
+            f"{name} must have labels true and false, got only {only} in {len(rows)} rows; add rows with label {other}"
+        )
 
 
 def check_pairs(

@@ -2,18 +2,19 @@
 
 Rows are read in several conventions; `data.files` describes the file formats. A canonical row has one of the following:
 
-* `prompt` (text, or a list of chat messages), optionally with `completion` (text, or assistant messages), or with the
-  preference pair `chosen` and `rejected` (each in the forms of `completion`);
+* `prompt` (text, or a list of chat messages), optionally with `completion` (text, or assistant messages) and its
+  boolean `label`, or with the preference pair `chosen` and `rejected` (each in the forms of `completion`);
 * `messages` (a whole conversation);
 * `text`.
 
 A row may also have a reference `answer`, a text with which a response is compared. A null or NaN is not an answer. A
 list, map or boolean is retained for rewards that read it, but no response is compared with it.
 
-Every other column is retained. These conventions are read: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`,
-`prompt` + `chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet
-(`prompt` as a chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; and
-`question` + `answer`. A row's number is its position, from 1, in its file if the file is named, else in the data set.
+Every other column is retained. These conventions are read: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`
+[+ `label`], `prompt` + `chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's
+Parquet (`prompt` as a chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info,
+task`; and `question` + `answer`. A row's number is its position, from 1, in its file if the file is named, else in the
+data set.
 
 Contamination means that evaluation rows are in the training data; a score on such rows does not measure the task. Three
 kinds are distinguished: the same prompt; the same prompt except for case and whitespace, which is a different task if
@@ -34,6 +35,7 @@ from typing import Any
 
 from posttrain.data.files import read_file
 from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import DocumentUnit
 
 Row = dict[str, Any]
 NGRAM, OVERLAP = 5, 0.7
@@ -211,6 +213,13 @@ def _check_content(value: Any, key: str, place: str) -> None:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"{place}: {key} must contain messages with role and content, got {message!r:.60}")
+
+
+def documents(rows: Sequence[Row], unit: DocumentUnit) -> int:
+    """Return how many documents canonical rows give to a stage with this unit."""
+    if unit == "label":
+        return sum(1 if row.get("completion") is not None else 2 for row in rows)
+    return sum(map(demonstrations, rows)) if unit == "turn" else len(rows)
 
 
 def demonstrations(row: Mapping[str, Any]) -> int:

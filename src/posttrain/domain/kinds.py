@@ -38,6 +38,8 @@ _STEPS = "lower steps or batch_size of {}"
 _SAMPLES = "lower steps, prompts_per_step or max_new_tokens of {}"
 _FLOW = "lower steps or tokens_per_step of {}"
 _BATCHES = "lower runtime.micro_batch_tokens"
+# a document is a row; an assistant turn of a conversation; or a labelled completion, of which a preference pair has two
+DocumentUnit = Literal["row", "turn", "label"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,7 @@ class RowNeeds:
 
     pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
     learn: bool = False  # rows are demonstrations; false: prompts
+    labels: bool = False  # with learn: rows are labelled completions, or preference pairs, which are two of them
     max_length: int | None = None  # tokens of a demonstration; None: the model's context
     reserve: int = 0  # tokens of the context reserved for a response
     answer: bool = False  # every row needs a reference answer
@@ -193,7 +196,7 @@ class Length:
     field: str  # batch_size | prompts_per_step
     per_step: int  # documents of a step
     epochs: float | None = None  # requested passes; the plan converts them to steps and checks again
-    turns: bool = False  # every assistant turn of a conversation is a document; else every row
+    unit: DocumentUnit = "row"  # what is one document
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +343,7 @@ _ALGORITHMS = (
     _from_rows("dpo", "DPOConfig", "dpo:DPO", sizes=_PAIRS),
     _from_rows("orpo", "ORPOConfig", "orpo:ORPO", sizes=_PAIRS),
     _from_rows("simpo", "SimPOConfig", "simpo:SimPO", sizes=_PAIRS),
+    _from_rows("kto", "KTOConfig", "kto:KTO", sizes={"completion": 1.0}),
     _own("grpo", "policy_gradient:GRPOConfig", "grpo:GRPO"),
     _own("dr_grpo", "policy_gradient:GroupConfig", "dr_grpo:DrGRPO"),
     _own("rloo", "policy_gradient:GroupConfig", "rloo:RLOO"),

@@ -1,12 +1,12 @@
 """Rendering of rows to token ids; stop strings, a time limit for chat templates, and the kind of a model.
 
-Rows become token ids of prompts, demonstrations and preference pairs, many rows at a time. Rows are canonical
-(`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` is a tokenizer
-with its chat template: the engine passes the tokenizer of transformers, a plan its own reader of the same files. Rows
-are rendered in turn and their texts are encoded together, one batch per call; the result, and the first rejected row
-with its error, are the same as if each row were encoded before the next is rendered. Each rendering must be a prefix of
-the rendering one turn later, since a template that rewrites earlier turns would train on tokens that inference never
-produces.
+Rows become token ids of prompts, demonstrations, labelled completions and preference pairs, many rows at a time. Rows
+are canonical (`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` is a
+tokenizer with its chat template: the engine passes the tokenizer of transformers, a plan its own reader of the same
+files. Rows are rendered in turn and their texts are encoded together, one batch per call; the result, and the first
+rejected row with its error, are the same as if each row were encoded before the next is rendered. Each rendering must
+be a prefix of the rendering one turn later, since a template that rewrites earlier turns would train on tokens that
+inference never produces.
 
 Stop strings end a response; `stop_fault` checks them.
 
@@ -92,8 +92,12 @@ def prompts(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[Ids]:
         yield prompt
 
 
-def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list[tuple[Ids, Ids]]]:
+def examples(
+    tokens: Tokens, rows: Sequence[Row], *, name: str, labelled: bool = False
+) -> Iterator[list[tuple[Ids, Ids]]]:
     """Yield each row's demonstrations as (prompt, completion): one per assistant turn of `messages`, otherwise one.
+
+    With `labelled`, a row gives the completions whose labels `labels_of` returns.
 
     Completions end with the end-of-sequence token. A `text` row is a completion except for its first token, which is
     not predicted.
@@ -102,7 +106,7 @@ def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list
         InputError: a row has no demonstration or cannot be rendered, or a rendering is not a prefix of the next; the
             message names data set and row (from 1).
     """
-    for _, found in _encoded(tokens, rows, name, _examples):
+    for _, found in _encoded(tokens, rows, name, _labelled if labelled else _examples):
         yield [turn if turn[1] else _begun(_closed(tokens, turn[0])) for turn in found]
 
 
@@ -165,6 +169,28 @@ def _pair(tokens: Tokens, row: Row) -> list[_Turn]:
     if missing:
         raise InputError(f"a preference needs prompt, chosen and rejected, got no {' and no '.join(missing)}")
     return _answers(tokens, row["prompt"], [row["chosen"], row["rejected"]])
+
+
+def labels_of(row: Row) -> tuple[bool, ...]:
+    """Return the labels of a row's completions: `label` of `completion`, or true and false of `chosen` and `rejected`.
+
+    Raises:
+        InputError: the row has neither form, or its label is not a boolean.
+    """
+    if row.get("completion") is None and row.get("chosen") is not None:
+        return True, False
+    if missing := [column for column in ("prompt", "completion", "label") if row.get(column) is None]:
+        raise InputError(
+            "a labelled row needs prompt, completion and label, or prompt, chosen and rejected, got no "
+            f"{' and no '.join(missing)}; add it, or drop the row"
+        )
+    if not isinstance(row["label"], bool):
+        raise InputError(f"label must be true or false, got {row['label']!r:.60}; write a boolean, or drop the row")
+    return (row["label"],)
+
+
+def _labelled(tokens: Tokens, row: Row) -> list[_Turn]:
+    return _pair(tokens, row) if len(labels_of(row)) == 2 else _answers(tokens, row["prompt"], [row["completion"]])
 
 
 def _answers(tokens: Tokens, prompt: str | Messages, answers: Sequence[Any]) -> list[_Turn]:

@@ -114,14 +114,9 @@ NOT_HERE: Mapping[str, str] = {
     "stop": "only suites and stages that sample have it; a stage's `stop` also applies to its probe",
     "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
 }
-_BY_PAIRS = (
-    "is not supported yet; the nearest are kind: dpo, or a reward model trained from pairs (kind: reward_model) with "
-    "kind: ppo"
-)
 # kinds of other trainers → the alternative in Posttrain
 KINDS: Mapping[str, str] = {
     "cpo": "is not supported yet; the nearest are kind: simpo and kind: orpo, which need no reference",
-    "kto": _BY_PAIRS,
     "ipo": "is kind: dpo with loss: ipo",
     "reinforce": "is kind: rloo with a group's baseline, or kind: reinforce_plus_plus without groups",
     **dict.fromkeys(("reinforce++", "reinforce-plus-plus"), "is kind: reinforce_plus_plus"),

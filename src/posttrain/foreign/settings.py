@@ -40,7 +40,10 @@ _REWARDED = "model reward_funcs args train_dataset eval_dataset processing_class
 PLACES = {  # class → its first parameters, in the order in TRL 1.16; other positional arguments are reported
     "SFTTrainer": f"{_TRAINED} compute_loss_func compute_metrics callbacks optimizers",
     "RewardTrainer": f"{_TRAINED} compute_metrics callbacks optimizers",
-    "DPOTrainer": f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
+    **dict.fromkeys(
+        ("DPOTrainer", "KTOTrainer"),
+        f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
+    ),
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), f"{_REWARDED} reward_processing_classes callbacks optimizers"),
 }
 _IN_PLACE = ("update", "setdefault", "pop", "append")

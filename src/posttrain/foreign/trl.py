@@ -15,9 +15,9 @@ from posttrain.domain.runspec import passes_of
 from posttrain.domain.validation import KINDS, NOT_HERE
 from posttrain.foreign.settings import WHOLE, Draft, Settings, plainly, share_of_steps
 
-_TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo", "dpo": "dpo"}
-_OTHERS = ("kto", "orpo", "cpo", "ppo", "gkd", "distillation", "online_dpo", "onlinedpo", "xpo", "nash")
-_RATES = {"sft": 2e-5, "grpo": 1e-6, "reward": 1e-4, "rloo": 1e-6, "dpo": 1e-6}
+_TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo", "dpo": "dpo", "kto": "kto"}
+_OTHERS = ("orpo", "cpo", "ppo", "gkd", "distillation", "online_dpo", "onlinedpo", "xpo", "nash")
+_RATES = {"sft": 2e-5, "grpo": 1e-6, "reward": 1e-4, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6}
 _AGGREGATIONS = {
     **dict.fromkeys(("dapo", "bnpo"), "token-mean"),
     "grpo": "seq-mean-token-mean",
@@ -26,7 +26,14 @@ _AGGREGATIONS = {
 _BUILDERS = ("json", "csv", "parquet", "arrow")  # builders for `load_dataset`, which read `data_files`
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # functions in trl.rewards
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
-_PAIRS = "the loss on a pair is the sigmoid loss, with beta and label_smoothing"
+_LOSS = {  # trainer → the loss that is used in place of others
+    "dpo": "the loss on a pair is the sigmoid loss, with beta and label_smoothing",
+    "kto": "the loss is that of KTO",
+}
+_POINT = (
+    "kto: every pass has its own order of rows, and the reference point is estimated on all rows of a step; TRL keeps "
+    "the order of the file and estimates on each device's batch"
+)
 _CORRECTED = (
     "responses are sampled with the trained weights; lag: {steps: 0, correction: tis, cap: …} applies the same "
     "correction"
@@ -53,7 +60,7 @@ _WHY = {  # reason → settings that change the result or the output for people
         "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
         "top_entropy_quantile off_policy_mask_threshold"
     ),
-    _PAIRS: "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau",
+    _LOSS["dpo"]: "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau",
     _CORRECTED: (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
@@ -163,6 +170,8 @@ _BECOMES = {  # fields of the run file → the TRL settings that determine them
     "max_length": "max_length max_seq_length",
     "temperature": "temperature",
     "label_smoothing": "label_smoothing",
+    "desirable_weight": "desirable_weight",
+    "undesirable_weight": "undesirable_weight",
 }
 _OURS = {name: fields for fields, names in _BECOMES.items() for name in names.split()}
 _HARMLESS = frozenset(  # settings without effect on the result
@@ -225,24 +234,29 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
     runtime = _runtime(settings, draft, int(stage.get("mini_batches", 1)))
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
-    same = {**_SAME, "disable_dropout": (kind in ("dpo", "grpo", "rloo"),)}
+    same = {**_SAME, "disable_dropout": (kind in ("dpo", "kto", "grpo", "rloo"),)}
     if kind not in ("grpo", "rloo"):
         same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass with any value
     return draft.close(settings, _CHANGES, _HARMLESS, _OURS, same)
 
 
 def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> None:
-    """Convert the settings for the loss on demonstrations or pairs."""
-    loss = settings.take("loss_type", default="sigmoid" if kind == "dpo" else "nll")
+    """Convert the settings for the loss on demonstrations, pairs or labelled rows."""
+    known = {"dpo": ("sigmoid", "ipo", "robust"), "kto": ("kto",), "sft": ("nll", "chunked_nll")}.get(kind, ())
+    loss = settings.take("loss_type", default=known[0] if known else "")
     names = [str(one) for one in (loss if isinstance(loss, list) else [loss])]
-    known = {"dpo": ("sigmoid", "ipo", "robust"), "sft": ("nll", "chunked_nll")}.get(kind, ())
     if settings.given("loss_type"):
         fits = len(names) == 1 and names[0] in known
         draft.carry("loss_type", loss, "kind", stage["kind"]) if fits else draft.changed.append(
-            f"loss_type: {loss}: is not supported; {_PAIRS if kind == 'dpo' else 'the loss is the mean over tokens'}"
+            f"loss_type: {loss}: is not supported; {_LOSS.get(kind, 'the loss is the mean over tokens')}"
         )
-    if kind == "dpo":
+    if kind in ("dpo", "kto"):
         stage["beta"] = settings.number("beta", default=0.1)
+    if kind == "kto":
+        for name in ("desirable_weight", "undesirable_weight"):
+            stage[name] = settings.number(name, default=1.0)
+        draft.changed.append(_POINT)
+    if kind == "dpo":
         smoothing = settings.number("label_smoothing", default=0.0)
         stage["label_smoothing"] = 0.0 if names == ["ipo"] else smoothing
         if names == ["ipo"] or (names == ["robust"] and smoothing):

@@ -29,6 +29,7 @@ from posttrain.data.fit import (
     check_answers,
     check_characters,
     check_demonstrations,
+    check_labels,
     check_pairs,
     check_prompts,
     check_responses_differ,
@@ -41,8 +42,8 @@ from posttrain.data.rows import (
     Rows,
     canonical_row,
     contamination,
-    demonstrations,
     distinct_items,
+    documents,
     has_answer,
     prompt_text,
     read_rows,
@@ -52,7 +53,7 @@ from posttrain.data.rows import (
 from posttrain.domain import rendering
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.domain.kinds import RowNeeds, compares, item_id, kind_of
+from posttrain.domain.kinds import DocumentUnit, RowNeeds, compares, item_id, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rewards import TURNS, scored_slot
 from posttrain.domain.runspec import RunSpec
@@ -260,6 +261,8 @@ def _check(
     base, looked_at = shelf.base(begun), used[:_LOOKED_AT]
     with located(place):
         try:
+            if needs.labels:
+                check_labels(used, data.name, both=needs.first is None)
             _check_rows(looked_at, base, data.name, needs)
         except InputError as error:  # name the file that contains the row
             raise type(error)(rows.located(str(error), data.name)) from error
@@ -289,7 +292,8 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
     if base.tokenizer and needs.pairs:
         check_pairs(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
     elif base.tokenizer and needs.learn:
-        check_demonstrations(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
+        limits = {"context": base.context, "longest": needs.max_length}
+        check_demonstrations(rows, base.tokenizer, name=name, **limits, labelled=needs.labels)
     elif base.tokenizer:
         check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)
     elif base.ref is None and base.context and not (needs.pairs or needs.learn):
@@ -355,7 +359,7 @@ def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iter
             for prompt, chosen, rejected in rendering.pairs(tokenizer, [row], name=""):
                 yield len(prompt) + (len(chosen) + len(rejected)) / 2
         elif needs.learn:
-            for turns in rendering.examples(tokenizer, [row], name=""):
+            for turns in rendering.examples(tokenizer, [row], name="", labelled=needs.labels):
                 yield from [len(prompt) + len(answer) for prompt, answer in turns]
         else:
             yield from map(len, rendering.prompts(tokenizer, [row], name=""))
@@ -368,6 +372,8 @@ def _characters(row: Row, needs: RowNeeds) -> Iterator[float]:
     if needs.pairs:
         answers = sum(_size(row.get(column)) + _END for column in ("chosen", "rejected")) / 2
         yield _size(prompt) + _begun(prompt) + answers
+    elif needs.labels and row.get("completion") is None:
+        yield from [_size(prompt) + _begun(prompt) + _size(row.get(column)) + _END for column in ("chosen", "rejected")]
     elif needs.learn and (prompt is None or row.get("completion") is None) and messages is not None:
         for at, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -408,12 +414,9 @@ def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
         source: the run file; relative paths start at its folder.
     """
 
-    def count(ref: InputRef, word: str, turns: bool) -> int:
-        known = None if turns else registered_rows(workspace, ref)
-        if known is not None:
-            return known
-        rows = read_dataset(workspace, ref, spec.data[word], source.parent)
-        return sum(map(demonstrations, rows)) if turns else len(rows)
+    def count(ref: InputRef, word: str, unit: DocumentUnit) -> int:
+        known = registered_rows(workspace, ref) if unit == "row" else None
+        return known or documents(read_dataset(workspace, ref, spec.data[word], source.parent), unit)
 
     return count
 
@@ -489,10 +492,10 @@ def wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[st
             continue
         ref = stage.inputs[length.slot]
         data = datasets[str(ref.digest)]
-        documents = sum(map(demonstrations, data.read)) if length.turns and data.read is not None else data.rows
-        if documents is not None and documents < length.per_step:
+        count = data.rows if data.read is None else documents(data.read, length.unit)
+        if count is not None and count < length.per_step:
             yield (
-                f"{stage.name}: {length.field} is {length.per_step}, and {ref.name} has {documents} documents, "
+                f"{stage.name}: {length.field} is {length.per_step}, and {ref.name} has {count} documents, "
                 f"so every step repeats some of them; lower {length.field}"
             )
 

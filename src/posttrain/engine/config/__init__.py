@@ -42,6 +42,7 @@ from posttrain.engine.config.stages import (
 )
 from posttrain.engine.config.training import (
     DPOConfig,
+    KTOConfig,
     ORPOConfig,
     RewardModelConfig,
     RowsConfig,
@@ -67,6 +68,7 @@ __all__ = [
     "GroupConfig",
     "InitModelConfig",
     "KLConfig",
+    "KTOConfig",
     "ORPOConfig",
     "OnPolicyConfig",
     "OverlongConfig",

@@ -5,11 +5,11 @@ of `StageConfig` and never ask for the class, so a package's kind overrides what
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from posttrain.domain.kinds import ItemRange, Length, Load, RowNeeds
+from posttrain.domain.kinds import DocumentUnit, ItemRange, Length, Load, RowNeeds
 from posttrain.domain.placement import Placement
 from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec, with_models
 from posttrain.domain.validation import Frozen
@@ -25,7 +25,7 @@ from posttrain.engine.settings import (
     Word,
 )
 
-Reads = Literal["demonstrations", "pairs", "prompts"]
+Reads = Literal["demonstrations", "pairs", "labels", "prompts"]
 T = TypeVar("T")
 
 
@@ -78,7 +78,7 @@ class TrainingConfig(StageConfig):
     per_step: ClassVar[str]  # the name of the field with the number of documents per step
     more_passes: ClassVar[str] = ""  # appended to an error if `epochs` meant something else in earlier versions
     reads: ClassVar[Reads]  # the rows of `data`
-    by_turn: ClassVar[bool] = False  # whether every assistant turn of a conversation is a document
+    unit: ClassVar[DocumentUnit] = "row"  # what counts as one document of `data`
     selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric that selects the best model
     lower_is_better: ClassVar[bool] = False
 
@@ -117,7 +117,7 @@ class TrainingConfig(StageConfig):
 
     def length(self) -> Length | None:
         """Return how many documents the stage takes from its data."""
-        return Length("data", self.per_step, int(getattr(self, self.per_step)), self.epochs, turns=self.by_turn)
+        return Length("data", self.per_step, int(getattr(self, self.per_step)), self.epochs, self.unit)
 
     @property
     def documents(self) -> int:
@@ -170,7 +170,7 @@ class TrainingConfig(StageConfig):
 
 
 class RowsConfig(TrainingConfig):
-    """A stage that reads demonstrations or pairs."""
+    """A stage that reads demonstrations, pairs or labelled completions."""
 
     per_step: ClassVar[str] = "batch_size"
     reads: ClassVar[Reads] = "demonstrations"
@@ -182,26 +182,26 @@ class RowsConfig(TrainingConfig):
     @property
     def documents(self) -> int:
         """The number of documents in one optimiser step."""
-        return self.batch_size * (2 if self.reads == "pairs" else 1)
+        return self.batch_size * (1 if self.reads == "demonstrations" else 2)
 
     def row_needs(self) -> dict[str, RowNeeds]:
         """Return the requirements for the rows of the data and of the probe."""
         pairs = self.reads == "pairs"
-        needs = RowNeeds(learn=not pairs, pairs=pairs, max_length=self.max_length)
+        needs = RowNeeds(pairs=pairs, learn=not pairs, labels=self.reads == "labels", max_length=self.max_length)
         return {"data": needs, **({"probe": replace(needs, first=self.probe.items)} if self.probe else {})}
 
     def work(self) -> dict[str, float]:
         """Return the planner's factors; none while the number of steps is unknown."""
         if not self.steps:
             return {}
-        size = self.documents
+        size = self.batch_size * (2 if self.reads == "pairs" else 1)  # documents that are trained on
         return {"steps": self.steps, "documents": self.steps * size, "least": self.sure_steps * size}
 
 
 class SFTConfig(RowsConfig):
     """Supervised fine-tuning on prompts with completions, or messages; the loss is a mean over completion tokens."""
 
-    by_turn: ClassVar[bool] = True
+    unit: ClassVar[DocumentUnit] = "turn"
     selects_by: ClassVar[str] = "probe/loss"
     lower_is_better: ClassVar[bool] = True
 
@@ -260,6 +260,26 @@ class SimPOConfig(RowsConfig):
     dropout: ClassVar[bool] = False
     beta: float = Field(default=2.0, gt=0, le=1e4)  # scale of the implicit reward
     gamma: float = Field(default=1.0, ge=0, le=1e4)  # margin by which the chosen response should lead
+
+
+class KTOConfig(RowsConfig):
+    """Kahneman-Tversky optimisation on completions labelled as good or bad, against the frozen starting policy."""
+
+    unit: ClassVar[DocumentUnit] = "label"
+    reads: ClassVar[Reads] = "labels"  # a document of each labelled row, and one to estimate the reference point
+    dropout: ClassVar[bool] = False  # the reference has no dropout either
+    selects_by: ClassVar[str] = "probe/loss"
+    lower_is_better: ClassVar[bool] = True
+    # labelled rows per optimiser step, at least 2: the reference point is estimated from each prompt with the response
+    # of another row
+    batch_size: Annotated[Rows, Field(ge=2)] = 64
+    beta: float = Field(default=0.1, gt=0, le=1e4)  # strength of the penalty for deviating from the reference
+    desirable_weight: float = Field(default=1.0, gt=0, le=1e4)  # weight of the loss on rows with label true
+    undesirable_weight: float = Field(default=1.0, gt=0, le=1e4)  # weight of the loss on rows with label false
+
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """Return the policy, and its starting state as the reference."""
+        return (POLICY, REFERENCE)
 
 
 def written(value: T | Literal["auto"]) -> T | None:

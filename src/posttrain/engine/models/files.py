@@ -381,15 +381,19 @@ def encode_prompts(
     return found
 
 
-def encode_examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int) -> list[Example]:
+def encode_examples(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int, labelled: bool = False
+) -> list[Example]:
     """Return every demonstration of every row; a conversation has one example per assistant turn.
+
+    With `labelled`, rows are labelled completions, and a preference pair has two examples, the chosen response first.
 
     Raises:
         InputError: a row cannot be rendered, or is longer than `limit` tokens (rows are never truncated). The error
             names the data set and the row.
     """
     found = []
-    for number, turns in enumerate(examples(_Tokens(tokenizer), rows, name=name), start=1):
+    for number, turns in enumerate(examples(_Tokens(tokenizer), rows, name=name, labelled=labelled), start=1):
         for prompt, completion in turns:
             length = len(prompt) + len(completion)
             if length > limit:
@@ -433,6 +437,15 @@ def encode_preferences(
             )
         found.append(PreferencePair(number - 1, prompt, chosen, rejected))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRow:
+    """A prompt with a completion, as token ids, and whether the completion is desirable."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    label: bool
 
 
 class _Tokens:

@@ -16,17 +16,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.data.fit import check_labels
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
 from posttrain.domain.kinds import kind_of
+from posttrain.domain.rendering import labels_of
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.roles import RoleSpec, with_models
 from posttrain.engine.assembly import PoolOf, open_learner, open_roles
@@ -51,6 +54,7 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.files import (
+    LabelledRow,
     ModelSource,
     ScalarSource,
     character_tokenizer,
@@ -320,12 +324,19 @@ def _source(job: Job, config: TrainingConfig, role: RoleSpec) -> ModelSource | S
 def _rows(
     job: Job, config: RowsConfig, slot: str, tokenizer: PreTrainedTokenizerBase, limit: int, items: int | None
 ) -> list[Any]:
-    """Return the input of an algorithm that reads rows: documents, or pairs."""
+    """Return the input of an algorithm that reads rows: documents, pairs, or labelled completions."""
     name = job.label(slot)
     rows = read_rows(job.input(slot), name=name)[:items]
     if config.reads == "pairs":
         return list(encode_preferences(tokenizer, rows, name=name, limit=limit))
-    return [Document(e.prompt, e.completion) for e in encode_examples(tokenizer, rows, name=name, limit=limit)]
+    labelled = config.reads == "labels"
+    if labelled:
+        check_labels(rows, name, both=items is None)
+    found = encode_examples(tokenizer, rows, name=name, limit=limit, labelled=labelled)
+    if labelled:
+        labels = chain.from_iterable(map(labels_of, rows))
+        return [LabelledRow(e.prompt, e.completion, label) for e, label in zip(found, labels, strict=True)]
+    return [Document(e.prompt, e.completion) for e in found]
 
 
 def _on_policy(
