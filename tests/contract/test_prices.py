@@ -15,7 +15,7 @@ from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.files import PreferencePair
+from posttrain.engine.models.files import LabelledRow, PreferencePair
 from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.samples import Prompt
@@ -31,6 +31,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"batch_size": 4}),
     "orpo": ("orpo", {"batch_size": 4}),
     "simpo": ("simpo", {"batch_size": 4}),
+    "kto": ("kto", {"batch_size": 4}),
     "gspo": ("gspo", {**JUDGED, "group_size": 4}),
     "cispo": ("cispo", {**JUDGED, "group_size": 4}),
     "rloo": ("rloo", {**JUDGED, "group_size": 4}),
@@ -56,7 +57,14 @@ def test_the_least_of_one_step_is_its_price_with_documents_of_one_token(name: st
     least = NativeTrainer().check(kind, {**params, "steps": max(1, params["steps"])}).work["least"]
     before = (params["steps"] - 1) * (3 + 3 * 4)  # prompts and samples of one token
     assert least - before <= prices[0] <= prices[1]
-    if kind not in ("sft", "dpo", "orpo", "simpo", "reward_model"):  # of those a document has at least two tokens
+    if kind not in (
+        "sft",
+        "dpo",
+        "orpo",
+        "simpo",
+        "kto",
+        "reward_model",
+    ):  # of those a document has at least two tokens
         assert least - before == prices[0]
 
 
@@ -69,8 +77,11 @@ def recipe(kind: str, params: dict[str, Any], length: int) -> Recipe:
     tokens = tuple(range(1, length + 1))
     prompts, scorer = [Prompt(tokens) for _ in range(9)], nothing
     if isinstance(config, RowsConfig):
-        pairs = config.reads == "pairs"
-        row = PreferencePair(0, tokens, tokens, tokens) if pairs else Document(tokens, tokens)
+        row: Any = {
+            "demonstrations": Document(tokens, tokens),
+            "pairs": PreferencePair(0, tokens, tokens, tokens),
+            "labels": LabelledRow(tokens, tokens, True),
+        }[config.reads]
         return FromRows(config, made(config), roles, [row] * 9, 1)
     return OnPolicy(config, made(config), roles, prompts, scorer, 1)
 

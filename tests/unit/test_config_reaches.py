@@ -65,6 +65,7 @@ BASES: dict[str, dict[str, Any]] = {
         **ON_POLICY, "teacher": "teacher", "reward": "reward", "mini_batches": 2, "divergence": "jsd", "top_k": 8,
     },
     **dict.fromkeys(("dpo", "orpo", "simpo"), OVER_PAIRS),
+    "kto": {**OVER_PAIRS, "data": "labels", "batch_size": 4},
     "gspo": {**ON_POLICY, "reward": "reward", "mini_batches": 3, "kl": {"coefficient": 0.2}},
     "cispo": {**ON_POLICY, "reward": "reward", "mini_batches": 3, "kl": {"coefficient": 0.2}},
     "dataflow": {
@@ -136,6 +137,8 @@ VALUES: dict[str, Any] = {
     "cispo clip_low": 0.001,
     "distill top_k": 2,
     "label_smoothing": 0.3,
+    "desirable_weight": 2.0,
+    "undesirable_weight": 2.0,
     "critic.warmup": 2,
     "settings": {"accept": 0.9},
     "lag": {"steps": 1},
@@ -189,6 +192,7 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing", "loss"),
     "orpo": ("data", "batch_size", "max_length", "probe", "beta"),
     "simpo": ("data", "batch_size", "max_length", "probe", "beta", "gamma"),
+    "kto": ("data", "batch_size", "max_length", "probe", "beta", "desirable_weight", "undesirable_weight"),
     "pf_ppo": ("group_size", "filter", "ppo_epochs", "gae", "kl", "critic"),
     "vapo": (*_CLIPPED, "ppo_epochs", "gae", "critic", "positive"),
     "gspo": ("clip_low", "clip_high", "mini_batches", "group_size", "kl"),
@@ -346,13 +350,14 @@ class Shop:
         rows = [{"prompt": f"Q:{i}", "completion": f"A:{i % 3}", "answer": str(i % 3)} for i in range(6)]
         asked = [{"prompt": f"Q:{i}", "answer": letter} for i, letter in enumerate(LETTERS)]
         pairs = [{"prompt": f"Q:{i}", "chosen": f"A:{i}", "rejected": f"s{i}"} for i in range(6)]
+        labels = [{"prompt": f"Q:{i}", "completion": f"A:{i % 4}", "label": i % 3 > 0} for i in range(6)]
         self.inputs = {name: self.put(name, found) for name, found in {
             "data": _lines(rows), "pairs": _lines(pairs), "probe": _lines(asked), "reward": "even",
-            "held_out": _lines(rows), "held_pairs": _lines(pairs),
+            "held_out": _lines(rows), "held_pairs": _lines(pairs), "labels": _lines(labels),
         }.items()}  # fmt: skip
         self.others = {name: self.put(name, found) for name, found in {
             "data": _lines(rows[2:]), "pairs": _lines(pairs[2:]), "probe": _lines(asked[:7]), "reward": "odd",
-            "held_out": _lines(rows[3:]), "held_pairs": _lines(pairs[3:]),
+            "held_out": _lines(rows[3:]), "held_pairs": _lines(pairs[3:]), "labels": _lines(labels[2:]),
         }.items()}  # fmt: skip
         meta = {"source": "best_of_n_case.py", "entry": "BestOfN"}
         self.inputs["recipe"] = self.put("recipe", FLOW, **meta)
@@ -406,8 +411,8 @@ def _spending_more(flow: str) -> str:
 
 def _shelf(kind: str, slot: str) -> str:
     name = slot.removeprefix("suites.")
-    learnt = "pairs" if kind in ("reward_model", "dpo", "orpo", "simpo") else "data"
-    if kind in ("sft", "reward_model", "dpo", "orpo", "simpo") and name == "probe":  # other rows of what is learnt
+    learnt = {**dict.fromkeys(("reward_model", "dpo", "orpo", "simpo"), "pairs"), "kto": "labels"}.get(kind, "data")
+    if (kind == "sft" or learnt != "data") and name == "probe":  # other rows of what is learnt; kto also learns pairs
         return "held_out" if kind == "sft" else "held_pairs"
     return {"rewards.held": "reward", "held": "probe", "data": learnt}.get(name, name)
 

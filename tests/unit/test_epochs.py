@@ -16,6 +16,7 @@ from test_control_planning import RUN as FILE, changed, resolve
 from posttrain.control.plan import Planned, plan_run
 from posttrain.data.rows import canonical_row, demonstrations
 from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import DocumentUnit
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.rendering import Messages, examples
 from posttrain.domain.runspec import parse_run_spec, passes_of
@@ -87,9 +88,9 @@ def test_every_assistant_turn_is_a_document_as_it_is_for_the_job(row: dict[str, 
 
 
 def planned(raw: dict[str, Any], documents: int = 100) -> Planned:
-    def count(ref: InputRef, word: str, turns: bool) -> int:
+    def count(ref: InputRef, word: str, unit: DocumentUnit) -> int:
         assert ref.name == f"dataset:{word}@1"
-        return documents + 7 * turns
+        return documents + 7 * (unit == "turn")
 
     return plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, TRAINERS, count=count)
 

@@ -377,7 +377,7 @@ def test_weights_that_are_all_zero_are_told(world: World) -> None:
     ("name", "text", "line"),
     [
         ("ppo.sh", "trl ppo --beta 0.1", "trains with PPO, which is kind: ppo here, but is not converted yet"),
-        ("kto.py", "from trl import KTOTrainer\nKTOTrainer(model='m', beta=1)", "trains with KTO"),
+        ("cpo.py", "from trl import CPOTrainer\nCPOTrainer(model='m', beta=1)", "trains with CPO"),
         ("a.yaml", "learning_rate: fast", "learning_rate must be a number, got 'fast'"),
         ("a.yaml", "- 1\n- 2\n", "must be a map of settings, got list"),
         ("a.yaml", "a: [", "is not YAML"),

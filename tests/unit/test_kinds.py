@@ -91,7 +91,7 @@ def test_a_stage_leaves_what_its_kind_says() -> None:
     written: dict[str, dict[str, Any]] = {
         "sft": data,
         "reward_model": data,
-        **dict.fromkeys(("dpo", "orpo", "simpo"), data),
+        **dict.fromkeys(("dpo", "orpo", "simpo", "kto"), data),
         **dict.fromkeys(("grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"), data | reward),
         **dict.fromkeys(("reinforce_plus_plus", "ppo", "pf_ppo"), data | reward),
         "vapo": data | reward | {"critic": {"warmup": 1}},

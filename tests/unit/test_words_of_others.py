@@ -41,7 +41,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 6,", "steps: 6, use_vllm: true,", "use_vllm: unknown key here: vLLM and SGLang are not supported yet"),
         ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
         ("kind: sft", "kind: ipo", "unknown stage kind 'ipo': it is kind: dpo with loss: ipo"),
-        ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not supported yet; the nearest are kind: dpo"),
+        ("kind: sft", "kind: cpo", "unknown stage kind 'cpo': it is not supported yet; the nearest are kind: simpo"),
         ("kind: grpo", "kind: VAPO", "unknown stage kind 'VAPO' (did you mean 'vapo'?)"),
         ("kind: grpo", "kind: grppo", "unknown stage kind 'grppo' (did you mean 'grpo'?)"),
         ("model: model:tiny", "model: Qwen/Qwen3-0.6B", "write hf:Qwen/Qwen3-0.6B@REVISION for the hub's"),

@@ -245,7 +245,7 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
 
 
 def check_labels(rows: Sequence[Row], name: str, *, both: bool) -> None:
-    """Reject rows without a boolean label or with a pair of equal responses.
+    """Reject rows without a boolean label or with a pair of equal responses, and a single labelled completion.
 
     Args:
         both: whether some completions must have the label true and others false.
@@ -253,14 +253,19 @@ def check_labels(rows: Sequence[Row], name: str, *, both: bool) -> None:
     Raises:
         InputError: a row or the set of labels is rejected; the message names the data set and the row (from 1).
     """
-    found: set[bool] = set()
+    found: list[bool] = []
     for number, row in enumerate(rows, start=1):
         with rendering.row_errors(name, number):
-            found.update(labels := rendering.labels_of(row))
+            found += (labels := rendering.labels_of(row))
             if len(labels) == 2:
                 refuse_equal(row["chosen"], row.get("rejected"))
-    if both and len(found) == 1:
-        only, other = ("true", "false") if True in found else ("false", "true")
+    if len(found) < 2:
+        raise InputError(
+            f"{name} must have at least 2 labelled completions, since a prompt is also paired with the completion of "
+            f"another row, got {len(found)}; add rows"
+        )
+    if both and len(set(found)) == 1:
+        only, other = ("true", "false") if found[0] else ("false", "true")
         raise InputError(
             f"{name} must have labels true and false, got only {only} in {len(rows)} rows; add rows with label {other}"
         )

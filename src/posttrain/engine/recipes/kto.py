@@ -67,10 +67,10 @@ class KTO(RowAlgorithm[LabelledRow]):
         `share` is the label divided by the number of rows with this label, for metrics.
         """
         labels = batch.column("label")
-        point = _log_ratios(batch, batch.column("proximal_logprobs"))[labels == 0].mean().clamp(min=0)
-        good, bad = (labels > 0).to(labels.dtype), (labels < 0).to(labels.dtype)
+        ratios = _log_ratios(batch, batch.column("proximal_logprobs"))
+        good, bad = (labels > 0).to(ratios.dtype), (labels < 0).to(ratios.dtype)
         return batch.with_document_columns(
-            point=point.expand(len(batch)),
+            point=ratios[labels == 0].mean().clamp(min=0).expand(len(batch)),
             weight=self.config.desirable_weight * good + self.config.undesirable_weight * bad,
             labelled=good + bad,
             share=good / good.sum().clamp(min=1) - bad / bad.sum().clamp(min=1),
@@ -97,7 +97,7 @@ def _log_ratios(batch: TokenBatch, logprobs: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class KTOObjective:
-    """λ·σ(−label·β(r − z₀)), mean over the step's labelled rows.
+    """λ·(1 − σ(label·β(r − z₀))) = λ·σ(label·β(z₀ − r)), mean over the step's labelled rows.
 
     The metrics are the mean rewards β·r of the step's `chosen` (desirable) and `rejected` rows, 0 if the step has none;
     their difference `margin`; and z₀ as `kl`.
@@ -112,7 +112,7 @@ class KTOObjective:
         """See `Objective`."""
         labels, point, share = (micro.column(name) for name in ("label", "point", "share"))
         ratios, count = _log_ratios(micro, predicted.of("logprobs")), self.totals.divisor("labelled")
-        losses = micro.column("weight") * torch.sigmoid(-labels * self.beta * (ratios - point))
+        losses = micro.column("weight") * torch.sigmoid(self.beta * (point - ratios) * labels)
         rewards = self.beta * ratios.detach()
         sums = {
             "chosen": (share.clamp(min=0) * rewards).sum(),
