@@ -54,6 +54,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "question": {"question": "sort 31", "answer": 13},
     "verl": {"data_source": "made", "prompt": [QUESTION], "reward_model": {"style": "rule", "ground_truth": "13"}},
     "nulls": {"prompt": [{**QUESTION, "name": None}], "completion": "A: 13"},
+    "trl labelled completion": {"prompt": [QUESTION], "completion": [ANSWER], "label": False},
     "trl preference": {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": "A: 31"},
     "trl plain preference": {"prompt": "Q: sort 31", "chosen": " A: 13", "rejected": ""},
     "trl implicit preference": {
@@ -132,13 +133,20 @@ def assert_same_prompt(planned: PlanTokenizer, engine: PreTrainedTokenizerBase, 
 
 
 def assert_same_examples(planned: PlanTokenizer, engine: PreTrainedTokenizerBase, row: Row) -> None:
-    [turns] = rendering.examples(planned, [row], name="d")
-    assert turns == [(e.prompt, e.completion) for e in encode_examples(engine, [row], name="d", limit=999)]
+    for labelled in (False, True)[: 1 + ("label" in row)]:
+        [turns] = rendering.examples(planned, [row], name="d", labelled=labelled)
+        examples = encode_examples(engine, [row], name="d", limit=999, labelled=labelled)
+        assert turns == [(e.prompt, e.completion) for e in examples]
 
 
 def assert_same_pair(planned: PlanTokenizer, engine: PreTrainedTokenizerBase, row: Row) -> None:
     [pair] = encode_preferences(engine, [row], name="d", limit=999)
     assert list(rendering.pairs(planned, [row], name="d")) == [(pair.prompt, pair.chosen, pair.rejected)]
+    turns = [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected)]
+    assert list(rendering.examples(planned, [row], name="d", labelled=True)) == [turns]
+    examples = encode_examples(engine, [row], name="d", limit=999, labelled=True)
+    assert [(e.prompt, e.completion) for e in examples] == turns
+    assert rendering.labels_of(row) == (True, False)
 
 
 class TestSameTokensAsTheEngine:

@@ -24,6 +24,7 @@ TRAINERS = {
     "SFT": ("SFTConfig", "SFTTrainer"),
     "DPO": ("DPOConfig", "DPOTrainer"),
     "GRPO": ("GRPOConfig", "GRPOTrainer"),
+    "KTO": ("KTOConfig", "KTOTrainer"),
 }
 COMMON = ("ModelConfig", "ScriptArguments")  # what scripts of all trainers parse
 # a value other than the default, where its type does not lead to one that the setting takes
@@ -280,6 +281,24 @@ def test_audit_25_dpo_is_read(world: World) -> None:
     assert (stage["loss"], stage["label_smoothing"]) == ("robust", 0.1)
     _, stage = read(world, text.replace("'hinge'", "'ipo'"))
     assert (stage["loss"], stage["label_smoothing"]) == ("ipo", 0.0), "TRL does not read the smoothing there"
+
+
+def test_kto_is_read(world: World) -> None:
+    asked = "beta=0.2, undesirable_weight=1.33, per_device_train_batch_size=4, max_steps=3, loss_type='kto'"
+    text = f"KTOTrainer(model='org/base', args=KTOConfig({asked}))"
+    draft, stage = read(world, text)
+    assert draft.run["stages"]["kto"]["kind"] == "kto"
+    assert {name: stage[name] for name in ("beta", "desirable_weight", "undesirable_weight", "batch_size")} == {
+        "beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.33, "batch_size": 4,
+    }  # fmt: skip
+    assert stage["optimizer"]["learning_rate"] == 1e-6
+    assert "loss_type: kto → kind: kto" in draft.carried
+    assert "undesirable_weight: 1.33 → undesirable_weight: 1.33" in draft.carried
+    assert any(line.startswith("kto: every pass has its own order of rows") for line in draft.changed)
+    _, stage = read(world, "KTOTrainer(model='org/base', args=KTOConfig(max_steps=3))")
+    assert (stage["beta"], stage["desirable_weight"], stage["undesirable_weight"]) == (0.1, 1.0, 1.0)
+    draft, _ = read(world, text.replace("'kto'", "'apo_zero_unpaired'"))
+    assert any(line.startswith("loss_type: apo_zero_unpaired: is not supported") for line in draft.changed)
 
 
 def test_the_ratios_of_sequences_and_clipped_weights_are_kinds(world: World) -> None:

@@ -193,6 +193,58 @@ def test_a_pair_of_equal_responses(bench: Bench) -> None:
     assert "pairs.jsonl row 2: chosen and rejected must differ" in bench.refused(judged)
 
 
+def test_labelled_completions(bench: Bench) -> None:
+    row = {"prompt": ROW["prompt"], "completion": "A: 13", "label": True}
+    bad, pair = {**row, "label": False}, {"prompt": ROW["prompt"], "chosen": "A: 13", "rejected": "A: 31"}
+
+    def judged(raw: dict[str, Any], **params: Any) -> None:
+        raw["stages"]["kto"] = {"kind": "kto", "model": "sft", "data": "labels", "steps": 1, **params}
+        raw["data"]["labels"] = "labels.jsonl"
+
+    def probed(raw: dict[str, Any]) -> None:
+        judged(raw, probe={"data": "held", "items": 1})
+        raw["data"]["held"] = "held.jsonl"
+
+    def refused(*rows: dict[str, Any]) -> str:
+        bench.rows("labels", *rows)
+        return bench.refused(judged)
+
+    told = "stages.kto.data: path:labels.jsonl row 2: "
+    needed = f"{told}a labelled row needs prompt, completion and label, or prompt, chosen and rejected, got no"
+    assert refused(row, {**row, "label": None}).startswith(f"{needed} label; add it, or drop the row")
+    assert refused(row, {"messages": row["prompt"], "label": True}).startswith(f"{needed} prompt and no completion;")
+    for label in (1, "true", 0.0, [True]):
+        wrong = f"{told}label must be true or false, got {label!r}; write a boolean, in JSON or Parquet"
+        assert refused(row, {**row, "label": label}) == wrong
+    assert refused(row, {**pair, "rejected": pair["chosen"]}).startswith(f"{told}chosen and rejected must differ")
+    assert refused(row, {**pair, "rejected": None}).startswith(f"{told}a preference needs prompt, chosen and rejected")
+    long = {**pair, "rejected": "A: " + 30 * "1"}
+    assert refused(row, bad, long).startswith("stages.kto.data: path:labels.jsonl row 3: prompt and completion of 49")
+    assert refused(row, row).startswith(
+        "stages.kto.data: path:labels.jsonl must have labels true and false, got only true in 2 rows; add rows with "
+        "label false"
+    )
+    assert refused(bad).startswith("stages.kto.data: path:labels.jsonl must have at least 2 labelled completions")
+    bench.rows("labels", row, bad)
+    bench.rows("held", row, bad)
+    assert bench.refused(probed).startswith("stages.kto.probe: path:held.jsonl must have at least 2 labelled")
+    for good in ((row, bad), (pair,), (row, pair)):
+        bench.rows("labels", *good)
+        assert plan(bench.file(judged), workspace=bench.workspace).manifest.stage("kto").kind == "kto"
+
+
+def test_passes_over_labelled_completions_count_a_pair_twice(bench: Bench) -> None:
+    row = {"prompt": ROW["prompt"], "completion": "A: 13", "label": True}
+    pair = {"prompt": ROW["prompt"], "chosen": "A: 13", "rejected": "A: 31"}
+    bench.rows("labels", row, pair, pair, row)
+
+    def change(raw: dict[str, Any]) -> None:
+        stage = {"kind": "kto", "model": "sft", "data": "labels", "epochs": 2, "batch_size": 4}
+        raw["stages"]["kto"], raw["data"]["labels"] = stage, "labels.jsonl"
+
+    assert plan(bench.file(change), workspace=bench.workspace).manifest.stage("kto").params["steps"] == 3
+
+
 def test_chat_rows_without_a_template(bench: Bench) -> None:
     folder = bench.folder / "untemplated"
     (bench.folder / "model").rename(folder)

@@ -185,7 +185,7 @@ def labels_of(row: Row) -> tuple[bool, ...]:
             f"{' and no '.join(missing)}; add it, or drop the row"
         )
     if not isinstance(row["label"], bool):
-        raise InputError(f"label must be true or false, got {row['label']!r:.60}; write a boolean, or drop the row")
+        raise InputError(f"label must be true or false, got {row['label']!r:.60}; write a boolean, in JSON or Parquet")
     return (row["label"],)
 
 
