@@ -249,6 +249,25 @@ class TestLimits:
             assert result.status == ends, result.failure
         refused(result, FailureClass.BAD_INPUT, "must have at most 6 tokens, got 7")
 
+    def test_completions_without_usable_labels_are_refused(self, shop: Shop) -> None:
+        good, bad = ({"prompt": "Q:1", "completion": f"A:{label:d}", "label": label} for label in (True, False))
+        pair = {"prompt": "Q:2", "chosen": "A:1", "rejected": "A:2"}
+        wrong = {
+            "labels true and false, got only true": [good, good],
+            "asset:data@1 row 2: label must be true or false, got 'false'": [good, {**bad, "label": "false"}],
+            "asset:data@1 row 2: chosen and rejected must differ": [good, {**pair, "rejected": "A:1"}],
+            "must have at most 7 tokens, got 8": [pair, {**bad, "completion": "A:12"}],
+        }
+        params = {"model": "model", "data": "data", "steps": 1, "batch_size": 3, "max_length": 7}
+        for number, (line, rows) in enumerate({**wrong, "": [good, bad, pair]}.items()):
+            shop.put("data", "".join(json.dumps(row) + "\n" for row in rows))
+            result = run(shop.attempt(f"labels-{number}", "kto", params, ["model", "data"]))
+            if line:
+                refused(result, FailureClass.BAD_INPUT, line)
+        assert result.status == "succeeded", result.failure
+        assert result.tokens == 21, "three documents of 7 tokens are trained on"
+        assert {"loss", "chosen", "rejected", "margin", "kl"} <= result.metrics.keys()
+
 
 class TestMeter:
     def test_it_is_told_what_each_step_may_cost_and_what_all_did(
