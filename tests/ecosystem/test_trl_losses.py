@@ -26,9 +26,10 @@ from posttrain.engine.config import (
     GSPOConfig,
     InitModelConfig,
     KLConfig,
+    KTOConfig,
     SFTConfig,
 )
-from posttrain.engine.models.files import character_tokenizer, initial_model
+from posttrain.engine.models.files import LabelledRow, character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.logprobs import predict
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
@@ -37,6 +38,7 @@ from posttrain.engine.recipes.dpo import DPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.gspo import GSPO
+from posttrain.engine.recipes.kto import KTO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
 from posttrain.sandbox.port import Score
@@ -289,3 +291,48 @@ def test_dpo(loss: str, smoothing: float, tmp_path: Path) -> None:
     made = DPO(DPOConfig(**options, loss=loss, label_smoothing=smoothing))
     columns = {"reference_logprobs": logprobs(reference, batch)}
     agree(trainer.model, theirs, ours(trainer.model, made, batch, columns))
+
+
+@pytest.mark.parametrize("seeds", [(0, 5), (5, 0)], ids=["point is 0", "point above 0"])
+@pytest.mark.parametrize("labels", [(True, False, True, False), (False, False, False, False)], ids=["both", "one"])
+def test_kto(labels: tuple[bool, ...], seeds: tuple[int, int], tmp_path: Path) -> None:
+    """TRL pairs a prompt with the previous completion, and ours with the next, as the paper: so TRL's rows are reversed.
+
+    TRL cuts documents at `max_length`, which is the length of the longest row here, where ours cuts.
+    """
+    from datasets import Dataset
+
+    texts = [("abc", "cba"), ("jihgfedc", "abcdefg"), ("j", "abcabcab"), ("dd", "d")]
+    rows = [{"prompt": p, "completion": c, "label": label} for (p, c), label in zip(texts, labels, strict=True)]
+    end = TOKENIZER.eos_token_id
+    own = [LabelledRow((*ids(p),), (*ids(c), end), label) for (p, c), label in zip(texts, labels, strict=True)]
+    longest = max(len(row.prompt) + len(row.completion) for row in own)
+    assert any(len(a.prompt) + len(b.completion) > longest for a, b in zip(own, own[1:], strict=False)), "one is cut"
+    config = trl.KTOConfig(
+        **quiet(
+            tmp_path, per_device_train_batch_size=4, beta=0.4, desirable_weight=1.5, undesirable_weight=0.75,
+            max_length=longest,
+        )
+    )  # fmt: skip
+    reference = weights(seeds[1])
+    trainer = trl.KTOTrainer(
+        model=weights(seeds[0]), ref_model=copy.deepcopy(reference), args=config,
+        train_dataset=Dataset.from_list(rows[::-1]), processing_class=TOKENIZER,
+    )  # fmt: skip
+    theirs = trainer._compute_loss(trainer.model, collated(list(trainer.train_dataset), trainer), False)
+    options: dict[str, Any] = {"data": "d", "steps": 1, "batch_size": 4, "beta": 0.4}
+    made = KTO(KTOConfig(**options, desirable_weight=1.5, undesirable_weight=0.75))
+    batch = made.form(own, 0)
+    columns = {
+        "reference_logprobs": logprobs(reference, batch),
+        "proximal_logprobs": logprobs(trainer.model, batch),
+    }
+    batch = made.credit(batch.with_columns(**columns))
+    [point] = trainer._metrics["train" if trainer.model.training else "eval"]["kl"]
+    assert float(batch.column("point")[0]) == pytest.approx(point, abs=1e-5)
+    assert (point > 1) == (seeds == (5, 0)), "the same sum with both signs, so one of the two points is 0"
+    [update] = made.updates(0)
+    rows_only = batch.select_items(update.computes(batch))
+    objective = update.objective(Totals.of(batch, rows_only, update.objective(Totals.ones()).denominators))
+    mine = objective(rows_only, predict(adopt_module(trainer.model), rows_only, objective.needs)).loss
+    agree(trainer.model, theirs, mine)

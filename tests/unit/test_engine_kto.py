@@ -136,9 +136,11 @@ def told(rows: list[LabelledRow], ratios: list[float], point: float) -> dict[str
 def test_metrics_are_means_over_the_rows_of_each_label() -> None:
     yes, no = LabelledRow((1,), (5,), True), LabelledRow((1,), (6,), False)
     found = told([yes, no, yes, yes], [0.25, -1.0, 0.5, 0.75], 0.125)
-    assert found == pytest.approx({"chosen": BETA * 0.5, "rejected": -BETA, "margin": BETA * 1.5, "kl": 0.125})
+    assert found == pytest.approx(
+        {"chosen": BETA * 0.5, "rejected": -BETA, "margin": BETA * 1.5, "reference_point": 0.125}
+    )
     assert told([yes, yes], [0.25, 0.75], -1.0) == pytest.approx(
-        {"chosen": BETA * 0.5, "rejected": 0.0, "margin": BETA * 0.5, "kl": 0.0}
+        {"chosen": BETA * 0.5, "rejected": 0.0, "margin": BETA * 0.5, "reference_point": 0.0}
     ), "a step may have rows of one label only"
 
 
@@ -148,7 +150,7 @@ def test_it_learns_what_is_desirable_and_begins_at_the_reference(dtype: str) -> 
     reports = [recipe.step(step, quiet(step)) for step in range(16)]
     first, last = reports[0].metrics, reports[-1].metrics
     assert first["loss"] == pytest.approx(0.5, abs=0.02), "the policy is its reference yet"
-    assert first["kl"] == pytest.approx(0.0, abs=0.05)
+    assert first["reference_point"] == pytest.approx(0.0, abs=0.05)
     assert last["loss"] < 0.45
     assert last["margin"] > first["margin"] + 0.3
     assert last["chosen"] > last["rejected"]
@@ -160,7 +162,7 @@ def test_the_weights_after_a_step_are_the_same_in_small_micro_batches() -> None:
     for budget in (4096, 7):
         recipe = opened(config(beta=2.0, batch_size=6, runtime=RuntimeConfig(micro_batch_tokens=budget)))
         reports = [recipe.step(step, quiet(step)) for step in range(4)]
-        assert max(report.metrics["kl"] for report in reports) > 0.01
+        assert max(report.metrics["reference_point"] for report in reports) > 0.01
         found.append(weights(recipe))
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-5)
@@ -182,7 +184,7 @@ def test_the_step_is_the_paper_on_the_models_own_log_probabilities() -> None:
     expected = paper([row.label for row in rows], point, now, old)
     metrics = recipe.step(1, quiet(1)).metrics
     assert metrics["loss"] == pytest.approx(float(expected), abs=1e-5)
-    assert metrics["kl"] == pytest.approx(point, abs=1e-5)
+    assert metrics["reference_point"] == pytest.approx(point, abs=1e-5)
 
 
 def _logprobs(model: Any, batch: TokenBatch) -> list[Tensor]:
@@ -216,7 +218,7 @@ def test_the_probe_is_the_objective_on_held_out_rows() -> None:
     assert before is not None
     assert after is not None
     assert before.metrics["probe/loss"] == pytest.approx(0.5, abs=1e-4)
-    assert before.metrics["probe/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert before.metrics["probe/reference_point"] == pytest.approx(0.0, abs=1e-4)
     assert after.metrics["probe/loss"] < before.metrics["probe/loss"]
     assert after.metrics["probe/margin"] > 0.1
     assert (made.selects_by, made.lower_is_better) == ("probe/loss", True)

@@ -266,7 +266,7 @@ class TestLimits:
                 refused(result, FailureClass.BAD_INPUT, line)
         assert result.status == "succeeded", result.failure
         assert result.tokens == 21, "three documents of 7 tokens are trained on"
-        assert {"loss", "chosen", "rejected", "margin", "kl"} <= result.metrics.keys()
+        assert {"loss", "chosen", "rejected", "margin", "reference_point"} <= result.metrics.keys()
 
 
 class TestMeter:

@@ -107,6 +107,7 @@ WORDS = {
     "lag/kl": "KL of the policy at the start of the step to the sampling policy, nats per token",
     "lag/ess": "effective sample size under the weights for lag, share of tokens",
     "margin": "preference: mean margin of the chosen response",
+    "reference_point": "KTO: reference point, nats per response",
     "reward/std": "reward: standard deviation",
     "learning_rate": "learning rate",
     "mismatch_kl": "KL of training to sampling, nats per token",

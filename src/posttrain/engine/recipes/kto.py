@@ -100,7 +100,7 @@ class KTOObjective:
     """λ·(1 − σ(label·β(r − z₀))) = λ·σ(label·β(z₀ − r)), mean over the step's labelled rows.
 
     The metrics are the mean rewards β·r of the step's `chosen` (desirable) and `rejected` rows, 0 if the step has none;
-    their difference `margin`; and z₀ as `kl`.
+    their difference `margin`; and z₀ as `reference_point`.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
@@ -116,8 +116,8 @@ class KTOObjective:
         rewards = self.beta * ratios.detach()
         sums = {
             "chosen": (share.clamp(min=0) * rewards).sum(),
-            "rejected": -(share.clamp(max=0) * rewards).sum(),
+            "rejected": ((-share).clamp(min=0) * rewards).sum(),
             "margin": (share * rewards).sum(),
-            "kl": (micro.column("labelled") * point).sum() / count,
+            "reference_point": (micro.column("labelled") * point).sum() / count,
         }
         return LossParts(losses.sum() / count, sums)
