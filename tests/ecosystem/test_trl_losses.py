@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +297,7 @@ def test_dpo(loss: str, smoothing: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seeds", [(0, 5), (5, 0)], ids=["point is 0", "point above 0"])
 @pytest.mark.parametrize("labels", [(True, False, True, False), (False, False, False, False)], ids=["both", "one"])
 def test_kto(labels: tuple[bool, ...], seeds: tuple[int, int], tmp_path: Path) -> None:
-    """TRL pairs a prompt with the previous completion, and ours with the next, as the paper: so TRL's rows are reversed.
+    """TRL pairs a prompt with the previous completion, ours (as the paper) with the next: TRL's rows are reversed.
 
     TRL cuts documents at `max_length`, which is the length of the longest row here, where ours cuts.
     """
@@ -307,7 +308,7 @@ def test_kto(labels: tuple[bool, ...], seeds: tuple[int, int], tmp_path: Path) -
     end = TOKENIZER.eos_token_id
     own = [LabelledRow((*ids(p),), (*ids(c), end), label) for (p, c), label in zip(texts, labels, strict=True)]
     longest = max(len(row.prompt) + len(row.completion) for row in own)
-    assert any(len(a.prompt) + len(b.completion) > longest for a, b in zip(own, own[1:], strict=False)), "one is cut"
+    assert any(len(a.prompt) + len(b.completion) > longest for a, b in pairwise(own)), "one is cut"
     config = trl.KTOConfig(
         **quiet(
             tmp_path, per_device_train_batch_size=4, beta=0.4, desirable_weight=1.5, undesirable_weight=0.75,
