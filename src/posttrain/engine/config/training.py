@@ -14,6 +14,7 @@ from posttrain.domain.placement import Placement
 from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec, with_models
 from posttrain.domain.validation import Frozen
 from posttrain.engine.settings import (
+    MOST_ROWS,
     EarlyStoppingConfig,
     LossProbeConfig,
     OptimizerConfig,
@@ -266,13 +267,12 @@ class KTOConfig(RowsConfig):
     """Kahneman-Tversky optimisation on completions labelled as good or bad, against the frozen starting policy."""
 
     unit: ClassVar[DocumentUnit] = "label"
-    reads: ClassVar[Reads] = "labels"  # a document of each labelled row, and one to estimate the reference point
+    reads: ClassVar[Reads] = "labels"
     dropout: ClassVar[bool] = False  # the reference has no dropout either
     selects_by: ClassVar[str] = "probe/loss"
     lower_is_better: ClassVar[bool] = True
-    # labelled rows per optimiser step, at least 2: the reference point is estimated from each prompt with the response
-    # of another row
-    batch_size: Annotated[Rows, Field(ge=2)] = 64
+    # labelled completions per optimiser step; each prompt is also paired with the completion of another row
+    batch_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 64
     beta: float = Field(default=0.1, gt=0, le=1e4)  # strength of the penalty for deviating from the reference
     desirable_weight: float = Field(default=1.0, gt=0, le=1e4)  # weight of the loss on rows with label true
     undesirable_weight: float = Field(default=1.0, gt=0, le=1e4)  # weight of the loss on rows with label false
