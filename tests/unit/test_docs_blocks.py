@@ -88,6 +88,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world.write("words.txt", "yes")
     pair = {"prompt": "Q: sort 21", "chosen": "A: 12", "rejected": "A: 21"}
     world.write("pairs.jsonl", "".join(json.dumps({**pair, "chosen": f"A: {i}"}) + "\n" for i in range(8)))
+    labelled = [{"prompt": "Q: 1", "completion": f"A: {i}", "label": i > 3} for i in range(8)]
+    world.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in labelled))
     world.write("best_of_n.py", (ROOT / "examples" / "04-best-of-n" / "best_of_n.py").read_text(encoding="utf-8"))
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "a.txt").write_text("no")
