@@ -35,7 +35,7 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.language_model import adopt_classifier, adopt_module, put_scalar_head
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 STEPS = 4
@@ -126,6 +126,37 @@ def dropout_draws(context: RankContext) -> list[list[float]]:
     return drawn
 
 
+def frozen(context: RankContext, mine: TokenBatch) -> dict[str, float]:
+    """A sharded frozen role predicts what a whole one does, bit for bit, whatever documents the other rank has.
+
+    Two micro-batches on one rank and one or none on the other; what is left on a rank is its half of the weights.
+    """
+    found: dict[str, float] = {}
+    for family in ("qwen3", "llama"):
+        scalar = put_scalar_head(families.build(family))
+        with torch.no_grad():
+            scalar.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+        models = {"logprobs": adopt_module(families.build(family)), "scores": adopt_classifier(scalar)}
+        for need, model in models.items():
+            alone, parted = (
+                FrozenWorker(context, model, micro_batch_tokens=20, shard=shard, temperature=0.7)
+                for shard in (False, True)
+            )
+            for _ in range(2):
+                left, right = (one.fill(mine, "now", need).column("now") for one in (alone, parted))  # type: ignore[arg-type]
+                assert torch.equal(left, right), (family, need)
+                assert not len(mine) or left.abs().max() > 0
+            if need == "logprobs":
+                left, right = alone.hold(mine, 3).held, parted.hold(mine, 3).held
+                assert torch.equal(left.ids, right.ids)
+                assert torch.equal(left.logprobs, right.logprobs)
+            share = parted.resident_bytes() / alone.resident_bytes()
+            assert parted.sleep() == parted.resident_bytes()
+            assert (parted.predicts(), parted.fallbacks()) == (alone.predicts(), alone.fallbacks())
+            found[f"{family}/{need}"] = share
+    return found
+
+
 def train(
     context: RankContext, family: str, mine: TokenBatch, pairs: TokenBatch
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -171,6 +202,9 @@ def main(rank: int, ranks: int, folder: Path) -> None:
                 context = RankContext("main", rank, ranks, "cpu", collective=True, sequence_parallel=shared)
                 pairs = make_pairs().select_items(PAIRS[case][rank])
                 weights, metrics = train(context, family, make_batch().select(shards[rank]), pairs)
+                if family == "qwen3" and shared == 1:
+                    shares = frozen(context, make_batch().select(shards[rank]))
+                    (folder / f"{case}-frozen-{rank}.json").write_text(json.dumps(shares))
                 if family == "qwen3":
                     (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(context)))
                     export(context, folder / f"{case}-exported")

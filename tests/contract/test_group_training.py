@@ -44,11 +44,11 @@ class Jobs:
             ),
         }
 
-    def run(self, name: str, placement: Any) -> AttemptFolder:
+    def run(self, name: str, placement: Any, **more: Any) -> AttemptFolder:
         folder = AttemptFolder(self.root / name)
         options = {
             "model": "model", "data": "data", "reward": "reward", "steps": 2, "prompts_per_step": 2, "group_size": 2,
-            "max_new_tokens": 6, "placement": placement,
+            "max_new_tokens": 6, "placement": placement, **more,
         }  # fmt: skip
         cache = str(self.root / "cache")
         folder.write_order(JobOrder(name, "grpo", 5, options, self.inputs, self.blobs.url, cache))
@@ -109,3 +109,21 @@ def test_a_rollout_beside_the_shards_of_the_policy_gets_them_from_rank_to_rank(j
     assert len([f for f in calls if f.name == "rollout.exchange"]) == 3
     assert len([f for f in calls if f.name == "rollout.attest"]) == 3
     assert not [f for f in calls if f.name == "policy.bucket"], "nothing goes through the object store"
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("pool", ["reference", "main"])
+def test_a_reference_that_is_sharded_teaches_the_same(jobs: Jobs, pool: str) -> None:
+    """In its own pool, where no role learns, so only the reference needs a process group; and beside the others."""
+    apart = {"policy": {"ranks": 1}, "reference": {"ranks": 2}}
+    placement = apart if pool == "reference" else {"collocated": {"ranks": 2}, "sleep": True}
+    whole, parted = (
+        jobs.run(f"{name}-{pool}", placement, kl={"coefficient": 0.1}, runtime={"shard_frozen": shard})
+        for name, shard in (("whole", False), ("parted", True))
+    )
+    for folder, shard in ((whole, 0.0), (parted, 1.0)):
+        result = folder.read_result()
+        assert result is not None
+        assert result.metrics["sizes/shard_frozen"] == shard
+        assert pools_of_calls(folder)["reference"] == {pool}
+    assert model_digest(parted) == model_digest(whole)

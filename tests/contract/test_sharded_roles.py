@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from posttrain.domain.errors import InputError
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.roles.training import FrozenWorker
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,23 @@ def test_dropout_masks_differ_by_rank(two_ranks: Path, case: str) -> None:
     for draws in (one, two):
         assert draws[0] == draws[1] != draws[2]  # a function of the step
     assert one[0] != two[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ragged", "empty"])
+def test_a_sharded_frozen_role_keeps_its_share_of_the_weights(two_ranks: Path, case: str) -> None:
+    """Its predictions are compared in the ranks themselves."""
+    for rank in range(2):
+        shares = json.loads((two_ranks / f"{case}-frozen-{rank}.json").read_text())
+        assert len(shares) == 4
+        assert all(share == pytest.approx(0.5, abs=0.02) for share in shares.values()), shares
+
+
+def test_a_frozen_role_is_not_sharded_over_ranks_that_cannot_communicate() -> None:
+    model = adopt_module(families.build("qwen3"))
+    with pytest.raises(InputError, match="teacher on 2 ranks needs a process group"):
+        FrozenWorker(RankContext(size=2), model, name="teacher", micro_batch_tokens=20, shard=True)
+    assert FrozenWorker(RankContext(), model, micro_batch_tokens=20, shard=True).sleep() > 0  # one rank has it whole
 
 
 @pytest.mark.slow

@@ -171,6 +171,7 @@ VALUES: dict[str, Any] = {
     "runtime.activation_checkpointing": True,
     "runtime.kv_cache": "4MiB",
     "runtime.object_store": "1GiB",
+    "runtime.shard_frozen": True,
     "runtime.start_timeout": 3600.0,
     "runtime.call_timeout": 7200.0,
 }
@@ -201,7 +202,8 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
 # In the plan only: where and how large, which a result does not depend on but for rounding.
 PLANNED = ("epochs", "placement", "roles", "lag", "runtime.sequence_parallel", "runtime.ray_address",
            "runtime.micro_batch_tokens", "runtime.activation_checkpointing", "runtime.kv_cache",
-           "runtime.object_store", "runtime.start_timeout", "runtime.call_timeout")  # fmt: skip
+           "runtime.object_store", "runtime.start_timeout", "runtime.call_timeout",
+           "runtime.shard_frozen")  # fmt: skip
 UNMOVED: dict[str, str] = {
     "runtime.device=cpu": "auto is cpu where there is no GPU",
     "dpo loss=sigmoid": "the default, which a manifest leaves out",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, strategies as st
 
 from posttrain.domain.kinds import Load
@@ -15,6 +16,7 @@ from posttrain.domain.roles import CRITIC, POLICY, REFERENCE, REWARD, REWARD_MOD
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig, RewardModelConfig
 from posttrain.engine.config.sampling import DECODED_TOGETHER
+from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
@@ -22,17 +24,18 @@ from posttrain.engine.rollout.backends import native
 from posttrain.engine.rollout.kv_pages import PAGE, PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.port import KVShape, SamplingParams
+from posttrain.pacing.balance import CostModel
 from posttrain.planner.residency import (
     KV_AHEAD,
     KV_PAGE,
     KV_RESERVE,
     PREFILL_TOKENS,
     Residency,
-    Shape,
     resident,
     row_positions,
     shared_weights,
 )
+from posttrain.planner.shape import Shape
 
 N = 1000
 SHAPE = Shape(N, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10, tied=True)
@@ -90,6 +93,31 @@ def test_every_rank_opens_a_model_in_the_type_it_computes_in_before_it_is_sharde
     assert found.phases[0] == "start"
     assert [(h.role, h.bytes) for h in found.held if h.phase == "start"] == [("critic", 6 * N)]  # one after the other
     assert "start" not in table(load()).phases
+
+
+def test_a_sharded_frozen_role_holds_its_share_and_the_layers_that_compute() -> None:
+    """Also between its phases, as it does not sleep; where the pool has one rank, it is whole."""
+    four = {"policy": {"gpus": 4}, "rollout": {"gpus": 1}}
+    found = table(load(placement=four, shard_frozen=True))
+    assert sure(found, "update", "reference") == {"weights": 2 * N // 4}
+    assert sure(found, "reference", "reference") == {"weights": 2 * N // 4, "gathered": 2 * SHAPE.unit_parameters}
+    whole = table(load(placement=four))
+    assert sure(whole, "reference", "reference") == {"weights": 2 * N}
+    alone = {"policy": {"gpus": 4}, "rollout": {"gpus": 1}, "reference": {"gpus": 1}}
+    assert table(load(placement=alone, shard_frozen=True)).held == table(load(placement=alone)).held
+
+
+def test_a_role_opens_beside_the_weights_of_the_roles_before_it() -> None:
+    """The policy, then the rollout, then the others, each whole until it is sharded."""
+    shapes = {role.name: SHAPE for role in PPO if role.model}
+    for shard, role, before in (
+        (False, "critic", {"policy": 4 * N // 4, "rollout": 2 * N}),
+        (True, "reward_model", {"policy": N, "rollout": 2 * N, "critic": N, "reference": 2 * N // 4}),
+    ):
+        found = resident(load("ppo", PPO, {"collocated": {"gpus": 4}}, shard_frozen=shard), shapes)
+        held = {h.role: h.bytes for h in found.held if h.phase == "start" and h.part != "whole"}
+        [opened] = [h for h in found.held if h.phase == "start" and h.part == "whole"]
+        assert (opened.role, opened.bytes, held) == (role, 2 * N, before)
 
 
 def test_a_collocated_rollout_reads_the_policys_weights_and_holds_only_its_cache() -> None:
@@ -255,7 +283,91 @@ def test_parameters_computed_from_a_configuration(model: LanguageModel) -> None:
     assert Shape.of_config({"text_config": model.module.config.to_dict()}) == shape
 
 
+_SMALL = {
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "intermediate_size": 96, "num_experts_per_tok": 2},
+    **{"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 1},
+}
+_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+MIXTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "every second layer": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 2},
+    ),
+    "all layers but one": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "mlp_only_layers": [2]},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
+    "a gated shared expert": (
+        transformers.Qwen2MoeConfig,
+        {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "shared experts": (transformers.Glm4MoeConfig, {**_ROUTED, "head_dim": 16, "n_shared_experts": 1}),
+    "latent attention": (
+        transformers.DeepseekV3Config,
+        {**_ROUTED, **_LATENT, "n_shared_experts": 2, "q_lora_rank": 24, "num_key_value_heads": 4, "n_group": 2,
+         "topk_group": 1},
+    ),
+    "latent attention with whole queries": (
+        transformers.DeepseekV2Config,
+        {**_ROUTED, **_LATENT, "n_shared_experts": 2, "q_lora_rank": None, "num_key_value_heads": 4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_all_experts_are_held_and_those_of_a_token_compute(name: str) -> None:
+    kind, more = MIXTURES[name]
+    config = kind(**{**_SMALL, **more})
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    shape = Shape.of_config(config.to_dict())
+    assert shape is not None
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    outside = sum(size for name, size in sizes.items() if "_norm.weight" in name or name.endswith("_proj.bias"))
+    counted = sum(sizes.values())
+    assert shape.parameters <= counted <= shape.parameters + outside  # norms of heads and biases are left out
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    experts = more.get("n_routed_experts") or more.get("num_local_experts") or more["num_experts"]
+    assert shape.idle == routed - routed * 2 // experts
+    layers = [sum(s for n, s in sizes.items() if f".layers.{at}." in n) for at in range(4)]
+    assert shape.layer_parameters == pytest.approx(max(layers), rel=0.01)
+    files = Shape.of_files({**config.to_dict(), "dtype": "bfloat16"}, 2 * counted)
+    assert files is not None
+    assert (files.parameters, files.active) == (counted, counted - shape.idle)
+    width = 4 * (config.head_dim if "latent" in name else 16)
+    assert cost_model(module) == CostModel.of_model(parameters=files.active, layers=4, attention_width=width)
+
+
+@pytest.mark.parametrize("name", ["latent attention", "latent attention with whole queries", "mixtral"])
+def test_what_a_token_takes_in_the_cache_is_what_transformers_puts_there(name: str) -> None:
+    kind, more = MIXTURES[name]
+    config = kind(**{**_SMALL, **more})
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache = module(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    shape = Shape.of_config(config.to_dict())
+    assert shape is not None
+    assert sum(part.numel() for layer in cache.layers for part in (layer.keys, layer.values)) == 3 * shape.kv_values
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", ["all layers but one", "mixtral"])
+def test_a_mixtures_activations_are_those_of_the_experts_of_a_token(name: str, implementation: str) -> None:
+    kind, more = MIXTURES[name]
+    config = kind(**{**_SMALL, **more, "mlp_only_layers": []}, experts_implementation=implementation)
+    torch.manual_seed(0)
+    mixture = adopt_module(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert_activations_to_a_fifth(mixture)
+
+
 def test_activations_are_what_autograd_keeps_to_a_fifth(model: LanguageModel) -> None:
+    assert_activations_to_a_fifth(model)
+
+
+def assert_activations_to_a_fifth(model: LanguageModel) -> None:
     batch = TokenBatch.pack([Document((5,) * 10, (6,) * n) for n in (90, 40, 60, 190)])
     own = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -133,6 +133,7 @@ class Load:
     dtype: str  # float32 | bfloat16 | auto
     micro_batch_tokens: int | None  # None: chosen (`planner.sizes`)
     activation_checkpointing: bool | None = None  # None: chosen
+    shard_frozen: bool | None = None  # None: chosen
     sequence_parallel: int = 1
     documents: int = 0  # documents of one optimiser step; 0: unknown, so micro-batches count as full
     rows: int = 0  # maximum number of responses that one rank decodes together

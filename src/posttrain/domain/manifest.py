@@ -30,7 +30,7 @@ MANIFEST_SCHEMA: Final = 1
 NAMED: Final = "named"  # in an input's meta: its name in the run file, which may denote another model now
 _UNDECIDING = frozenset({"placement"})
 _UNDECIDING_RUNTIME = frozenset(
-    {"call_timeout", "checkpoint_every", "object_store", "ray_address", "stall_after", "start_timeout"}
+    {"call_timeout", "checkpoint_every", "object_store", "ray_address", "shard_frozen", "stall_after", "start_timeout"}
 )
 _UNDECIDING_META = frozenset({"source", NAMED})  # names of files for errors, and of models for display
 SUITES: Final = "suites."  # prefix of the slots of measured data

@@ -213,11 +213,12 @@ class Placement(Frozen):
 
     def _head(self, role: str) -> str:
         """Return the name of the pool of `role`."""
-        if not self.placed:
+        placed = self.placed
+        if not placed:
             return MAIN
         seen = [role]
         while True:
-            given = self.placed.get(seen[-1])
+            given = placed.get(seen[-1])
             host = given.with_ if given is not None else "policy" if seen[-1] != "policy" else None
             if host is None:
                 return seen[-1]

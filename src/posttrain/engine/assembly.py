@@ -25,10 +25,8 @@ def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) 
     role, *others = config.roles()
     learner = _learner(config, role, model, seed, pool_of, dropout=config.dropout)
     tokens = micro_batch_tokens(config.runtime, pool_of(role.name).processes[0].device)
-    frozen = {
-        one.name: pool_of(one.name).by_rank().start(one.name, FrozenWorker, model, micro_batch_tokens=tokens)
-        for one in others
-    }
+    words = {"micro_batch_tokens": tokens, "shard": config.runtime.shard_frozen is True}
+    frozen = {one.name: pool_of(one.name).by_rank().start(one.name, FrozenWorker, model, **words) for one in others}
     return Roles({role.name: learner}, frozen, sleeps=_sleeps(config, pool_of))
 
 
@@ -101,6 +99,7 @@ def _frozen(
             micro_batch_tokens=tokens,
             temperature=config.temperature if role.head == "language" else 1.0,
             vocabulary=policy.one(TrainWorker.vocabulary) if role.wide else None,
+            shard=config.runtime.shard_frozen is True,
         )
     )
 

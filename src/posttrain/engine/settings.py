@@ -94,7 +94,7 @@ class InferenceRuntimeConfig(Frozen):
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out default values, so that digests are the same as in Posttrain versions with fewer fields."""
         said: dict[str, Any] = handler(self)
-        unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout")
+        unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout", "shard_frozen")
         left: dict[str, Any] = {"stall_after": None, **dict.fromkeys(unsaid, "auto")}
         return {name: value for name, value in said.items() if name not in left or value != left[name]}
 
@@ -110,6 +110,9 @@ class RuntimeConfig(InferenceRuntimeConfig):
     # recompute layers in the backward pass, which saves memory and takes time; auto: only if a micro-batch does not fit
     # otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
+    # distribute each frozen role (reference, teacher, …) over the ranks of its pool, instead of a whole copy on every
+    # rank; auto: only if whole copies do not fit
+    shard_frozen: bool | Literal["auto"] = "auto"
     sequence_parallel: Few = 1  # ranks that share a batch's tokens (Ulysses); must divide the number of ranks
     ray_address: Word | None = None  # address of a running Ray cluster; None: start one on this machine if needed
     # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's memory but at most

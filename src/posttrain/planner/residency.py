@@ -11,12 +11,17 @@ masters               4 N when b = 2: the optimiser updates float32             
 optimizer             8 N: two moments of Adam in float32                       8 N / G
 gradients             4 N, and 2 N of the last micro-batch when b = 2           4 N / G
 gathered              none                                                      b × (embedding + head + two layers)
+frozen role           b N                                                       b N, or if sharded b N / G and gathered
 ====================  ========================================================  =======================================
 
 Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
 al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients in float32. Every rank opens a whole model before sharding, in
-its compute dtype, and converts it to float32 layer by layer, which takes b N in the phase `start`, one role after the
-other. A frozen role holds b N on every rank. A rollout that shares a pool of one rank with the policy reads the
+its compute dtype, and shards it layer by layer, which takes b N in the phase `start`, one role after the other, next to
+the weights of the roles that were opened before. `Load.shard_frozen` decides whether frozen roles are sharded
+(`planner.sizes` chooses it); a layer is gathered while it computes.
+
+For a mixture of experts, N counts all experts, and a gathered layer contains all its experts, but activations are those
+of the experts that a token uses. A rollout that shares a pool of one rank with the policy reads the
 policy's weights; elsewhere it holds a copy. The rollout's key-value cache takes 2 × layers × kv_heads × head_dim × b
 for each token of the rows decoded together, whose number `runtime.kv_cache` limits. On a GPU, a row occupies whole
 pages of 128 positions. On a CPU, a row occupies the slot in which it ends; slots have 128, 256, 512 … positions, and
@@ -26,12 +31,13 @@ arrive, and slots remain when a row moves to the next class. Prompts are read be
 the widest values of one layer (of its norm, its projections or its MLP).
 
 Activations are estimated, not certain: autograd keeps for one layer, per token, about 7 hidden + 5 (heads + kv_heads) ×
-head_dim + 4 intermediate values of b bytes. (This was counted on Qwen3; a Llama layer keeps an eighth less. The
-approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores.) With
-checkpointing, autograd keeps one such layer, and `hidden` values for each other layer. The backward pass adds the
-gradients of one layer's values. For a process that trains or evaluates on a CPU, the total computed here is within a
-factor of 1.5 of the process's peak resident memory (tests measure it). The logits count twice, in float32; if there are
-more than `CHUNKED_LOGITS` logits, a chunk's temporaries and the head's gradient in float32 count instead.
+head_dim + 4 intermediate values of b bytes, and 3 hidden for each expert that the token uses. (This was counted on
+Qwen3 and Qwen3-MoE; a Llama layer keeps an eighth less. The approach is that of Korthikanti et al. 2022, section 4,
+without the scores, which fused attention never stores.) With checkpointing, autograd keeps one such layer, and `hidden`
+values for each other layer. The backward pass adds the gradients of one layer's values. For a process that trains or
+evaluates on a CPU, the total computed here is within a factor of 1.5 of the process's peak resident memory (tests
+measure it). The logits count twice, in float32; if there are more than `CHUNKED_LOGITS` logits, a chunk's temporaries
+and the head's gradient in float32 count instead.
 
 A teacher's likeliest tokens stay in the teacher's memory on the machine, 8 bytes each, from the phase `teacher` to the
 last update. Unless learner and teacher are one process, each learning rank also stores there the tokens for its
@@ -39,9 +45,9 @@ documents and, while it fetches them, one of the teacher's parts. These bytes co
 `max_new_tokens` tokens per response.
 
 The weights of a sleeping frozen role in a shared pool leave the GPU; on a CPU they are dropped and read again. Trained
-weights and a rollout's copy stay. The following are not counted: Python and torch themselves (0.4 GB a process on the
-CPU), CUDA contexts, allocator fragments, collective buffers, data sets, checkpoints being written, and a reward
-function's processes.
+weights, the shards of frozen roles and a rollout's copy stay. The following are not counted: Python and torch
+themselves (0.4 GB a process on the CPU), CUDA contexts, allocator fragments, collective buffers, data sets, checkpoints
+being written, and a reward function's processes.
 
 Whether a placement is feasible is checked before anything starts, against the machine or a cluster. The available
 resources have the form of Ray's cluster resources::
@@ -56,12 +62,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from posttrain.domain.kinds import Load
 from posttrain.domain.placement import MAIN, ROLES, Placement, Pool
-from posttrain.domain.roles import step_phases
+from posttrain.domain.roles import step_phases, with_models
+from posttrain.planner.shape import Shape
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: cache misses
 CHUNKED_LOGITS = 2**25  # above this number, the engine computes logits in chunks and again in the backward pass
@@ -73,73 +79,7 @@ KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.roll
 KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.rollout.kv_slots`)
 PREFILL_TOKENS = 8192  # of prompts read at a time (`engine.rollout.backends.native`)
 _SLOT_STEPS = (32, 16, 128)  # narrowest slot, and step of wider slots; step of slots up to the third number
-_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's names of kinds
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a decoder that decide its memory."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool  # embedding and output head are one matrix
-    stored: int = 0  # bytes of a value in its file; 0: unknown
-
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
-        """Read a `config.json` in the Llama style; return None if it lacks these sizes.
-
-        Args:
-            parameters: the number counted in the weights; None: the number is computed for a gated MLP without biases.
-        """
-        text = {**config, **(config.get("text_config") or {})}
-        try:
-            hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-            shape = cls(
-                parameters or 0,
-                layers=int(text["num_hidden_layers"]),
-                hidden=hidden,
-                intermediate=int(text.get("intermediate_size") or 4 * hidden),
-                heads=heads,
-                kv_heads=int(text.get("num_key_value_heads") or heads),
-                head_dim=int(text.get("head_dim") or hidden // heads),
-                vocabulary=int(text["vocab_size"]),
-                tied=bool(text.get("tie_word_embeddings", False)),
-            )
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            return None
-        outside = shape.hidden * shape.vocabulary * (1 if shape.tied else 2) + shape.hidden
-        return shape if parameters else replace(shape, parameters=outside + shape.layers * shape.layer_parameters)
-
-    @classmethod
-    def of_files(cls, config: Mapping[str, Any], stored: int) -> Shape | None:
-        """Return the shape of a model on disk, whose weights take `stored` bytes."""
-        width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
-        found = cls.of_config(config, stored // width if width else None)
-        return replace(found, stored=width or 0) if found else None
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: query, key, value and output projections, gate, up and down, two norms."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-
-    @property
-    def kv_values(self) -> int:
-        """Number of key and value elements of one token, in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-    @property
-    def unit_parameters(self) -> int:
-        """Parameters gathered at the same time when sharded: embedding and head, the current and the next layer."""
-        return self.hidden * self.vocabulary * (1 if self.tied else 2) + 2 * self.layer_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +149,12 @@ def resident(
     held: list[Held] = []
     peaks: list[Peak] = []
     stays = {name: _Pool(load, pool, gpu_there, prompt_tokens, longest_prompt) for name, pool in pools.items()}
-    for phase, active in _phases(load).items():
+    phases = _phases(load)
+    for phase, active in phases.items():
         for pool in stays.values():
             held += pool.phase(phase, active, shapes)
     for name, pool in stays.items():
-        mine = {phase: [h for h in held if (h.phase, h.pool) == (phase, name)] for phase in _phases(load)}
+        mine = {phase: [h for h in held if (h.phase, h.pool) == (phase, name)] for phase in phases}
         full = {phase: sum(h.bytes for h in rows) for phase, rows in mine.items()}
         sure = [sum(h.bytes for h in rows if not h.estimated) for rows in mine.values()]
         worst = max(full, key=full.__getitem__)
@@ -261,10 +202,19 @@ def row_positions(tokens: int, device: str, longest: int = 0) -> int:
     return min(own, max(narrowest, math.ceil(most / step) * step))
 
 
+def shardable(load: Load) -> tuple[str, ...]:
+    """Return the frozen roles whose pool has several ranks."""
+    models = [name for name in with_models(load.roles) if name not in (*load.trained, "rollout")]
+    return tuple(name for name in models if load.placement.pool_of(name).ranks > 1)
+
+
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Return the phases with their active roles, without phases that have no active role."""
-    sharded = (role for role in load.trained if load.placement.pool_of(role).ranks > 1)
-    found = {"start": tuple(sharded), **step_phases(load.roles)}
+    sharded = (*load.trained, *(shardable(load) if load.shard_frozen else ()))
+    found = {
+        "start": tuple(role for role in sharded if load.placement.pool_of(role).ranks > 1),
+        **step_phases(load.roles),
+    }
     if shared_weights(load):
         found.pop("weights", None)
     return {phase: roles for phase, roles in found.items() if roles}
@@ -277,6 +227,8 @@ class _Pool:
         self._load, self.pool = load, pool
         self.device = device_of(load, pool, gpu_there=gpu_there)
         self._width, self._ranks = width_of(load, self.device), pool.ranks
+        self._lent = shared_weights(load)
+        self._shards = bool(load.shard_frozen) and pool.ranks > 1
         sleep = load.placement.sleep
         self._sleeps = (self.device == "cuda" if sleep == "auto" else sleep) and len(pool.roles) > 1
         self._prompt, self._context = prompt_tokens, prompt_tokens + load.response_tokens
@@ -290,9 +242,7 @@ class _Pool:
     def phase(self, phase: str, active: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
         """Yield the memory that the pool's roles hold while the roles `active` work."""
         if phase == "start":
-            mine = [role for role in self.pool.roles if role in active and role in shapes]
-            for role in sorted(mine, key=lambda role: shapes[role].parameters)[-1:]:
-                yield Held(phase, self.pool.name, role, "whole", self._width * shapes[role].parameters, estimated=False)
+            yield from self._start(active, shapes)
             return
         for role in self.pool.roles:
             if role in shapes:
@@ -303,15 +253,36 @@ class _Pool:
                     if size:
                         yield Held(phase, self.pool.name, role, part, size, estimated)
 
+    def _start(self, sharded: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
+        """Yield the memory that is held while the sharded role opens that leaves the least room.
+
+        That is its whole model, and the weights of the roles that `engine.assembly` opens before.
+        """
+        names = [role for role in self._load.names if role in self.pool.roles and role in shapes]
+        first = (*self._load.trained[:1], "rollout")
+        before: list[Held] = []
+        worst: list[Held] = []
+        for role in sorted(names, key=lambda role: first.index(role) if role in first else len(first)):
+            if role in sharded:
+                size = self._width * shapes[role].parameters
+                opening = [*before, Held("start", self.pool.name, role, "whole", size, estimated=False)]
+                worst = max(worst, opening, key=lambda held: sum(h.bytes for h in held))
+            for part, size, _ in self._persistent(role, shapes[role], names):
+                if part in ("weights", "copy") and size:
+                    before.append(Held("start", self.pool.name, role, part, size, estimated=False))
+        yield from worst
+
     def _persistent(self, role: str, shape: Shape, active: Collection[str]) -> Iterator[tuple[str, int, bool]]:
         size, width, ranks = shape.parameters, self._width, self._ranks
         if role == "rollout":
-            if not shared_weights(self._load):
+            if not self._lent:
                 yield "copy", width * size, False
         elif role in self._load.trained:
             yield "weights", (width * size if ranks == 1 else 4 * math.ceil(size / ranks)), False
             yield "masters", (4 * size if ranks == 1 and width == 2 else 0), False
             yield "optimizer", 8 * math.ceil(size / ranks), False
+        elif self._shards:
+            yield "weights", width * math.ceil(size / ranks), False
         elif role in active or not self._sleeps:
             yield "weights", width * size, False
 
@@ -342,6 +313,8 @@ class _Pool:
             elif phase != "weights":
                 yield from self._forward(shape, backward=False, head=self._speaks(role))
         elif role != "rollout":
+            if self._shards:
+                yield "gathered", width * min(shape.parameters, shape.unit_parameters), False
             yield from self._forward(shape, backward=False, head=self._speaks(role))
 
     def _speaks(self, role: str) -> bool:
@@ -381,7 +354,11 @@ class _Pool:
         return taken + rows * row // shape.layers
 
     def _forward(self, shape: Shape, *, backward: bool, head: bool) -> Iterator[tuple[str, int, bool]]:
-        layer = 7 * shape.hidden + 5 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
+        layer = (
+            (7 + 3 * shape.chosen) * shape.hidden
+            + 5 * (shape.heads + shape.kv_heads) * shape.head_dim
+            + 4 * shape.intermediate
+        )
         kept = layer
         if backward:
             saved = shape.hidden if self._load.activation_checkpointing else layer
@@ -396,7 +373,7 @@ class _Pool:
 def _read_values(shape: Shape) -> int:
     """Return the maximum number of values per token in one layer's forward pass, without a backward pass."""
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return 2 * shape.hidden + max(2 * heads, 3 * shape.intermediate)
+    return 2 * shape.hidden + max(2 * heads, 3 * shape.intermediate + 2 * shape.chosen * shape.hidden)
 
 
 def _logits(tokens: int, shape: Shape, *, backward: bool, half: bool) -> int:
@@ -487,7 +464,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
     """
     found = [
         f"memory: one rank of {_called(peak.pool)} needs at least {gib(peak.certain)} on its GPU, "
-        f"which has {gib(device)}; use more ranks, or give roles separate pools"
+        f"which has {gib(device)}"
         for peak in peaks
         if device is not None and peak.device == "cuda" and peak.certain > device
     ]
@@ -495,10 +472,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
     total = sum(peak.certain * peak.ranks for peak in on_cpu)
     if machine is not None and total > machine:
         parts = ", ".join(f"{peak.pool} {peak.ranks} × {gib(peak.certain)}" for peak in on_cpu)
-        found.append(
-            f"memory: ranks on CPUs need at least {gib(total)} ({parts}), but this machine has {gib(machine)}; "
-            "use a smaller model, or GPUs"
-        )
+        found.append(f"memory: ranks on CPUs need at least {gib(total)} ({parts}), but this machine has {gib(machine)}")
     return found
 
 

@@ -11,6 +11,8 @@ usable of a CPU rank    0.8 of the machine's memory less half a GiB for each pro
 micro_batch_tokens      16384 on CUDA, 4096 on a CPU; halved, down to 1024, while a phase does not fit
 activation_             off if a micro-batch of that many tokens fits without; else on, before tokens are halved:
 checkpointing           a third more computation costs less than many small micro-batches
+shard_frozen            off if whole copies of the frozen roles fit on every rank; else on, before anything is computed
+                        again: a layer is gathered once for each micro-batch, which takes communication only
 kv_cache                on a GPU all memory left in the phase `rollout`, on a CPU half of it, in multiples of 16 MiB
 object_store            a tenth of the machine's memory, at most 8 GiB; or, if that is more, twice the weights that are
                         sent to rollouts (the previous version is freed late) plus a teacher's likeliest tokens of a
@@ -51,14 +53,15 @@ from posttrain.planner.residency import (
     KV_PAGE,
     KV_RESERVE,
     MICRO_BATCH_TOKENS,
-    Shape,
     device_of,
     gib,
     resident,
     row_positions,
+    shardable,
     shared_weights,
     width_of,
 )
+from posttrain.planner.shape import Shape
 
 START, CALL = 300.0, 3600.0  # seconds
 _READ_GIB, _TOKEN = 10.0, 0.01  # seconds
@@ -138,8 +141,7 @@ def too_much_to_load(
     }
     return [
         f"memory: {ranks} ranks of {role} convert their models at the same time, which takes {ranks} × {gib(size)}, "
-        f"but this machine has {gib(memory)}; use fewer ranks on one machine, or compute in the dtype of the model's "
-        "file"
+        f"but this machine has {gib(memory)}"
         for role, ranks, size in loading(load, shapes, gpu_there=gpu_there)
         if role in on_gpus and ranks * size > memory and shapes[role].stored not in (0, size // shapes[role].parameters)
     ]
@@ -191,7 +193,7 @@ class Settled:
 
     load: Load
     sizes: tuple[Size, ...]
-    short: str = ""  # why the stage still does not fit, in one line with the next action
+    short: str = ""  # why the stage still does not fit, in one line (`planner.remedies` finds the next action)
 
     def values(self) -> dict[str, float]:
         """Return the sizes by name, as a job reports them."""
@@ -247,18 +249,24 @@ def unknown_kinds(load: Load) -> list[str]:
     ]
 
 
+def device_bytes(load: Load, pool: Pool, room: Room) -> int | None:
+    """Return the bytes of one rank's device: a GPU, or the rank's share of the machine's memory; None: unknown."""
+    return _Stage(load, {}, room)._whole(pool)
+
+
 class _Stage:
     def __init__(self, load: Load, shapes: Mapping[str, Shape], room: Room) -> None:
         self._load, self._shapes, self._room = load, shapes, room
         self._pools = load.pools
 
     def micro_batches(self, prompt_tokens: int) -> Settled:
-        """Choose the tokens of a micro-batch, and whether layers are recomputed."""
+        """Choose the tokens of a micro-batch, and whether layers are recomputed and frozen roles sharded."""
         written = self._load.micro_batch_tokens, self._load.activation_checkpointing
         tried = None
-        for tokens, again in self._candidates():
-            load = replace(self._load, micro_batch_tokens=tokens, activation_checkpointing=again)
-            tried = load, *self._tightest(load)
+        for tokens, again, shard in self._candidates():
+            load = replace(self._load, micro_batch_tokens=tokens, activation_checkpointing=again, shard_frozen=shard)
+            now = load, *self._tightest(load)
+            tried = now if tried is None or now[1] <= tried[1] else tried  # the smallest excess, if none fits
             if tried[1] <= 0:
                 break
         assert tried is not None
@@ -267,17 +275,36 @@ class _Stage:
         sizes = (
             Size("micro_batch_tokens", float(load.micro_batch_tokens or 0), "tokens", written[0] is None, why),
             Size("activation_checkpointing", float(again), "switch", written[1] is None, "as above"),
+            *self._sharding(load),
         )
         return Settled(load, sizes, self._too_much(load, prompt_tokens) if over > 0 and written[0] is None else "")
 
-    def _candidates(self) -> Iterator[tuple[int, bool]]:
-        tokens, again = self._load.micro_batch_tokens, self._load.activation_checkpointing
+    def _sharding(self, load: Load) -> Iterator[Size]:
+        """Yield the size `shard_frozen` if a frozen role is in a pool of several ranks."""
+        names = shardable(load)
+        if not names:
+            return
+        parts = []
+        for role in filter(self._shapes.__contains__, names):
+            pool = load.placement.pool_of(role)
+            whole = self._shapes[role].parameters * width_of(load, self._device(pool))
+            parts.append(
+                f"{role} takes {gib(whole)} whole, {gib(-(-whole // pool.ranks))} on each of {pool.ranks} ranks"
+            )
+        why = ", ".join(parts) or self._unknown()
+        yield Size("shard_frozen", float(bool(load.shard_frozen)), "switch", self._load.shard_frozen is None, why)
+
+    def _candidates(self) -> Iterator[tuple[int, bool, bool]]:
+        tokens, again, shard = (
+            self._load.micro_batch_tokens, self._load.activation_checkpointing, self._load.shard_frozen
+        )  # fmt: skip
+        shards = (False, True) if shard is None and shardable(self._load) else (bool(shard),)
         home = next(pool for pool in self._pools.values() if self._load.trained[0] in pool.roles)
         usual = tokens or MICRO_BATCH_TOKENS[self._device(home)]
-        yield from ((usual, way) for way in ((False, True) if again is None else (again,)))
+        yield from ((usual, way, one) for way in ((False, True) if again is None else (again,)) for one in shards)
         while tokens is None and usual > LEAST_TOKENS:
             usual //= 2
-            yield usual, again is not False
+            yield from ((usual, again is not False, one) for one in shards)
 
     def _tightest(self, load: Load) -> tuple[int, str]:
         """Return the excess of the fullest phase of any pool over its usable memory, and an explanation.
@@ -285,12 +312,13 @@ class _Stage:
         The excess is in bytes; negative: free bytes.
         """
         found = resident(load, self._shapes, gpu_there=self._room.gpu_there)
+        phases = [phase for phase in found.phases if phase != "start"]  # no size affects the opening of a model
         worst: tuple[int, str] | None = None
         for name, pool in self._pools.items():
             usable = self._usable(pool)
             mine = {
                 phase: sum(h.bytes for h in found.held if (h.phase, h.pool) == (phase, name) and h.part != "kv cache")
-                for phase in found.phases
+                for phase in phases
             }
             if usable is None or not any(mine.values()):
                 continue
@@ -312,8 +340,7 @@ class _Stage:
                 return (
                     f"memory: {peak.phase} takes about {gib(peak.bytes)} with the smallest micro-batches, "
                     f"{max(load.micro_batch_tokens or 0, load.response_tokens)} tokens{again}; "
-                    f"{self._place(self._pools[peak.pool])} has {gib(whole)}; use more ranks, a smaller model, or "
-                    "give roles separate pools"
+                    f"{self._place(self._pools[peak.pool])} has {gib(whole)}"
                 )
         return ""
 
@@ -343,8 +370,7 @@ class _Stage:
         short = "" if rows or written is not None else self._no_row(pool, whole, longest, value)
         if not rows and written is not None:
             short = (
-                f"runtime.kv_cache must hold one row of {longest} tokens ({gib(whole + nobodys)}), got {gib(written)}; "
-                "raise it, or leave it out"
+                f"runtime.kv_cache must hold one row of {longest} tokens ({gib(whole + nobodys)}), got {gib(written)}"
             )
         size = Size("kv_cache", float(value), "bytes", written is None, ": ".join(filter(None, (why, counted))))
         return Settled(load, (size,), short)
@@ -361,7 +387,7 @@ class _Stage:
     def _no_row(self, pool: Pool, row: int, longest: int, value: int) -> str:
         return (
             f"memory: the key-value cache of one row of {longest} tokens takes {gib(row)}, but only {gib(value)} are "
-            f"left on {self._place(pool)}; lower max_new_tokens, or give the rollout its own pool"
+            f"left on {self._place(pool)}"
         )
 
     def _device(self, pool: Pool) -> str:

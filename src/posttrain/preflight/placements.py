@@ -25,15 +25,16 @@ from posttrain.domain.runspec import RunSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
-from posttrain.planner.residency import Residency, Shape, gib, infeasible, resident, too_large, unfit
-from posttrain.planner.sizes import Room, Settled, Size, expected, settle, too_much_to_load, unknown_kinds
+from posttrain.planner.remedies import Bench
+from posttrain.planner.residency import Residency, gib, infeasible, resident, unfit
+from posttrain.planner.shape import Shape
+from posttrain.planner.sizes import Room, Settled, Size, expected, settle, unknown_kinds
 from posttrain.preflight.confinement import bytes_of
 from posttrain.preflight.data import Dataset, Lengths, model_files, origin, word_of
 from posttrain.preflight.outlook import workload
 from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import OpenWorkspace
 
-_LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
 _SPECIAL_TOKENS = 7  # tokens, in addition to characters, of a model that `init_model` makes
 _JUDGE = "reward_model"
 _SLOT, _TOKENIZER = "teacher", "tokenizer.json"
@@ -81,11 +82,9 @@ def refuse_infeasible(
         found += _missing_ray(load) if manifest.image is None and workspace.own_jobs else []
         if load.ray_address is None:
             found = infeasible(load.placement, machine.resources(), roles=load.names) + found
-            settled = settle(load, shapes, room_of(machine))
-            peaks = resident(settled.load, shapes, gpu_there=bool(machine.gpus)).peaks
-            found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
-            found += too_much_to_load(load, shapes, machine.memory, gpu_there=bool(machine.gpus))
-            found += [settled.short] if settled.short else []
+            bench = Bench(load, shapes, room_of(machine), len(machine.gpus))
+            refused = bench.tried(load).refused
+            found += [f"{refused[0]}; {bench.advice}", *refused[1:]] if refused else []
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
@@ -116,23 +115,29 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
             )
 
 
-def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
+def memory_warnings(settled: Settled, residency: Residency, machine: Machine, bench: Bench) -> list[str]:
     """Return warnings if the estimate exceeds the memory; a stage that certainly does not fit was rejected before.
 
     For a cluster, only the kinds of GPUs are known, so no stage is rejected.
+
+    Args:
+        bench: finds the changes after which the stage fits.
     """
     missing = _missing_ray(settled.load)
     if settled.load.ray_address is not None:
-        return [*missing, *unknown_kinds(settled.load), *([settled.short] if settled.short else [])]
+        trial = bench.tried(bench.load)
+        short = settled.short or f"memory: a rank will need about {trial.said}"
+        return [*missing, *unknown_kinds(settled.load), *([f"{short}; {bench.advice}"] if trial.over else [])]
     room, memory = machine.gpu_memory, machine.memory
     found = missing + [
-        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"
+        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); "
+        f"{bench.advice}"
         for peak in residency.peaks
         if room is not None and peak.device == "cuda" and peak.bytes > room
     ]
     total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
     if memory is not None and total > memory:
-        found.append(f"ranks on CPUs will need about {gib(total)}, but this machine has {gib(memory)}; {_LOWER}")
+        found.append(f"ranks on CPUs will need about {gib(total)}, but this machine has {gib(memory)}; {bench.advice}")
     return found
 
 
@@ -164,7 +169,8 @@ def residencies(
             prompts = {"prompt_tokens": round(rows.length or 0), "longest_prompt": round(rows.longest or 0)}
             settled = settle(load, shapes, room, **prompts)
             residency = resident(settled.load, shapes, **prompts, gpu_there=bool(machine.gpus))
-            yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
+            bench = Bench(load, shapes, room, None if load.ray_address else len(machine.gpus), prompts)
+            yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine, bench)))
 
 
 def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:

@@ -144,6 +144,7 @@ class TrainingConfig(StageConfig):
             dtype=runtime.dtype,
             micro_batch_tokens=written(runtime.micro_batch_tokens),
             activation_checkpointing=written(runtime.activation_checkpointing),
+            shard_frozen=written(runtime.shard_frozen),
             sequence_parallel=runtime.sequence_parallel,
             documents=self.documents,
             ray_address=runtime.ray_address,

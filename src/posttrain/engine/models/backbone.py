@@ -475,12 +475,20 @@ def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
 
     Args:
         module: a model of the library transformers.
-        parameters: total number of parameters; None: they are counted, which must happen before sharding.
+        parameters: number of parameters that compute a token; None: they are counted, which must happen before
+            sharding. Of a mixture's experts, those count that one token uses.
     """
-    layers, heads, width = _attention(_text_config(module))
+    text = _text_config(module)
+    layers, heads, width = _attention(text)
     if not (layers and heads and width):
         return TOKENS
-    count = sum(p.numel() for p in module.parameters()) if parameters is None else parameters
+    count = parameters
+    if count is None:
+        sizes = {name: p.numel() for name, p in module.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        known = (getattr(text, name, None) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
+        routed, chosen = next(filter(None, known), 1), getattr(text, "num_experts_per_tok", None) or 1
+        count = sum(sizes.values()) - (experts - experts * min(chosen, routed) // routed)
     return CostModel.of_model(parameters=count, layers=layers, attention_width=heads * width)
 
 

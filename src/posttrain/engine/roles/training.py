@@ -2,13 +2,14 @@
 
 A role that learns is the policy, a critic or a reward model; the worker of such a role does not depend on the engine.
 The torch `TrainEngine` has whole parameters on one rank, and uses FSDP2 on several ranks, according to the `Sharding`
-of its learner. Frozen roles, such as reference and teacher, are whole on every rank, and sleep between their phases.
+of its learner. Frozen roles, such as reference and teacher, are whole on every rank and sleep between their phases, or
+are sharded over the ranks, in which case every rank keeps its shards.
 
 A prediction is written to its column of the batch.
 """
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +24,15 @@ from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.files import ModelSource, ScalarSource, save_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_classifier, adopt_module
 from posttrain.engine.models.logprobs import Model, predict, predict_topk, predictable
-from posttrain.engine.models.sharding import Layout, Shard, open_sequence_group
+from posttrain.engine.models.sharding import (
+    FullySharded,
+    Layout,
+    Shard,
+    Sharding,
+    Unsharded,
+    local,
+    open_sequence_group,
+)
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.port import Division, TrainEngine, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
@@ -271,10 +280,13 @@ class TrainWorker:
 
 @final
 class FrozenWorker:
-    """One rank of a frozen role: a whole model with separate storage, which sleeps between phases.
+    """One rank of a frozen role: a whole model with separate storage, which sleeps between phases, or a sharded model.
 
     A sleeping model on a GPU moves to the host's memory. On the CPU, a model from a folder is dropped, and read again
     when needed (its pages are in the file cache); a model that cannot be read again stays in memory.
+
+    A sharded model does not sleep: its shards stay, and its layers are gathered while they compute. Calls that compute
+    are collective, so a rank without items computes on a dummy batch while other ranks still have micro-batches.
 
     Args:
         context: the rank's context.
@@ -283,6 +295,10 @@ class FrozenWorker:
         temperature: the sampling temperature at which log-probabilities are computed.
         micro_batch_tokens: maximum tokens per forward pass.
         vocabulary: size of the learner's vocabulary, which limits the likeliest tokens; None: the model's own.
+        shard: whether the model is sharded over the ranks, if there are several.
+
+    Raises:
+        InputError: the model is to be sharded over ranks that cannot communicate.
     """
 
     def __init__(
@@ -294,24 +310,31 @@ class FrozenWorker:
         temperature: float = 1.0,
         micro_batch_tokens: int,
         vocabulary: int | None = None,
+        shard: bool = False,
     ) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary, self._sharded = vocabulary, shard and context.size > 1
+        if self._sharded:
+            context.need_collectives(name)
         self._source, self._device, self._rank = model, torch.device(context.device), context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
         self._model: Model | None = self._open()
         self._predicts = predictable(self._model)  # available while the model sleeps
+        self._sharding: Sharding | None = None
+        if self._sharded:
+            self._sharding = FullySharded(self._model.module, context.device)
 
     @torch.no_grad()
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
         """Return the batch with a column of the model's predictions. An empty batch needs no computation."""
         model = self._awake()
 
-        def score(micro: TokenBatch) -> TokenBatch:
-            found = predict(model, micro.to(model.device), {need}, temperature=self._temperature).of(need)
-            return with_prediction(micro, column, need, found)
+        def forward(micro: TokenBatch) -> dict[str, Tensor]:
+            return {need: predict(model, micro, {need}, temperature=self._temperature).of(need)}
 
-        shards = micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens)
-        parts = [score(batch if len(shards) == 1 else batch.select_items(shard)) for shard in shards]
+        shards, parts = [], []
+        for items, micro, found in self._computed(batch, forward):
+            shards.append(items)
+            parts.append(with_prediction(micro, column, need, found[need]))
         gathered = TokenBatch.gather(parts, shards) if parts else with_prediction(batch, column, need, torch.zeros(0))
         return gathered.seen_by(self._role, self._rank)
 
@@ -327,14 +350,34 @@ class FrozenWorker:
         model = self._awake()
         counts = batch.response_lengths.tolist()
         starts, held = [0, *accumulate(counts)], TopK.empty(sum(counts), width)
-        for items in micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens):
-            micro = batch.select_items(items).to(model.device)
+
+        def forward(micro: TokenBatch) -> dict[str, Tensor]:
             found = predict_topk(model, micro, width, temperature=self._temperature, vocabulary=self._vocabulary)
-            begin = 0
+            return {"ids": found.ids, "logprobs": found.logprobs}
+
+        for items, _, tensors in self._computed(batch, forward):
+            found, begin = TopK(tensors["ids"], tensors["logprobs"]), 0
             for document in batch.documents_of(items):
                 held.rows(starts[document], starts[document + 1]).put(found.rows(begin, begin + counts[document]))
                 begin += counts[document]
         return WideRows(held, tuple(counts))
+
+    def _computed(
+        self, batch: TokenBatch, forward: Callable[[TokenBatch], dict[str, Tensor]]
+    ) -> Iterator[tuple[tuple[int, ...], TokenBatch, Mapping[str, Tensor]]]:
+        """Yield the items of each micro-batch, the micro-batch, and the results of `forward`.
+
+        All ranks of a sharded role call `forward` the same number of times.
+        """
+        shards = micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens)
+        sharding = self._sharding or Unsharded(self._awake().module)
+        for at in range(sharding.rounds(len(shards))):
+            idle, whole = at >= len(shards), len(shards) == 1
+            micro = batch.dummy() if idle else batch if whole else batch.select_items(shards[at])
+            parts = sharding.compute(lambda m: LossParts(torch.zeros(()), forward(m)), micro.to(self._device))
+            if not idle:
+                yield shards[at], micro, parts.sums
+        sharding.write_back()  # drops the gathered embedding and head
 
     def predicts(self) -> frozenset[Need]:
         """Return the predictions that the model supports, including likeliest tokens (`hold`) for a language model."""
@@ -350,7 +393,9 @@ class FrozenWorker:
         return self._awake().fallbacks()
 
     def sleep(self) -> int:
-        """Free the device's memory until the next call; return the bytes that stay resident."""
+        """Free the device's memory until the next call; return the bytes that stay resident. Shards stay."""
+        if self._sharded:
+            return self.resident_bytes()
         if self._model is not None and self._device.type == "cuda":
             self._model.module.to("cpu")
             torch.cuda.empty_cache()
@@ -361,7 +406,8 @@ class FrozenWorker:
     def resident_bytes(self) -> int:
         """Return the bytes of weights on this rank's device (on a CPU: in this rank's memory)."""
         parameters = self._model.module.parameters() if self._model else ()
-        return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
+        held = (local(parameter) for parameter in parameters)
+        return sum(p.numel() * p.element_size() for p in held if p.device.type == self._device.type)
 
     def _awake(self) -> Model:
         """Return the model on its device."""

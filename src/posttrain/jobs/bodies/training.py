@@ -31,7 +31,7 @@ from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.rendering import labels_of
 from posttrain.domain.rewards import reward_slots
-from posttrain.domain.roles import RoleSpec, with_models
+from posttrain.domain.roles import ROLLOUT, RoleSpec, with_models
 from posttrain.engine.assembly import PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
@@ -86,7 +86,8 @@ from posttrain.execution.machine import room_of, this_machine
 from posttrain.jobs.bodies.rewards import open_rewards
 from posttrain.jobs.entry import Job, failed, loading
 from posttrain.pacing.balance import TOKENS, CostModel
-from posttrain.planner.residency import Shape, infeasible
+from posttrain.planner.residency import infeasible
+from posttrain.planner.shape import Shape
 from posttrain.planner.sizes import Room, Settled, settle
 from posttrain.store.mailbox import ControlKind
 from posttrain.store.trees import materialise
@@ -144,6 +145,7 @@ def _open_cluster_pools(
     for name, pool in pools.items():
         wanted = pool.resources
         learns = not learners.isdisjoint(pool.roles)
+        frozen = set(pool.roles) - learners - {ROLLOUT.name}
         shared = config.runtime.sequence_parallel if learns else 1  # ranks of other roles take whole sequences
         backend = cluster.backend(
             name,
@@ -155,7 +157,7 @@ def _open_cluster_pools(
             sequence_parallel=shared,
             start_seconds=deadlines.start,
             collective_seconds=deadlines.call / 2,  # the collective's error then comes before the call's
-            collective=learns,
+            collective=learns or bool(frozen and config.runtime.shard_frozen is True),
         )
         made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
         opened |= dict.fromkeys(pool.roles, stack.enter_context(made))
@@ -176,7 +178,7 @@ def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str,
     found = choose(job, config)
     load, names = found.load, ("micro_batch_tokens", "kv_cache", "object_store", "start_timeout", "call_timeout")
     chosen = {name: value for name in names if (value := getattr(load, name)) is not None}
-    chosen["activation_checkpointing"] = bool(load.activation_checkpointing)
+    chosen |= {name: bool(getattr(load, name)) for name in ("activation_checkpointing", "shard_frozen")}
     changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=chosen)}
     if load.reward_timeout is not None:
         changes["reward_timeout"] = load.reward_timeout
@@ -283,7 +285,7 @@ def _costs(job: Job) -> CostModel:
     if shape is None:
         return TOKENS
     return CostModel.of_model(
-        parameters=shape.parameters, layers=shape.layers, attention_width=shape.heads * shape.head_dim
+        parameters=shape.active, layers=shape.layers, attention_width=shape.heads * shape.head_dim
     )
 
 
