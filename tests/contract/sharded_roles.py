@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from posttrain.engine.algorithms.objectives import (
     LossParts,
@@ -126,17 +128,17 @@ def dropout_draws(context: RankContext) -> list[list[float]]:
     return drawn
 
 
-def frozen(context: RankContext, mine: TokenBatch) -> dict[str, float]:
+def frozen(context: RankContext, mine: TokenBatch) -> dict[str, int]:
     """A sharded frozen role predicts what a whole one does, bit for bit, whatever documents the other rank has.
 
-    Two micro-batches on one rank and one or none on the other; what is left on a rank is its half of the weights.
+    Two micro-batches on one rank and one or none on the other. Returns the bytes of the weights that the rank holds.
     """
-    found: dict[str, float] = {}
-    for family in ("qwen3", "llama"):
-        scalar = put_scalar_head(families.build(family))
+    found: dict[str, int] = {}
+    for family, dtype in product(("qwen3", "llama"), (torch.float32, torch.bfloat16)):
+        scalar = put_scalar_head(families.build(family)).to(dtype)
         with torch.no_grad():
             scalar.score.weight.normal_(generator=torch.Generator().manual_seed(1))
-        models = {"logprobs": adopt_module(families.build(family)), "scores": adopt_classifier(scalar)}
+        models = {"logprobs": adopt_module(families.build(family).to(dtype)), "scores": adopt_classifier(scalar)}
         for need, model in models.items():
             alone, parted = (
                 FrozenWorker(context, model, micro_batch_tokens=20, shard=shard, temperature=0.7)
@@ -144,16 +146,19 @@ def frozen(context: RankContext, mine: TokenBatch) -> dict[str, float]:
             )
             for _ in range(2):
                 left, right = (one.fill(mine, "now", need).column("now") for one in (alone, parted))  # type: ignore[arg-type]
-                assert torch.equal(left, right), (family, need)
+                assert torch.equal(left, right), (family, need, dtype)
                 assert not len(mine) or left.abs().max() > 0
             if need == "logprobs":
                 left, right = alone.hold(mine, 3).held, parted.hold(mine, 3).held
                 assert torch.equal(left.ids, right.ids)
                 assert torch.equal(left.logprobs, right.logprobs)
-            share = parted.resident_bytes() / alone.resident_bytes()
-            assert parted.sleep() == parted.resident_bytes()
+            assert parted._model is not None
+            held = [p.to_local() for p in parted._model.module.parameters() if isinstance(p, DTensor)]
+            assert {p.dtype for p in held} == {dtype}
+            size = sum(p.untyped_storage().nbytes() for p in held)
+            assert parted.sleep() == parted.resident_bytes() == sum(p.numel() * p.element_size() for p in held)
             assert (parted.predicts(), parted.fallbacks()) == (alone.predicts(), alone.fallbacks())
-            found[f"{family}/{need}"] = share
+            found[f"{family} {need} {str(dtype).removeprefix('torch.')}"] = size
     return found
 
 
@@ -203,8 +208,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
                 pairs = make_pairs().select_items(PAIRS[case][rank])
                 weights, metrics = train(context, family, make_batch().select(shards[rank]), pairs)
                 if family == "qwen3" and shared == 1:
-                    shares = frozen(context, make_batch().select(shards[rank]))
-                    (folder / f"{case}-frozen-{rank}.json").write_text(json.dumps(shares))
+                    held = frozen(context, make_batch().select(shards[rank]))
+                    (folder / f"{case}-frozen-{rank}.json").write_text(json.dumps(held))
                 if family == "qwen3":
                     (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(context)))
                     export(context, folder / f"{case}-exported")

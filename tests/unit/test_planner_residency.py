@@ -87,11 +87,14 @@ def test_shards_are_a_share_of_everything_and_a_unit_is_gathered() -> None:
 
 
 def test_every_rank_opens_a_model_in_the_type_it_computes_in_before_it_is_sharded() -> None:
+    """Next to the weights of the policy and the rollout, which are open by then."""
     spread = load("ppo", PPO, {"policy": {"gpus": 32}})
-    shapes = dict.fromkeys(PPO, SHAPE)
+    shapes = {role.name: SHAPE for role in PPO if role.model}
     found = resident(spread, {**shapes, "critic": replace(SHAPE, parameters=3 * N)})
     assert found.phases[0] == "start"
-    assert [(h.role, h.bytes) for h in found.held if h.phase == "start"] == [("critic", 6 * N)]  # one after the other
+    opened = {(h.role, h.part): h.bytes for h in found.held if h.phase == "start"}
+    policy = 4 * -(-N // 32)
+    assert opened == {("policy", "weights"): policy, ("rollout", "copy"): 2 * N, ("critic", "whole"): 6 * N}
     assert "start" not in table(load()).phases
 
 
