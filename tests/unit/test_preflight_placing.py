@@ -105,7 +105,7 @@ def test_a_model_that_cannot_fit_is_refused_and_one_that_may_not_is_a_warning(
     written = world.write("placed.yaml", text)
     machine.append(Machine(4, 4 * 2**30))
     shown = " ".join(world.ok("plan", written).split())
-    assert "sft: ranks on CPUs will need about" in shown  # what is written is taken, and told
+    assert "sft: memory: ranks on CPUs take" in shown  # what is written is taken, and told
     machine.append(Machine(4, 2**40, (Gpu("NVIDIA T4", 2**30),)))
     assert "one rank of collocated needs at least" in world("plan", name).stderr
 

@@ -414,7 +414,7 @@ def infeasible(
             several = len(names) > 1
             parts = f" ({', '.join(f'{pool} {asked[pool]}' for pool in names)})" if several else ""
             found.append(
-                f"placement: {' and '.join(map(_called, names))} {'request' if several else 'requests'} {total} {noun}"
+                f"placement: {' and '.join(map(called, names))} {'request' if several else 'requests'} {total} {noun}"
                 f"{parts}, but {where} has {there:g}; {_next_action(noun, several)}"
             )
     return found
@@ -433,12 +433,12 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
         ranks, names = pool.ranks, [role for role in pool.roles if role != "rollout"]
         if names and pool.resources.gpus_per_rank > 1:
             found.append(
-                f"placement: {_called(pool.name)} has {pool.resources.gpus} gpus for {ranks} ranks, but a rank of "
+                f"placement: {called(pool.name)} has {pool.resources.gpus} gpus for {ranks} ranks, but a rank of "
                 f"{names[0]} drives one device; leave ranks out, or request {ranks} gpus"
             )
         if parallel > 1 and ranks % parallel and set(names) & set(load.trained):
             found.append(
-                f"runtime.sequence_parallel must divide the ranks of {_called(pool.name)} ({ranks}), got {parallel}; "
+                f"runtime.sequence_parallel must divide the ranks of {called(pool.name)} ({ranks}), got {parallel}; "
                 f"change it or placement's ranks"
             )
     if shape is not None and parallel > 1 and shape.heads % parallel:
@@ -463,7 +463,7 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
         machine: bytes of memory shared by all ranks on CPUs; None: unknown, or several machines.
     """
     found = [
-        f"memory: one rank of {_called(peak.pool)} needs at least {gib(peak.certain)} on its GPU, "
+        f"memory: one rank of {called(peak.pool)} needs at least {gib(peak.certain)} on its GPU, "
         f"which has {gib(device)}"
         for peak in peaks
         if device is not None and peak.device == "cuda" and peak.certain > device
@@ -483,7 +483,7 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{max(size, 2**20 if size else 0) / 2**20:.0f} MiB"
 
 
-def _called(pool: str) -> str:
+def called(pool: str) -> str:
     return "collocated" if pool == MAIN else pool
 
 
@@ -493,7 +493,7 @@ def _kind_is_missing(pool: Pool, available: Mapping[str, float], where: str) -> 
     if kind is not None and kind not in there and available.get("GPU", 0.0) > 0:
         has = ", ".join(there) or "GPUs of no known kind"
         yield (
-            f"placement: {_called(pool.name)} requests {pool.resources.gpus} gpus of kind {kind}, but {where} has "
+            f"placement: {called(pool.name)} requests {pool.resources.gpus} gpus of kind {kind}, but {where} has "
             f"{has}; change kind or leave it out"
         )
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.pacing.balance import experts_of
+
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 
 
@@ -27,10 +29,8 @@ class Shape:
     vocabulary: int
     tied: bool  # embedding and output head are one matrix
     stored: int = 0  # bytes of a value in its file; 0: unknown
-    attention: int = 0  # parameters of a layer's attention; 0: computed from heads
     mlp: int = 0  # parameters of the largest layer's MLP, with all its experts; 0: those of a gated MLP
     idle: int = 0  # parameters of the experts that do not compute a token, in all layers
-    latent: int = 0  # values that a layer caches for one token; 0: keys and values of `kv_heads` heads
     chosen: int = 0  # number of routed experts that compute a token; 0: no layer has experts
 
     @classmethod
@@ -54,7 +54,6 @@ class Shape:
                 vocabulary=int(text["vocab_size"]),
                 tied=bool(text.get("tie_word_embeddings", False)),
             )
-            shape = _with_latent_attention(shape, text)
             shape, mlps = _with_experts(shape, text)
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
@@ -72,7 +71,7 @@ class Shape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of the largest decoder layer: query, key, value and output projections, MLP, two norms."""
-        attention = self.attention or 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return attention + self.mlp_parameters + 2 * self.hidden
 
     @property
@@ -87,8 +86,8 @@ class Shape:
 
     @property
     def kv_values(self) -> int:
-        """Number of cached elements of one token, in all layers: keys and values."""
-        return self.layers * (self.latent or 2 * self.kv_heads * self.head_dim)
+        """Number of key and value elements of one token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def unit_parameters(self) -> int:
@@ -96,49 +95,27 @@ class Shape:
         return self.hidden * self.vocabulary * (1 if self.tied else 2) + 2 * self.layer_parameters
 
 
-def _with_latent_attention(shape: Shape, text: Mapping[str, Any]) -> Shape:
-    """Return the shape with the sizes of multi-head latent attention (DeepSeek-V2), if the configuration has them.
-
-    Keys and values have different widths; `head_dim` becomes their mean. The cache has their common low-rank input.
-    """
-    rank = text.get("kv_lora_rank")
-    if not rank:
-        return shape
-    hidden, heads = shape.hidden, shape.heads
-    nope, rope, value = (int(text[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    narrow = int(text.get("q_lora_rank") or 0)
-    queries = narrow * (hidden + 1 + heads * (nope + rope)) if narrow else hidden * heads * (nope + rope)
-    keys = hidden * (rank + rope) + rank * (1 + heads * (nope + value))
-    attention = queries + keys + heads * value * hidden
-    width = (nope + rope + value) // 2
-    return replace(shape, attention=attention, kv_heads=heads, head_dim=width, latent=rank + rope)
-
-
 def _with_experts(shape: Shape, text: Mapping[str, Any]) -> tuple[Shape, int]:
     """Return the shape with the sizes of a mixture of experts, and the parameters of all layers' MLPs.
 
-    The names are those of Mixtral, Qwen and DeepSeek.
+    The names are those of Mixtral, OLMoE, Qwen and GLM.
     """
-    experts = next((int(text[n]) for n in ("n_routed_experts", "num_local_experts", "num_experts") if text.get(n)), 0)
-    if not experts:
+    experts, chosen = experts_of(text)
+    step, first = int(text.get("decoder_sparse_step") or 1), int(text.get("first_k_dense_replace") or 0)
+    layers = set(range(first, shape.layers)).difference(text.get("mlp_only_layers") or ()) if experts else ()
+    sparse = sum((at + 1) % step == 0 for at in layers)
+    if not sparse:
         return shape, shape.layers * shape.mlp_parameters
-    chosen, dense = min(int(text.get("num_experts_per_tok") or 1), experts), set(text.get("mlp_only_layers") or ())
-    kinds, first = text.get("mlp_layer_types"), int(text.get("first_k_dense_replace") or 0)
-    if kinds:
-        dense = {at for at, kind in enumerate(kinds) if kind == "dense"}
-    step = int(text.get("decoder_sparse_step") or 1)
-    sparse = sum(at >= first and at not in dense and (at + 1) % step == 0 for at in range(shape.layers))
     width = int(text.get("moe_intermediate_size") or shape.intermediate)
-    shared = int(text.get("shared_expert_intermediate_size") or int(text.get("n_shared_experts") or 0) * width)
-    expert, whole = 3 * shape.hidden * width, 3 * shape.hidden * shape.intermediate
-    gate = shape.hidden if text.get("shared_expert_intermediate_size") else 0
-    mixture = experts * (expert + shape.hidden) + 3 * shape.hidden * shared + gate
-    widths = [chosen * width + shared] * bool(sparse) + [shape.intermediate] * (sparse < shape.layers)
+    gated = int(text.get("shared_expert_intermediate_size") or 0)  # a shared expert, whose gate has one row
+    shared = gated or int(text.get("n_shared_experts") or 0) * width
+    expert, dense = 3 * shape.hidden * width, shape.mlp_parameters if sparse < shape.layers else 0
+    mixture = experts * (expert + shape.hidden) + (3 * shared + bool(gated)) * shape.hidden
     found = replace(
         shape,
-        intermediate=max(widths),
-        mlp=max(mixture if sparse else 0, whole if sparse < shape.layers else 0),
+        intermediate=max(chosen * width + shared, shape.intermediate if dense else 0),
+        mlp=max(mixture, dense),
         idle=sparse * (experts - chosen) * expert,
-        chosen=chosen if sparse else 0,
+        chosen=chosen,
     )
-    return found, sparse * mixture + (shape.layers - sparse) * whole
+    return found, sparse * mixture + (shape.layers - sparse) * dense

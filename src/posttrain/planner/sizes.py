@@ -281,23 +281,19 @@ class _Stage:
 
     def _sharding(self, load: Load) -> Iterator[Size]:
         """Yield the size `shard_frozen` if a frozen role is in a pool of several ranks."""
-        names = shardable(load)
-        if not names:
-            return
         parts = []
-        for role in filter(self._shapes.__contains__, names):
+        for role in filter(self._shapes.__contains__, shardable(load)):
             pool = load.placement.pool_of(role)
             whole = self._shapes[role].parameters * width_of(load, self._device(pool))
-            parts.append(
-                f"{role} takes {gib(whole)} whole, {gib(-(-whole // pool.ranks))} on each of {pool.ranks} ranks"
-            )
-        why = ", ".join(parts) or self._unknown()
-        yield Size("shard_frozen", float(bool(load.shard_frozen)), "switch", self._load.shard_frozen is None, why)
+            share = gib(-(-whole // pool.ranks))
+            parts.append(f"{role} takes {gib(whole)} whole, {share} on each of {pool.ranks} ranks")
+        if shardable(load):
+            why = ", ".join(parts) or self._unknown()
+            yield Size("shard_frozen", float(bool(load.shard_frozen)), "switch", self._load.shard_frozen is None, why)
 
     def _candidates(self) -> Iterator[tuple[int, bool, bool]]:
-        tokens, again, shard = (
-            self._load.micro_batch_tokens, self._load.activation_checkpointing, self._load.shard_frozen
-        )  # fmt: skip
+        tokens, again = self._load.micro_batch_tokens, self._load.activation_checkpointing
+        shard = self._load.shard_frozen
         shards = (False, True) if shard is None and shardable(self._load) else (bool(shard),)
         home = next(pool for pool in self._pools.values() if self._load.trained[0] in pool.roles)
         usual = tokens or MICRO_BATCH_TOKENS[self._device(home)]

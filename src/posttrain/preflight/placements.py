@@ -25,10 +25,10 @@ from posttrain.domain.runspec import RunSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
-from posttrain.planner.remedies import Bench
-from posttrain.planner.residency import Residency, gib, infeasible, resident, unfit
+from posttrain.planner.remedies import Bench, Trial
+from posttrain.planner.residency import Residency, gib, infeasible, unfit
 from posttrain.planner.shape import Shape
-from posttrain.planner.sizes import Room, Settled, Size, expected, settle, unknown_kinds
+from posttrain.planner.sizes import Room, Size, expected, unknown_kinds
 from posttrain.preflight.confinement import bytes_of
 from posttrain.preflight.data import Dataset, Lengths, model_files, origin, word_of
 from posttrain.preflight.outlook import workload
@@ -115,30 +115,14 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
             )
 
 
-def memory_warnings(settled: Settled, residency: Residency, machine: Machine, bench: Bench) -> list[str]:
+def memory_warnings(bench: Bench, trial: Trial) -> list[str]:
     """Return warnings if the estimate exceeds the memory; a stage that certainly does not fit was rejected before.
 
     For a cluster, only the kinds of GPUs are known, so no stage is rejected.
-
-    Args:
-        bench: finds the changes after which the stage fits.
     """
-    missing = _missing_ray(settled.load)
-    if settled.load.ray_address is not None:
-        trial = bench.tried(bench.load)
-        short = settled.short or f"memory: a rank will need about {trial.said}"
-        return [*missing, *unknown_kinds(settled.load), *([f"{short}; {bench.advice}"] if trial.over else [])]
-    room, memory = machine.gpu_memory, machine.memory
-    found = missing + [
-        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); "
-        f"{bench.advice}"
-        for peak in residency.peaks
-        if room is not None and peak.device == "cuda" and peak.bytes > room
-    ]
-    total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
-    if memory is not None and total > memory:
-        found.append(f"ranks on CPUs will need about {gib(total)}, but this machine has {gib(memory)}; {bench.advice}")
-    return found
+    short = trial.settled.short or f"memory: {trial.said}"
+    over = [f"{short}; {bench.advice}"] if trial.over else []
+    return [*_missing_ray(bench.load), *unknown_kinds(bench.load), *over]
 
 
 def ray_is_installed() -> bool:
@@ -167,10 +151,9 @@ def residencies(
             rows = workload(stage, planned.contracts[name].work, datasets, lengths)
             room = Room() if load.ray_address is not None else room_of(machine)
             prompts = {"prompt_tokens": round(rows.length or 0), "longest_prompt": round(rows.longest or 0)}
-            settled = settle(load, shapes, room, **prompts)
-            residency = resident(settled.load, shapes, **prompts, gpu_there=bool(machine.gpus))
             bench = Bench(load, shapes, room, None if load.ray_address else len(machine.gpus), prompts)
-            yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine, bench)))
+            trial = bench.tried(load)
+            yield name, Seen(trial.residency, trial.settled.sizes, tuple(memory_warnings(bench, trial)))
 
 
 def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.sharding import SequenceGroup
-from posttrain.pacing.balance import TOKENS, CostModel
+from posttrain.pacing.balance import TOKENS, CostModel, experts_of
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"
@@ -482,14 +482,11 @@ def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
     layers, heads, width = _attention(text)
     if not (layers and heads and width):
         return TOKENS
-    count = parameters
-    if count is None:
-        sizes = {name: p.numel() for name, p in module.named_parameters()}
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        known = (getattr(text, name, None) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
-        routed, chosen = next(filter(None, known), 1), getattr(text, "num_experts_per_tok", None) or 1
-        count = sum(sizes.values()) - (experts - experts * min(chosen, routed) // routed)
-    return CostModel.of_model(parameters=count, layers=layers, attention_width=heads * width)
+    if parameters is None:
+        experts, chosen = experts_of(vars(text))
+        routed = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
+        parameters = sum(p.numel() for p in module.parameters()) - routed * (experts - chosen) // max(1, experts)
+    return CostModel.of_model(parameters=parameters, layers=layers, attention_width=heads * width)
 
 
 def key_value_bytes(module: nn.Module) -> int | None:
