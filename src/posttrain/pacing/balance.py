@@ -76,7 +76,7 @@ TOKENS = CostModel(1, 0)
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of routed experts of a layer, and the number that compute a token, from a model's `config.json`.
+    """Return the number of routed experts of a layer in a `config.json`, and the number that compute a token.
 
     Both are 0 for a dense model.
     """
