@@ -147,6 +147,21 @@ def test_the_smallest_number_of_gpus_is_enough_and_one_less_is_not() -> None:
     assert not fits(replace(least, placement=Placement.model_validate({"collocated": {"gpus": 9}})), few)
 
 
+def test_settings_and_pools_that_help_only_together_are_named_together() -> None:
+    config = {**CONFIGS["70B"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    wide = {"dtype": "float32", "activation_checkpointing": False, "micro_batch_tokens": 2**15}
+    params = {**LONG, "max_new_tokens": 64, "placement": {"collocated": {"gpus": 8}}, "runtime": wide}
+    few, many = (bench(load(**params), config, Room(24 * 2**30, 2**41, True), there) for there in (8, 16))
+    [change] = [one.change for one in many.remedies]
+    assert change == (
+        "runtime.activation_checkpointing: true and runtime.micro_batch_tokens: auto and runtime.dtype: bfloat16 and "
+        "placement: {policy: {gpus: 8}, rollout: {gpus: 1}, sleep: true}"
+    )
+    assert few.remedies == []
+    assert few.advice.startswith(f"use at least 9 GPUs (8 are there): {change} (policy takes ")
+    assert fits(applying(change, "grpo", params), many)
+
+
 def test_no_number_of_gpus_fits_a_model_that_no_gpu_holds_while_it_is_opened() -> None:
     many = bench(load(placement={"collocated": {"gpus": 8}}), CONFIGS["70B"], Room(GPU, 2**42, True), 8)
     assert many.pools == []

@@ -21,7 +21,7 @@ from posttrain.planner.residency import Residency, called, device_of, gib, resid
 from posttrain.planner.shape import Shape
 from posttrain.planner.sizes import Room, Settled, device_bytes, settle, too_much_to_load
 
-MOST_RANKS = 4096  # of the search for the smallest pool
+MOST_RANKS = 1024  # of the search for the smallest pool
 _NAMED = 3  # maximum number of changes in one message
 _LEAST_RESPONSE = 64  # tokens; shorter responses are not suggested
 _POOLS = (1, 2, 4, 8)  # ranks of a new pool for roles that are not trained
@@ -96,11 +96,16 @@ class Bench:
     @cached_property
     def remedies(self) -> list[Remedy]:
         """The changes after which the stage fits on the available GPUs: settings first, then pools."""
+        there = [one for one in self.pools if self.gpus is None or _gpus(one.trial.load) <= self.gpus]
+        return [one for one in (*self._eased, self._shorter(), *there[:1]) if one]
+
+    @cached_property
+    def _eased(self) -> list[Remedy]:
+        """The smallest sets of settings with which the stage fits."""
         settings = list(self._settings())
         sets = (combinations(settings, count) for count in range(1, len(settings) + 1))
-        found = next(filter(any, ([self._set(chosen) for chosen in some] for some in sets)), [])
-        there = [one for one in self.pools if self.gpus is None or _gpus(one.trial.load) <= self.gpus]
-        return [one for one in (*found, self._shorter(), *there) if one]
+        tried = ([self._remedy(" and ".join(w for w, _ in some), _merged(some)) for some in each] for each in sets)
+        return [one for one in next(filter(any, tried), []) if one]
 
     @cached_property
     def advice(self) -> str:
@@ -117,6 +122,18 @@ class Bench:
     def pools(self) -> list[Remedy]:
         """For each way to distribute roles over pools, a number of GPUs that fits; the smallest number first.
 
+        If no such way and no settings are enough alone, all settings are changed as well.
+        """
+        every = list(self._settings())
+        words = "".join(f"{words} and " for words, _ in every if not words.startswith("placement"))
+        if (found := self._pools()) or self._eased or not every:
+            return found
+        eased = replace(self, load=replace(self.load, **_merged(every)))
+        return [Remedy(words + one.change, one.trial) for one in eased._pools()]
+
+    def _pools(self) -> list[Remedy]:
+        """See `pools`.
+
         Roles that leave a pool take GPUs of this pool if that fits, a quarter if possible, so that the total stays the
         same.
         """
@@ -126,7 +143,8 @@ class Bench:
             sizes = (home.ranks // 4 or 1, *_POOLS)
             left = {size: home.ranks - size for size in sizes if home.ranks > size and (home.ranks - size) % step == 0}
             same = (self._placed(home.name, ranks, moved, size) for size, ranks in left.items())
-            fewer = (self._smallest(home.name, moved, size) for size in _POOLS)
+            most = 1 if moved == ("rollout",) else len(_POOLS)  # a rollout is whole on every rank
+            fewer = (self._smallest(home.name, moved, size) for size in _POOLS[:most])
             found.append(next(filter(None, chain(same, fewer)), None))
         return sorted(filter(None, found), key=lambda one: _gpus(one.trial.load))
 
@@ -163,9 +181,6 @@ class Bench:
     def _remedy(self, words: str, change: Mapping[str, Any]) -> Remedy | None:
         trial = self.tried(replace(self.load, **change))
         return None if trial.over else Remedy(words, trial)
-
-    def _set(self, settings: tuple[tuple[str, dict[str, Any]], ...]) -> Remedy | None:
-        return self._remedy(" and ".join(words for words, _ in settings), _merged(settings))
 
     def _settings(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the settings that may take less memory than those of the stage; `auto` has been tried already."""
