@@ -122,6 +122,7 @@ def test_a_32b_on_four_nodes_fits_once_the_rollout_has_its_own_pool() -> None:
     found = settle(of, together.shapes, Room())
     assert not found.short
     assert found.values()["shard_frozen"] == 1
+    assert found.values()["micro_batch_tokens"] == 16384, "of which the opening of the model takes nothing"
     [why] = [size.why for size in found.sizes if size.name == "shard_frozen"]
     assert why == "reference takes 61.0 GiB whole, 2.5 GiB on each of 24 ranks"
     whole = load(placement={**apart, "sleep": False}, runtime={**CLUSTER, "shard_frozen": False})
