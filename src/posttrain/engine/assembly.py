@@ -25,8 +25,13 @@ def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) 
     role, *others = config.roles()
     learner = _learner(config, role, model, seed, pool_of, dropout=config.dropout)
     tokens = micro_batch_tokens(config.runtime, pool_of(role.name).processes[0].device)
-    words = {"micro_batch_tokens": tokens, "shard": config.runtime.shard_frozen is True}
-    frozen = {one.name: pool_of(one.name).by_rank().start(one.name, FrozenWorker, model, **words) for one in others}
+    shard = config.runtime.shard_frozen is True
+    frozen = {
+        one.name: pool_of(one.name)
+        .by_rank()
+        .start(one.name, FrozenWorker, model, micro_batch_tokens=tokens, shard=shard)
+        for one in others
+    }
     return Roles({role.name: learner}, frozen, sleeps=_sleeps(config, pool_of))
 
 
