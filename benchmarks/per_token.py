@@ -41,7 +41,7 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.rollout.port import Completion, Delta, Generation, InFlight, PromptLogprobs
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scores import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
@@ -126,7 +126,7 @@ class Scored(RewardScorer):
 class Scripted:
     """Answers every generation immediately; key and sample determine the number of tokens."""
 
-    name = "scripted"
+    name, holds_sessions = "scripted", False
 
     def __init__(self, mean: int, longest: int, tokens: Sequence[int]) -> None:
         self.context_length = PROMPT + longest
@@ -156,6 +156,17 @@ class Scripted:
         """Return all answers."""
         done, self._done = self._done, []
         return done
+
+    def progress(self) -> list[Delta]:
+        """Return nothing: every generation is answered immediately."""
+        return []
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+        """Return nothing: no benchmark scores."""
+        return []
+
+    def release(self, sessions: Collection[str]) -> None:
+        """Do nothing: no session is held."""
 
     def abort(self, ids: Collection[str]) -> None:
         """Do nothing: every generation is answered immediately."""

@@ -14,7 +14,7 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
-from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.rollout.port import Completion, Delta, Generation, InFlight, PromptLogprobs
 from posttrain.engine.samples import Segment, Trajectory
 
 ENDS = (families.EOS, 17)
@@ -176,3 +176,101 @@ class Obliging(Honest):
             except InputError:
                 if len(work) == 1:
                     raise
+
+
+class Repeating(Honest):
+    """Reports all tokens so far as new."""
+
+    def progress(self) -> list[Delta]:
+        for row in self._inner._schedule.running.values():
+            row.told = 0
+        return self._inner.progress()
+
+
+class Erasing(Honest):
+    """Answers what was aborted without its tokens."""
+
+    def completed(self, timeout: float) -> list[Completion]:
+        def none(s: Segment) -> Segment:
+            assert s.logprobs is not None
+            return replace(s, tokens=s.tokens[:0], logprobs=s.logprobs[:0])
+
+        return [
+            edited(done, none) if done.trajectory.status == "aborted" else done
+            for done in self._inner.completed(timeout)
+        ]
+
+
+class Rereading(Honest):
+    """Reads the whole context of every turn."""
+
+    def submit(self, work: Sequence[Generation]) -> None:
+        self._inner.submit([replace(one, session="") for one in work])
+
+
+class Trusting(Honest):
+    """Continues what a session holds, whatever the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = self._inner._sessions
+        kept = held._held
+        held.continued = lambda name, context: min(len(kept[name].tokens), len(context) - 1) if name in kept else 0  # type: ignore[method-assign]
+
+
+class Clinging(Honest):
+    """Never frees a session."""
+
+    def release(self, sessions: Collection[str]) -> None:
+        pass
+
+
+class Stale(Honest):
+    """Holds sessions over an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner._sessions.clear = lambda: None  # type: ignore[method-assign]
+
+
+class Smudging(Honest):
+    """Holds other keys and values than it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = self._inner._sessions
+        hold = held.hold
+        held.hold = lambda name, tokens, pairs: hold(name, tokens, [pair + 0.5 for pair in pairs])  # type: ignore[method-assign]
+
+
+class Sharing(Honest):
+    """Takes several generations of a session at a time."""
+
+    def submit(self, work: Sequence[Generation]) -> None:
+        taken = set(self._inner._intake._sessions.values())
+        for one in work:
+            self._inner.submit([replace(one, session="") if one.session in taken else one])
+            taken.add(one.session)
+
+
+class Anyone(Honest):
+    """Answers for any policy with the one in training."""
+
+    def submit(self, work: Sequence[Generation]) -> None:
+        self._inner.submit([replace(one, policy="") for one in work])
+
+
+class Shifted(Honest):
+    """Scores each token as the token before it."""
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+        found = self._inner.score(prompts, top)
+        return [replace(one, logprobs=np.roll(one.logprobs, 1)) for one in found]
+
+
+class Distracted(Honest):
+    """Scores otherwise while it samples."""
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+        busy = np.float32(0.25 * bool(self._inner._schedule.running))
+        return [replace(one, logprobs=one.logprobs - busy) for one in self._inner.score(prompts, top)]

@@ -27,7 +27,7 @@ from posttrain.engine.rollout.page_attention import (
     fits_varlen,
     why_not_varlen,
 )
-from posttrain.engine.rollout.port import KVShape, KVStore, Prompt
+from posttrain.engine.rollout.port import Context, KVShape, KVStore
 
 LAYERS, KV_HEADS, GROUP, WIDTH = 2, 2, 3, 16
 PAGE = 4
@@ -63,7 +63,7 @@ class Beside:
     budget: int
     random: torch.Generator
     rows: dict[int, Row] = field(default_factory=dict)
-    prompts: dict[Prompt, Row] = field(default_factory=dict)
+    prompts: dict[Context, Row] = field(default_factory=dict)
     next: int = 0
 
     def draw(self, *size: int) -> Tensor:
@@ -71,7 +71,7 @@ class Beside:
 
     def keep(self, lengths: list[int]) -> None:
         """Prompts come packed; in front of them lies something that is none of them."""
-        new: dict[Prompt, tuple[int, int]] = {}
+        new: dict[Context, tuple[int, int]] = {}
         end = 1
         for length in lengths:
             new[(self.next, *[7] * (length - 1))] = end, end + length
@@ -87,9 +87,9 @@ class Beside:
             both = whole[:, begin:stop].unbind(2)
             self.prompts[prompt] = Row(*(list(one.unbind(1)) for one in both))
 
-    def add(self, prompt: Prompt, more: list[int]) -> None:
+    def add(self, prompt: Context, more: list[int]) -> None:
         """Rows of one prompt, as the samples of a group are."""
-        wanted: dict[int, tuple[Prompt, int]] = {}
+        wanted: dict[int, tuple[Context, int]] = {}
         planned = self.store.used
         for extra in more:
             planned += self.store.row_bytes(len(prompt) + extra, len(prompt))
@@ -142,7 +142,7 @@ class Beside:
         for row in rows:
             del self.rows[row]
 
-    def forget(self, prompts: list[Prompt]) -> None:
+    def forget(self, prompts: list[Context]) -> None:
         self.store.forget(prompts)
         for prompt in prompts:
             del self.prompts[prompt]
@@ -155,7 +155,7 @@ class Beside:
 
     def check_pages(self, store: PageStore) -> None:
         """Who holds a page is counted; what is written is one row's alone; what nobody holds is free."""
-        lists = [*store._rows.values(), *store._kept.values()]
+        lists = [*store._rows.values(), *(pages for pages, _ in store._kept.values())]
         held = Counter(page for pages in lists for page in pages)
         assert all(store._holders[page] == count for page, count in held.items())
         assert sorted([*[0][: len(store._holders)], *held, *store._free]) == list(range(len(store._holders)))
@@ -362,22 +362,22 @@ def test_varlen_over_pages_is_what_plain_torch_computes(page: int, width: int) -
 
 @pytest.mark.gpu
 @NEEDS_VARLEN
-@pytest.mark.parametrize(("lengths", "begin"), [([5, 130, 1], 0), ([40], 300)])
-def test_varlen_over_prompts_is_causal_attention(lengths: list[int], begin: int) -> None:
+@pytest.mark.parametrize(("lengths", "begins"), [([5, 130, 1], [0, 0, 0]), ([40], [300]), ([3, 40], [300, 7])])
+def test_varlen_over_prompts_is_causal_attention(lengths: list[int], begins: list[int]) -> None:
     total = sum(lengths)
     query = torch.randn(total, KV_HEADS * GROUP, WIDTH).mul(WIDTH**-0.5).bfloat16().cuda()
-    pairs = torch.randn(begin + total, 2, KV_HEADS, WIDTH).bfloat16().cuda()
-    found = attend_packed_prompts(query, pairs, lengths, begin).double().view(total, KV_HEADS, GROUP, WIDTH)
-    start = 0
-    for length in lengths:
+    pairs = torch.randn(sum(begins) + total, 2, KV_HEADS, WIDTH).bfloat16().cuda()
+    found = attend_packed_prompts(query, pairs, lengths, begins).double().view(total, KV_HEADS, GROUP, WIDTH)
+    start = first = 0
+    for length, begin in zip(lengths, begins, strict=True):
         q = query[start : start + length].double().view(length, KV_HEADS, GROUP, WIDTH)
-        k, v = pairs[start : start + begin + length].double().unbind(1)
+        k, v = pairs[first : first + begin + length].double().unbind(1)
         scores = torch.einsum("qhgw,phw->hgqp", q, k)
         ahead = torch.ones(length, begin + length, dtype=torch.bool, device="cuda").triu(begin + 1)
         weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
         wanted: Any = torch.einsum("hgqp,phw->qhgw", weights, v)
         torch.testing.assert_close(found[start : start + length], wanted, atol=2e-2, rtol=0)
-        start += length
+        start, first = start + length, first + begin + length
 
 
 def test_a_class_that_grows_keeps_nothing_of_what_it_had() -> None:

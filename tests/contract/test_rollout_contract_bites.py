@@ -13,7 +13,7 @@ import pytest
 
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
-from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.port import InFlight, RolloutEngine
 
 Bites = RolloutEngineContract
 ANSWERED = Bites.test_every_generation_is_answered_once_and_as_promised
@@ -26,6 +26,9 @@ SHOWN = Bites.test_what_it_shows_is_what_it_decodes_with
 FINITE = Bites.test_logits_that_are_not_finite_end_the_job
 PAUSED = Bites.test_weights_that_are_read_in_place_change_while_it_is_paused
 BEGUN = Bites.test_what_has_begun_goes_on_as_an_update_says
+GOES_ON = Bites.test_a_session_goes_on_as_its_whole_context_would
+FREED = Bites.test_released_and_updated_sessions_are_read_again
+SCORED = Bites.test_a_score_disturbs_no_work_and_reads_the_weights_of_now
 BROKEN: list[tuple[type[broken_rollouts.Honest], Callable[[Any], None], str]] = [
     (broken_rollouts.Lossy, ANSWERED, "1 generations were not answered"),
     (broken_rollouts.Twice, ANSWERED, "was answered twice"),
@@ -42,6 +45,23 @@ BROKEN: list[tuple[type[broken_rollouts.Honest], Callable[[Any], None], str]] = 
     (broken_rollouts.Restless, Bites.test_a_paused_engine_computes_nothing_and_goes_on, "a paused engine answered"),
     (broken_rollouts.Outdated, Bites.test_an_update_is_on_every_answer_after_it, r"was sampled by \('0.1',\), not 0.2"),
     (broken_rollouts.Obliging, Bites.test_what_cannot_be_answered_is_refused_as_a_whole, "was not refused"),
+    (
+        broken_rollouts.Repeating,
+        Bites.test_progress_is_a_beginning_of_the_answer,
+        "are not the beginning of its answer",
+    ),
+    (broken_rollouts.Erasing, Bites.test_an_aborted_response_keeps_what_it_has, r"had \d+ tokens .* its answer has 0"),
+    (broken_rollouts.Rereading, GOES_ON, "must not read again what they hold: at most 32 tokens, got"),
+    (broken_rollouts.Smudging, GOES_ON, "became another response"),
+    (broken_rollouts.Smudging, Bites.test_an_aborted_turn_goes_on, "became another response"),
+    (broken_rollouts.Sociable, Bites.test_sessions_are_the_same_in_any_company_and_order, "became another response"),
+    (broken_rollouts.Trusting, Bites.test_a_context_that_was_rewritten_is_read_as_a_whole, "became another response"),
+    (broken_rollouts.Clinging, FREED, "after release, sessions must be read again"),
+    (broken_rollouts.Stale, FREED, "after update, sessions must be read again"),
+    (broken_rollouts.Sharing, Bites.test_a_session_has_one_unanswered_generation, "of a session were accepted"),
+    (broken_rollouts.Shifted, Bites.test_scores_are_the_log_probabilities_of_sampling, "must have no log-probability"),
+    (broken_rollouts.Distracted, SCORED, "a score depends on other work"),
+    (broken_rollouts.Anyone, Bites.test_each_policy_answers_with_its_own_version, "that is not served was accepted"),
     (broken_draws.Sure, DRAWN, "another seed must change the tokens drawn"),
     (broken_draws.Seedless, DRAWN, "another seed must change the tokens drawn"),
     (broken_draws.Keyless, DRAWN, "another key must change the tokens drawn"),
@@ -103,7 +123,12 @@ class Batched(broken_weights.Hasty):
     """What has begun is always finished."""
 
     def __init__(self) -> None:
-        self._inner = ModuleRollout(broken_rollouts.model())  # type: ignore[assignment]
+        self._module = self._inner = ModuleRollout(broken_rollouts.model())  # type: ignore[assignment]
+
+    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
+        while self._module._rows:  # type: ignore[attr-defined]
+            self._module._step()  # type: ignore[attr-defined]
+        super().update(policy, version, in_flight=in_flight)
 
 
 @pytest.mark.parametrize("promise", [SHOWN, FINITE, PAUSED, BEGUN])

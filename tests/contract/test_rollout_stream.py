@@ -20,6 +20,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.backbone import key_value_bytes
 from posttrain.engine.models.files import ModelSource
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.recipes.grpo import GRPO
@@ -46,6 +47,11 @@ def model_of(family: str) -> LanguageModel:
     return adopt_module(families.build(family))
 
 
+def model_bytes() -> int:
+    """Bytes of the keys and values of one position."""
+    return key_value_bytes(model_of("qwen3").module) or 0
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     folder = tmp_path_factory.mktemp("model")
@@ -61,9 +67,12 @@ def scripted(prompt: tuple[int, ...], sample: int) -> list[int]:
 class TestScripted(RolloutEngineContract):
     tolerance = 0.0
     draws = False
+    scores = False
+    others = ("judge", "older")
 
     def open_engine(self) -> RolloutEngine:
-        return ScriptedRollout(scripted, eos_token_id=families.EOS)
+        others = {name: lambda prompt, sample: [*prompt[::-1], families.EOS] for name in self.others}
+        return ScriptedRollout(scripted, eos_token_id=families.EOS, others=others, pace=1)
 
 
 class TestModule(RolloutEngineContract):
@@ -76,6 +85,15 @@ class TestNative(RolloutEngineContract):
 
     def open_engine(self) -> RolloutEngine:
         return NativeRollout(model_of("qwen3"))
+
+
+class TestNativeWithoutMemory(RolloutEngineContract):
+    """Two rows fit; sessions are moved to files."""
+
+    tolerance = 0.0
+
+    def open_engine(self) -> RolloutEngine:
+        return NativeRollout(model_of("qwen3"), 80 * model_bytes())
 
 
 class TestNativeInPages(RolloutEngineContract):
@@ -93,6 +111,8 @@ class _Reading(RolloutEngineContract):
 class TestScriptedThatReads(_Reading):
     tolerance = 0.0
     draws = False
+    scores = False
+    streams = False
 
     def open_engine(self) -> RolloutEngine:
         texts = StopStrings(families.tokenizer())
@@ -115,6 +135,7 @@ class TestNativeThatReadsRarely(_Reading):
     """Flags are read every 16 steps, as on a GPU; memory is for a few rows, so that the younger are preempted."""
 
     limit = 30
+    turns = 1
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
@@ -342,7 +363,7 @@ def test_weights_that_are_read_in_place_change_only_while_paused() -> None:
     with pytest.raises(InputError, match=r"reads weights in place and must be paused to update to 0\.3"):
         engine.update("", "0.3")
     engine.pause()
-    with pytest.raises(InputError, match="serves one policy, got opponent"):
+    with pytest.raises(InputError, match="serves the policy in training, got opponent"):
         engine.update("opponent", "0.3")
 
 

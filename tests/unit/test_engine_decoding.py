@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.decoding import Rows, decode_batch
+from posttrain.engine.rollout.decoding import BatchDecoding, Rows
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.sampling import draw, row_keys, uniforms
 from posttrain.engine.rollout.worker import plan_generations
@@ -43,7 +43,14 @@ def decode(limits: list[int], *, samples: int = 1, bad: float = 0.0, **sampling:
     given = SamplingParams(**{"max_new_tokens": max(limits), "seed": 5, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
     prompts = [[1]] * (len(limits) // samples)
     work = plan_generations(prompts, samples, given, None, limits, context_length=1000)
-    return decode_batch(work, lambda rows: Indifferent(rows, bad), [END], CPU)
+    batch, left = BatchDecoding(work, lambda rows: Indifferent(rows, bad), [END], CPU), set(range(len(work)))
+    while left:
+        left -= set(batch.step())
+    found = []
+    for row, asked in enumerate(work):
+        (tokens, logprobs), (ended, stopped) = batch.said(row), batch.ended(row)
+        found.append(Trajectory.answer(asked.tokens, tokens, logprobs, truncated=not ended, stopped=stopped))
+    return found
 
 
 def words(answer: Trajectory) -> list[int]:

@@ -14,10 +14,10 @@ from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.backends.scripted import ScriptedBatch
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.rollout.worker import generate
-from posttrain.engine.samples import Trajectory
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12], [5, 9, 13]]
 SAMPLING = SamplingParams(max_new_tokens=6, seed=3)
@@ -47,9 +47,9 @@ def test_a_small_cache_says_the_same(engine: type[NativeRollout | ModuleRollout]
 def test_a_batch_is_the_rectangle_that_fits() -> None:
     rectangles: list[int] = []
 
-    def decode(work: Sequence[Generation]) -> list[Trajectory]:
+    def decode(work: Sequence[Generation]) -> ScriptedBatch:
         rectangles.append(len(work) * (max(len(g.tokens) for g in work) + max(g.limit for g in work)))
-        return [Trajectory.answer(g.tokens, [1], [0.0], truncated=True) for g in work]
+        return ScriptedBatch([([1], False, False)] * len(work))
 
     engine = BatchedEngine("test", 100, decode, kv_cache=30 * 256, token_bytes=256)
     generate(engine, PROMPTS, samples=3, sampling=SAMPLING)

@@ -33,10 +33,10 @@ from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.backends.scripted import ScriptedBatch
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.port import Completion, Generation, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Trajectory
 from posttrain.engine.scores import ModelScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
@@ -222,10 +222,10 @@ class OneByOne(BatchedEngine):
         ]
         return super().completed(timeout)
 
-    def _answers(self, work: Sequence[Generation]) -> list[Trajectory]:
+    def _answers(self, work: Sequence[Generation]) -> ScriptedBatch:
         self.record.append(f"ends {work[0].key}")
         assert len({one.key for one in work}) == 1
-        return [Trajectory.answer(one.tokens, [7, 2], [-0.5, -0.5], truncated=False) for one in work]
+        return ScriptedBatch([([7, 2], True, False)] * len(work), -0.5)
 
     def _holding(self, batch: list[Generation]) -> list[Generation]:
         return [one for one in batch if one.key == self._waiting[0].key]

@@ -1,8 +1,8 @@
 """The decoding loop that engines over local weights share, and the detection of stop strings.
 
-The loop draws tokens, ends rows, drops ended rows, and steps the model. A back-end provides a `DecodingSession`, which
-contains the key-value cache of the rows. Rows occupy slots 0 … n - 1; when rows end, rows from the last slots move into
-the free slots, so the model computes unfinished rows only.
+The loop draws tokens, ends rows, drops ended rows, and steps the model; its caller may pause it between two tokens. A
+back-end provides a `DecodingSession`, which contains the key-value cache of the rows. Rows occupy slots 0 … n - 1; when
+rows end, rows from the last slots move into the free slots, so the model computes unfinished rows only.
 
 A response can end at a string. The search for the string runs token by token, at a bounded cost. The text of a response
 is the text that the tokenizer decodes from the response, special tokens included. A row stores only the tail of its
@@ -20,7 +20,7 @@ The matches in a tail depend only on the row's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.rollout.sampling import choose, row_keys, uniforms
-from posttrain.engine.samples import Floats, Ints, Trajectory
+from posttrain.engine.samples import Floats, Ints
 
 _SLACK = 16  # characters in addition to the longest string: more than a new token can change at the end of a text
 _WINDOWS = 4  # a window is shortened at this multiple of the needed text length
@@ -186,36 +186,114 @@ class Rows:
     limits: tuple[int, ...]
 
 
-def decode_batch(
-    work: Sequence[Generation],
-    open_session: Callable[[Rows], DecodingSession],
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-    texts: StopStrings | None = None,
-) -> list[Trajectory]:
-    """Decode generations with equal sampling to their ends; return trajectories in the same order.
+@final
+class BatchDecoding:
+    """Generations with equal sampling that are decoded together, token by token.
 
     Args:
         texts: decodes tokens to text; required if the sampling has stop strings.
-
-    Raises:
-        JobFailedError: a logit is not finite.
     """
-    sampling = work[0].sampling
-    numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(generation.tokens for generation in work))}
-    rows = Rows(
-        prompts=tuple(numbers),
-        prompt_of_row=tuple(numbers[generation.tokens] for generation in work),
-        limits=tuple(generation.limit for generation in work),
-    )
-    keys = row_keys(sampling.seed, [g.key for g in work], [g.sample for g in work], device)
-    outcome = _Outcome.empty(len(work), max(rows.limits), device)
-    ends = _Ends.of(sampling, eos_token_ids, len(work), device, texts)
-    _decode(open_session(rows), rows, keys, sampling, ends, outcome)
-    return [
-        Trajectory.answer(generation.tokens, tokens, logprobs, truncated=not ended, stopped=stopped)
-        for generation, (tokens, logprobs, ended), stopped in zip(work, outcome.read(), ends.stopped, strict=True)
-    ]
+
+    def __init__(
+        self,
+        work: Sequence[Generation],
+        open_session: Callable[[Rows], DecodingSession],
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+        texts: StopStrings | None = None,
+    ) -> None:
+        self._work, self._open, self._sampling = work, open_session, work[0].sampling
+        count, most = len(work), max(generation.limit for generation in work)
+        self._limits = torch.tensor([generation.limit for generation in work], device=device)
+        self._keys = row_keys(self._sampling.seed, [g.key for g in work], [g.sample for g in work], device)
+        self._ends = _Ends.of(self._sampling, eos_token_ids, count, device, texts)
+        self._tokens = torch.zeros(count, most, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(count, most, dtype=torch.float32, device=device)
+        self._lengths = torch.zeros(count, dtype=torch.int64, device=device)  # of rows that are over
+        self._ended = torch.zeros(count, dtype=torch.bool, device=device)  # by a token or string, even at the limit
+        self._slots = torch.arange(count, device=device)  # the row in each slot
+        self._over = torch.zeros(count, dtype=torch.bool, device=device)  # by slot
+        self._step = 0
+        self._session: DecodingSession | None = None
+        self._chosen = self._random = self._slots
+
+    def step(self) -> list[int]:
+        """Sample one token for every row that is not over; return the rows that this token ends.
+
+        Raises:
+            JobFailedError: a logit is not finite.
+        """
+        if self._session is None:
+            self._session = self._begun()
+            logits = self._session.prefill()
+        else:
+            logits = self._session.step(self._chosen)
+        step, slots, sampling = self._step, self._slots, self._sampling
+        if not sampling.greedy and (step % _RANDOM_BLOCK == 0 or not self._random.is_floating_point()):
+            self._random = uniforms(self._keys, step - step % _RANDOM_BLOCK, _RANDOM_BLOCK)
+        chosen, logprobs = choose(
+            logits, self._random if sampling.greedy else self._random[slots, step % _RANDOM_BLOCK], sampling
+        )
+        if not bool(logprobs.isfinite().all()):
+            raise JobFailedError(
+                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
+            )
+        self._tokens[slots, step], self._logprobs[slots, step] = chosen, logprobs
+        stopped = self._ends.reached(chosen, slots, self._over)
+        done = (stopped | (self._limits[slots] == step + 1)) & ~self._over
+        self._chosen, self._step = chosen, step + 1
+        self._ended[slots[done]] = stopped[done]
+        return self._finish(done)
+
+    def stop(self, rows: Collection[int]) -> None:
+        """End these rows with the tokens that they have."""
+        self._finish(torch.isin(self._slots, torch.tensor(list(rows), device=self._slots.device)) & ~self._over)
+
+    def reread(self) -> None:
+        """Compute the tokens so far again with the next step, because the weights have changed."""
+        if self._session is not None:
+            self._slots = self._slots[~self._over]
+            self._over = torch.zeros_like(self._slots, dtype=torch.bool)
+            self._session = None
+
+    def said(self, row: int) -> tuple[Ints, Floats]:
+        """Return tokens and log-probabilities of a row so far."""
+        length = int(self._lengths[row]) or self._step
+        tokens = self._tokens[row, :length].to("cpu", torch.int32).numpy()
+        return tokens.copy(), self._logprobs[row, :length].cpu().numpy().copy()
+
+    def ended(self, row: int) -> tuple[bool, bool]:
+        """Return whether a token or a string ended the row, and whether a string did."""
+        return bool(self._ended[row]), self._ends.stopped[row]
+
+    def _begun(self) -> DecodingSession:
+        """Open a session for the rows in the slots, which continue after the tokens that they have."""
+        rows = self._slots.tolist()
+        said = [tuple(self._tokens[row, : self._step].tolist()) for row in rows]
+        contexts = [(*self._work[row].tokens, *tokens) for row, tokens in zip(rows, said, strict=True)]
+        numbers = {context: place for place, context in enumerate(dict.fromkeys(contexts))}
+        limits = tuple(self._work[row].limit - self._step for row in rows)
+        return self._open(Rows(tuple(numbers), tuple(numbers[context] for context in contexts), limits))
+
+    def _finish(self, done: Tensor) -> list[int]:
+        """Finish the rows in these slots, [slots] bool; drop slots if many are over."""
+        rows: list[int] = self._slots[done].tolist()
+        if not rows:
+            return rows
+        self._lengths[self._slots[done]] = self._step
+        self._over |= done
+        count, slots = int(self._over.sum()), len(self._slots)
+        share = self._session.drop_share if self._session else None
+        if self._session and share is not None and share * slots < count < slots:
+            kept = slots - count
+            free = self._over[:kept].nonzero()[:, 0]
+            moved = (~self._over[kept:]).nonzero()[:, 0] + kept
+            self._session.drop(kept, free, moved)
+            for tensor in (self._slots, self._chosen):
+                tensor[free] = tensor[moved]
+            self._slots, self._chosen = self._slots[:kept], self._chosen[:kept]
+            self._over = self._over.new_zeros(kept)
+        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,80 +322,3 @@ class _Ends:
                 self.stopped[row] |= stopped
             found = found | torch.tensor(by_string, device=found.device)
         return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Outcome:
-    """The partial responses of a session's rows."""
-
-    tokens: Tensor  # [rows, limit] int64
-    logprobs: Tensor  # [rows, limit] float32
-    lengths: Tensor  # [rows] int64
-    ended: Tensor  # [rows] bool: whether a token or string ended the row, even exactly at its limit
-
-    @classmethod
-    def empty(cls, rows: int, limit: int, device: torch.device) -> _Outcome:
-        return cls(
-            torch.zeros(rows, limit, dtype=torch.int64, device=device),
-            torch.zeros(rows, limit, dtype=torch.float32, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.bool, device=device),
-        )
-
-    def read(self) -> list[tuple[Ints, Floats, bool]]:
-        """Return tokens, log-probabilities and `ended` of each row.
-
-        Raises:
-            JobFailedError: a log-probability is not finite.
-        """
-        if not bool(self.logprobs.isfinite().all()):
-            raise JobFailedError(
-                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
-            )
-        sizes, ended = self.lengths.tolist(), self.ended.tolist()
-        tokens = self.tokens.to("cpu", torch.int32).numpy()
-        logprobs = self.logprobs.cpu().numpy()
-        return [(tokens[i, :size].copy(), logprobs[i, :size].copy(), ended[i]) for i, size in enumerate(sizes)]
-
-
-def _decode(
-    session: DecodingSession,
-    rows: Rows,
-    keys: Tensor,
-    sampling: SamplingParams,
-    ends: _Ends,
-    outcome: _Outcome,
-) -> None:
-    limits = torch.tensor(rows.limits, device=keys.device)
-    slots = torch.arange(len(keys), device=keys.device)  # the row in each slot
-    finished = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
-    finished_count = 0
-    random = keys.new_empty(0)
-    logits = session.prefill()
-    for step in range(max(rows.limits)):
-        if step % _RANDOM_BLOCK == 0 and not sampling.greedy:
-            random = uniforms(keys, step, _RANDOM_BLOCK)
-        uniform = random if sampling.greedy else random[slots, step % _RANDOM_BLOCK]
-        chosen, logprobs = choose(logits, uniform, sampling)
-        outcome.tokens[slots, step] = chosen
-        outcome.logprobs[slots, step] = logprobs
-        stopped = ends.reached(chosen, slots, finished)
-        done = stopped | (limits[slots] == step + 1) | finished
-        count = int(done.sum())
-        if count > finished_count:
-            new = done & ~finished
-            outcome.lengths[slots[new]] = step + 1
-            outcome.ended[slots[new]] = stopped[new]
-            finished, finished_count = done, count
-        if count == len(slots):
-            return
-        if session.drop_share is not None and count > session.drop_share * len(slots):
-            kept = len(slots) - count
-            free = done[:kept].nonzero()[:, 0]
-            moved = (~done[kept:]).nonzero()[:, 0] + kept
-            session.drop(kept, free, moved)
-            for tensor in (slots, chosen):
-                tensor[free] = tensor[moved]
-            slots, chosen = slots[:kept], chosen[:kept]
-            finished, finished_count = finished.new_zeros(kept), 0
-        logits = session.step(chosen)

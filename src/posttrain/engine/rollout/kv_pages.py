@@ -25,7 +25,7 @@ from torch import Tensor
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_varlen
-from posttrain.engine.rollout.port import KVShape, Positions, Prompt
+from posttrain.engine.rollout.port import Context, KVShape, Positions
 
 PAGE = 128  # positions
 _NOBODYS = 0  # the padding page, never assigned to a row
@@ -75,7 +75,7 @@ class PageStore:
         self._free: list[int] = []
         self._holders: list[int] = []  # by page: number of rows and prompts that use it
         self._rows: dict[int, list[int]] = {}  # the block table of each row
-        self._kept: dict[Prompt, list[int]] = {}
+        self._kept: dict[Context, tuple[list[int], int]] = {}  # pages and tokens
         self._table: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
         self.step: Step | None = None  # the input of `attend`; code that repeats a step sets its own tensors
 
@@ -103,12 +103,13 @@ class PageStore:
         """See `KVStore.allow`."""
         self._budget = budget
 
-    def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+    def keep(self, prompts: Mapping[Context, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
         """See `KVStore.keep`."""
         sources: list[Tensor] = []
         places: list[Tensor] = []
         for prompt, (begin, end) in prompts.items():
-            pages = self._kept[prompt] = self._take(self._pages(end - begin))
+            pages = self._take(self._pages(end - begin))
+            self._kept[prompt] = pages, end - begin
             sources.append(torch.arange(begin, end))
             whole = torch.tensor(pages)[:, None] * self._page + torch.arange(self._page)
             places.append(whole.flatten()[: end - begin])
@@ -116,10 +117,10 @@ class PageStore:
         for pool, packed in zip(self._pools, pairs, strict=True):
             self._flat(pool).index_copy_(1, place, packed[source].transpose(0, 1))
 
-    def forget(self, prompts: Collection[Prompt]) -> None:
+    def forget(self, prompts: Collection[Context]) -> None:
         """See `KVStore.forget`."""
         for prompt in prompts:
-            self._give(self._kept.pop(prompt))
+            self._give(self._kept.pop(prompt)[0])
 
     def prompt_bytes(self, length: int) -> int:
         """See `KVStore.prompt_bytes`."""
@@ -138,11 +139,12 @@ class PageStore:
         """See `KVStore.bytes_alone`."""
         return self._page_bytes * (self._pages(prompt) + 1) + self.row_bytes(length, prompt)
 
-    def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
+    def add(self, rows: Mapping[int, tuple[Context, int]]) -> None:
         """See `KVStore.add`."""
         copied: list[tuple[int, int]] = []
         for row, (prompt, length) in rows.items():
-            known, full = self._kept[prompt], len(prompt) // self._page
+            known, tokens = self._kept[prompt]
+            full = tokens // self._page
             for page in known[:full]:
                 self._holders[page] += 1
             own = self._take(self._pages(length) - full)
@@ -153,6 +155,11 @@ class PageStore:
             for pool in self._pools:
                 pool[:, to] = pool[:, source]
         self._table = None
+
+    def read(self, row: int, length: int) -> list[Tensor]:
+        """See `KVStore.read`."""
+        pages = torch.tensor(self._rows[row][: self._pages(length)], device=self._shape.device)
+        return [pool[:, pages].flatten(1, 2)[:, :length].transpose(0, 1).contiguous() for pool in self._pools]
 
     def capacity(self, row: int) -> int:
         """See `KVStore.capacity`."""

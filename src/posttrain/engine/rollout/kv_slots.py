@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.rollout.page_attention import padded_width, weigh
-from posttrain.engine.rollout.port import KVShape, Positions, Prompt
+from posttrain.engine.rollout.port import Context, KVShape, Positions
 
 _SHORT = 32  # positions; with 64, a step of a small model is up to a tenth slower
 _FIRST_CLASS = 128  # positions of the second class
@@ -87,7 +87,7 @@ class SlotStore:
         self._columns = torch.arange(0, device=shape.device)  # of the longest class
         self._unseen, self._seen = torch.tensor([-math.inf, 0.0], dtype=shape.dtype, device=shape.device)
         self.reach(longest)
-        self._kept: dict[Prompt, tuple[Sequence[Tensor], int, int]] = {}  # packed pairs, begin, end
+        self._kept: dict[Context, tuple[Sequence[Tensor], int, int]] = {}  # packed pairs, begin, end
         self._place: dict[int, int] = {}  # row → class
         self._parts: list[_Part] = []
 
@@ -119,11 +119,11 @@ class SlotStore:
         """See `KVStore.allow`."""
         self._budget = budget
 
-    def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+    def keep(self, prompts: Mapping[Context, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
         """See `KVStore.keep`; the prompts stay packed."""
         self._kept |= {prompt: (pairs, begin, end) for prompt, (begin, end) in prompts.items()}
 
-    def forget(self, prompts: Collection[Prompt]) -> None:
+    def forget(self, prompts: Collection[Context]) -> None:
         """See `KVStore.forget`; the remaining prompts of a pack are copied out of the pack."""
         for prompt in prompts:
             del self._kept[prompt]
@@ -152,7 +152,7 @@ class SlotStore:
         """See `KVStore.capacity`."""
         return self._classes[self._place[row]].positions
 
-    def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
+    def add(self, rows: Mapping[int, tuple[Context, int]]) -> None:
         """See `KVStore.add`."""
         wanted: dict[int, list[int]] = {}
         packs: dict[int, tuple[Sequence[Tensor], dict[int, tuple[int, int]]]] = {}
@@ -167,6 +167,12 @@ class SlotStore:
             self._place |= dict.fromkeys(new, at)
         for pairs, spans in packs.values():
             self._fill(spans, pairs)
+
+    def read(self, row: int, length: int) -> list[Tensor]:
+        """See `KVStore.read`."""
+        kind = self._classes[self._place[row]]
+        slot = kind.rows.index(row)
+        return [pairs[:, slot, :, :length].permute(2, 0, 1, 3).contiguous() for pairs in kind.pairs]
 
     def _fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
         """Fill rows with tokens [begin, end) of packed keys and values."""

@@ -260,29 +260,35 @@ class LlamaDecoder:
             held.copy_(fresh)  # in place, because a recorded step reads these tensors
         self._factors = self._factors or found
 
-    def prefill(self, prompts: Sequence[Sequence[int]], past: Prefix | None = None) -> Prefix:
-        """Compute prompts or, with `past`, the next tokens of the single prompt in it. The result includes `past`."""
-        begin = past.spans[0][1] if past is not None else 0
+    def prefill(self, prompts: Sequence[Sequence[int]], pasts: Sequence[Sequence[Tensor]] = ()) -> Prefix:
+        """Compute tokens of prompts, together.
+
+        Args:
+            prompts: the tokens to compute.
+            pasts: of each prompt, the keys and values of its earlier tokens, by layer [tokens, 2, kv_heads, head_dim];
+                the result includes them. By default, there are none.
+        """
         lengths = [len(prompt) for prompt in prompts]
-        positions = np.concatenate([np.arange(begin, begin + n) for n in lengths])
+        begins = [len(past[0]) for past in pasts] or [0] * len(prompts)
+        positions = np.concatenate([np.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)])
         tokens = torch.tensor([token for prompt in prompts for token in prompt])
         x, cosine, sine = self._enter(*self.inputs(tokens, positions))
-        plan = None if self._varlen else plan_prompts(lengths, begin, self._heads, x.device)
+        plan = None if self._varlen else plan_prompts(lengths, begins, self._heads, x.device)
         pairs: list[Tensor] = []
         total = sum(lengths)
         for index, layer in enumerate(self._weights.layers):
             heads = self._project(x, index, cosine, sine)
             pair = heads[:total, self._heads :].clone().view(total, 2, self._kv_heads, self._head_dim)
-            seen = pair if past is None else torch.cat([past.pairs[index], pair])
+            seen = _interleaved([past[index] for past in pasts], torch.split(pair, lengths)) if pasts else pair
             if plan is None:
-                attended = attend_packed_prompts(heads[:total, : self._heads], seen, lengths, begin)
+                attended = attend_packed_prompts(heads[:total, : self._heads], seen, lengths, begins)
             else:
                 attended = attend_prompts(heads[:, : self._heads], seen, plan)
             x = self._finish(x, self._padded(attended, len(x)), layer)
             pairs.append(seen)
-        ends = torch.tensor(lengths, device=x.device).cumsum(0).tolist()
-        spans = tuple((0 if past is not None else end - n, begin + end) for end, n in zip(ends, lengths, strict=True))
-        return Prefix(pairs, x[[end - 1 for end in ends]], spans)
+        ends = list(accumulate(b + n for b, n in zip(begins, lengths, strict=True)))
+        spans = tuple((end - b - n, end) for end, b, n in zip(ends, begins, lengths, strict=True))
+        return Prefix(pairs, x[[end - 1 for end in accumulate(lengths)]], spans)
 
     def chunk(self, begin: int) -> int:
         """Return how many tokens of a prompt to compute after `begin`, so that attention scores fit in memory."""
@@ -395,6 +401,11 @@ class LlamaDecoder:
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits in float32, even for weights in bfloat16."""
         return float32_logits(self._rms_norm(x, self._weights.final_norm), self._weights.head)
+
+
+def _interleaved(pasts: Sequence[Tensor], fresh: Sequence[Tensor]) -> Tensor:
+    """Return the earlier tokens of each prompt, followed by its new tokens."""
+    return torch.cat([part for both in zip(pasts, fresh, strict=True) for part in both])
 
 
 def why_attention_is_plain(model: LanguageModel) -> str | None:

@@ -82,7 +82,7 @@ def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
     looks = Looks(2, row, page, torch.tensor([16, 3, 9], dtype=torch.int32, device=device))
     paged = [attend_pages(query, keys, values, looks, varlen=way).float() for way in (True, False)]
     pairs = torch.stack([keys.flatten(0, 1), values.flatten(0, 1)], 1)[:7]
-    prompt = attend_packed_prompts(query, pairs, [2], 5).float()
+    prompt = attend_packed_prompts(query, pairs, [2], [5]).float()
     seen = Looks(2, torch.arange(2, device=device), torch.zeros(2, dtype=torch.int64, device=device), row[1:].int() + 6)
     causal = attend_pages(query, pairs[None, :, 0], pairs[None, :, 1], seen, varlen=False).float()
     return max(float((paged[0] - paged[1]).abs().max()), float((prompt - causal).abs().max()))
@@ -161,30 +161,28 @@ def _varlen_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> 
     )
 
 
-def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], begin: int) -> Tensor:
+def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], begins: Sequence[int]) -> Tensor:
     """Compute causal attention of prompts with torch's variable-length attention, on CUDA.
 
     Args:
         query: [tokens, heads, head_dim], scaled.
-        pairs: [begin + tokens, 2, kv_heads, head_dim]; with `begin` there is one prompt, whose first `begin` tokens are
-            already computed.
+        pairs: [seen, 2, kv_heads, head_dim]: of each prompt, its computed tokens, then those among the queries.
         lengths: tokens of each prompt among the queries.
+        begins: tokens of each prompt that are already computed.
 
     Returns:
         [tokens, heads * head_dim].
     """
-    ends = torch.tensor([0, *lengths], device=query.device).cumsum(0, dtype=torch.int32)
-    seen = ends.clone()
-    seen[1:] += begin
-    longest = max(lengths)
+    whole = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+    ends, seen = (torch.tensor([0, *n], device=query.device).cumsum(0, dtype=torch.int32) for n in (lengths, whole))
     out = varlen_attn(
         query.contiguous(),
         pairs[:, 0],
         pairs[:, 1],
         ends,
         seen,
-        longest,
-        begin + longest,
+        max(lengths),
+        max(whole),
         scale=1.0,
         window_size=(-1, 0),
         enable_gqa=True,
@@ -218,7 +216,7 @@ class _Block:
     length: int  # maximum tokens per prompt
     asked: Tensor  # [prompts, queries] indices of the query tokens
     seen: Tensor  # [prompts * width] indices of the tokens that the prompts attend to
-    ahead: Tensor  # [queries, width] whether a position is after the query's position
+    ahead: Tensor  # [prompts or 1, 1, queries, width] whether a position is after the query's position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,18 +232,19 @@ def longest_chunk(begin: int, most: int, heads: int) -> int:
     return max(_FEWEST_QUERIES, min(most, _SCORES // (heads * (begin + most))))
 
 
-def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.device) -> PromptPlan:
-    """Return the plan for prompts of these lengths, in blocks whose scores fit in memory.
+def plan_prompts(lengths: Sequence[int], begins: Sequence[int], heads: int, device: torch.device) -> PromptPlan:
+    """Return the plan for prompts with these numbers of tokens to compute, in blocks whose scores fit in memory.
 
     Args:
-        begin: tokens of the single prompt that are already computed; 0 for several prompts.
+        begins: tokens of each prompt that are already computed; the tokens to compute attend to them too.
     """
-    plan = plan_packing(lengths, device)
+    plan, longest = plan_packing(lengths, device), max(begins)
+    begun = torch.tensor(begins, device=device) if longest else None
     blocks: list[_Block] = []
     for block in plan.blocks:
-        most = max(1, _SCORES // (heads * block.length**2))
+        most = max(1, _SCORES // (heads * block.length * (longest + block.length)))
         index = block.index.view(block.rows, block.length)
-        blocks += [_block(index[start : start + most], begin) for start in range(0, block.rows, most)]
+        blocks += [_block(index[start : start + most], lengths, begun) for start in range(0, block.rows, most)]
     return PromptPlan(tuple(blocks), plan.inverse)
 
 
@@ -256,25 +255,38 @@ def attend_prompts(query: Tensor, pairs: Tensor, plan: PromptPlan) -> Tensor:
     return attended if plan.inverse is None else attended.index_select(0, plan.inverse)
 
 
-def _block(index: Tensor, begin: int) -> _Block:
-    """Return the block of prompts with these tokens [prompts, length]."""
-    length = index.shape[1]
+def _block(index: Tensor, lengths: Sequence[int], begun: Tensor | None) -> _Block:
+    """Return the block of prompts with these tokens [prompts, length] to compute; `begun`: computed tokens, by prompt.
+
+    None: no prompt has computed tokens.
+    """
+    length, device = index.shape[1], index.device
     queries = max(_FEWEST_QUERIES, length)
-    width = padded_width(begin + queries)
-    seen = torch.arange(begin + length, device=index.device)[None] if begin else index
-    places = torch.arange(width, device=index.device)
-    ahead = places > places[begin : begin + queries, None]
-    return _Block(length, _repeat_last(index, queries), _repeat_last(seen, width).reshape(-1), ahead)
+    asked = _repeat_last(index, queries)
+    if begun is None:
+        width = padded_width(queries)
+        places = torch.arange(width, device=device)
+        ahead = (places > places[:queries, None])[None, None]
+        return _Block(length, asked, _repeat_last(index, width).reshape(-1), ahead)
+    sizes = torch.tensor(lengths, device=device)
+    prompts = torch.searchsorted(sizes.cumsum(0), index[:, 0].contiguous(), right=True)
+    whole = sizes + begun
+    starts, last, begin = ((whole.cumsum(0) - whole)[prompts], whole[prompts] - 1, begun[prompts])
+    width = padded_width(int(begin.max()) + queries)
+    places = torch.arange(width, device=device)
+    seen = starts[:, None] + torch.minimum(places, last[:, None])
+    ahead = places > begin[:, None, None] + places[:queries, None]
+    return _Block(length, asked, seen.reshape(-1), ahead[:, None])
 
 
 def _attend_block(query: Tensor, pairs: Tensor, block: _Block) -> Tensor:
-    (rows, queries), width = block.asked.shape, block.ahead.shape[1]
+    (rows, queries), width = block.asked.shape, block.ahead.shape[-1]
     kv_heads, head_dim = pairs.shape[2:]
     states = pairs.index_select(0, block.seen).view(rows, width, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4)
     keys, values = states.reshape(2, -1, width, head_dim)
     q = query[block.asked].view(rows, queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = torch.bmm(q.reshape(len(keys), -1, head_dim), keys.transpose(1, 2))
-    scores.view(len(keys), -1, queries, width).masked_fill_(block.ahead, float("-inf"))
+    scores.view(rows, -1, queries, width).masked_fill_(block.ahead, float("-inf"))
     out = weigh(scores.softmax(-1), values).view(rows, kv_heads, -1, queries, head_dim)
     out = out.permute(0, 3, 1, 2, 4)[:, : block.length]
     return out.reshape(rows * block.length, -1)

@@ -20,10 +20,10 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import stop_fault
 from posttrain.engine.batch import Provenance
-from posttrain.engine.samples import Group, Segment, Trajectory
+from posttrain.engine.samples import Floats, Group, Ints, Segment, Trajectory
 
 InFlight = Literal["finish", "recompute", "keep_kv"]
-Prompt = tuple[int, ...]
+Context = tuple[int, ...] | str  # computed tokens: themselves, or the session that holds their beginning
 Positions = npt.NDArray[np.int64]  # [rows]
 
 
@@ -86,6 +86,7 @@ class Generation:
     limit: int  # maximum tokens of the response
     sample: int = 0  # number among the samples of its prompt
     policy: str = ""  # "": the policy in training; other names are of adapters, opponents, older versions
+    session: str = ""  # the conversation that this generation begins or continues; "": none
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -104,6 +105,27 @@ class Completion:
 
     id: str
     trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """New tokens of a generation that is not answered yet: `Delta("388.2", tokens=[9, 2], logprobs=[-0.5, -1.5])`."""
+
+    id: str
+    tokens: Ints  # [n], n ≥ 1
+    logprobs: Floats  # [n]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of a given text, at temperature 1: of each token after the tokens before it.
+
+    The first token has no log-probability: it has NaN, and the tokens -1.
+    """
+
+    logprobs: Floats  # [n]
+    top_tokens: Ints  # [n, top]: the likeliest tokens at each place, the likeliest first
+    top_logprobs: Floats  # [n, top]; a token that is also the text's has the same float as in `logprobs`
 
 
 def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment]:
@@ -140,7 +162,14 @@ class RolloutEngine(Protocol):
       a string of `sampling.stop`. The token is kept as sampled, even if its text continues after the string; the status
       is `ok` and the sequence is `stopped`. Later tokens are dropped. An engine without a tokenizer rejects such
       generations;
-    - answers every generation once, and records in each sampled segment the version that sampled it.
+    - answers every generation once, and records in each sampled segment the version that sampled it;
+    - answers an aborted generation with the tokens so far, at least none, and the status `aborted`. These tokens are a
+      beginning of the whole response;
+    - remembers a session from the answer of a generation with `session` until the next generation of the session, its
+      release, or an update (except `keep_kv`). If the tokens of the next generation begin with those of the answer,
+      the engine need not read them again. Otherwise, it reads all tokens. Either way, the response is the same, up to
+      rounding. On the native engine on the CPU, a session's responses have the same bits in any company and with any
+      amount of memory. A session has one unanswered generation at a time.
 
     `contract.RolloutEngineContract` tests this list and the docstrings below for any engine.
     """
@@ -153,6 +182,10 @@ class RolloutEngine(Protocol):
     def context_length(self) -> int:
         """The maximum number of tokens in a prompt with its response."""
 
+    @property
+    def holds_sessions(self) -> bool:
+        """Whether the engine keeps the keys and values of sessions; if not, it reads all tokens of a session again."""
+
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
         """Return the tensors that the engine decodes with (not copies), unfused, by Hugging Face parameter names.
 
@@ -163,17 +196,18 @@ class RolloutEngine(Protocol):
     def counts(self) -> Mapping[str, int]:
         """Return the engine's counters since it was opened; empty if it has none.
 
-        The counters are `prefilled_tokens` of prompts, `steps` of decoding, `decoded_tokens` (rows times steps),
-        `preemptions`, `recomputed_tokens` (read again after a preemption or an update), and `discarded_tokens` after
-        the end of a response.
+        The counters are `prefilled_tokens` of prompts, without what a session holds of them, `continued_tokens` that it
+        holds, `steps` of decoding, `decoded_tokens` (rows times steps), `preemptions`, `recomputed_tokens` (read again
+        after a preemption or an update), and `discarded_tokens` after the end of a response.
         """
 
     def submit(self, work: Sequence[Generation]) -> None:
         """Accept generations, in the order of the stream; return immediately.
 
         Raises:
-            InputError: an id is already in use; the engine does not serve the policy; a prompt and its limit do not fit
-                in the context; there are stop strings but the engine has no tokenizer. None of `work` is then accepted.
+            InputError: an id or a session already has an unanswered generation; the engine does not serve the policy; a
+                prompt and its limit do not fit in the context; there are stop strings but the engine has no tokenizer.
+                None of `work` is then accepted.
         """
 
     def completed(self, timeout: float) -> list[Completion]:
@@ -185,6 +219,28 @@ class RolloutEngine(Protocol):
             JobFailedError: the model returned logits that are not finite.
             IntegrityError: another component re-pointed weights that a zero-copy engine reads.
         """
+
+    def progress(self) -> list[Delta]:
+        """Return the tokens that unanswered generations have got since the last call; empty deltas are left out.
+
+        An answer contains all tokens of its generation, those in earlier deltas included. An engine may report nothing
+        before an answer; `contract.Bench.streams` is False for it.
+        """
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+        """Return the log-probabilities of given texts under the policy in training, without changing submitted work.
+
+        Args:
+            prompts: token ids, at least one each.
+            top: number of likeliest tokens at each place.
+
+        Raises:
+            InputError: a text is empty or longer than the context; `top` is negative or larger than the vocabulary.
+            JobFailedError: the model returned logits that are not finite.
+        """
+
+    def release(self, sessions: Collection[str]) -> None:
+        """Free what these sessions hold; skip unknown names."""
 
     def abort(self, ids: Collection[str]) -> None:
         """End these generations, which complete with their tokens so far and the status `aborted`; skip unknown ids."""
@@ -303,7 +359,7 @@ class KVStore(Protocol):
     """Keys and values of kept prompts and of rows that begin with these prompts.
 
     Before adding or extending rows, a caller reads the rows' size (`row_bytes`, `growth_bytes`) and stays within the
-    budget. Rows are identified by numbers, prompts by their tokens. `order` is the order of the rows in a step.
+    budget. Rows are identified by numbers, prompts by their `Context`. `order` is the order of the rows in a step.
     """
 
     @property
@@ -320,10 +376,10 @@ class KVStore(Protocol):
     def allow(self, budget: int) -> None:
         """Set the budget, bytes."""
 
-    def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+    def keep(self, prompts: Mapping[Context, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
         """Keep computed prompts: [begin, end) of packed keys and values, by layer [tokens, 2, kv_heads, head_dim]."""
 
-    def forget(self, prompts: Collection[Prompt]) -> None:
+    def forget(self, prompts: Collection[Context]) -> None:
         """Drop these prompts; the rows that began with them stay."""
 
     def prompt_bytes(self, length: int) -> int:
@@ -338,8 +394,11 @@ class KVStore(Protocol):
     def bytes_alone(self, length: int, prompt: int) -> int:
         """Return the maximum bytes of one row of `length` positions until its end, including its kept prompt."""
 
-    def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
+    def add(self, rows: Mapping[int, tuple[Context, int]]) -> None:
         """Add rows, each with its kept prompt and room for this number of positions."""
+
+    def read(self, row: int, length: int) -> list[Tensor]:
+        """Return copies of the row's first `length` keys and values, by layer [length, 2, kv_heads, head_dim]."""
 
     def capacity(self, row: int) -> int:
         """Return how many positions the row has room for."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from posttrain.domain.errors import InputError, JobFailedError
 from posttrain.engine.rollout.decoding import StopStrings, Tail
-from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.rollout.port import Completion, Context, Delta, Generation, InFlight
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 
 _REFILL_SHARE = 16  # slots are refilled when a 16th is free: a short prompt costs as much as a step
@@ -42,6 +42,7 @@ class RolloutCounters:
     decoded_tokens: int = 0  # rows times steps
     discarded_tokens: int = 0  # decoded after the end of a row
     recomputed_tokens: int = 0  # read again after a preemption or an update
+    continued_tokens: int = 0  # of sessions' contexts, not read again
     preemptions: int = 0
     steps: int = 0
 
@@ -54,12 +55,19 @@ class Row:
     asked: Generation
     prompt: Segment  # shared by all rows that begin with it
     key: int  # key of its random numbers
+    context: Context = ()  # the name of its computed prompt, while it is decoded
     tail: Tail | None = None  # end of its text; None: no stop strings
     ended: bool = False  # whether a token or a string ended it, before or at its limit
     stopped: bool = False  # whether a string ended it
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
     logprobs: Floats = field(default_factory=lambda: _NO_LOGPROBS)
     marks: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first token)
+    told: int = 0  # number of tokens that were in a delta
+
+    def delta(self, tokens: Ints, logprobs: Floats) -> Delta | None:
+        """Return the tokens after those of the last delta, given all tokens; None if there are none."""
+        begin, self.told = self.told, len(tokens)
+        return Delta(self.asked.id, tokens[begin:].copy(), logprobs[begin:].copy()) if self.told > begin else None
 
     def mark(self, version: str, begin: int) -> None:
         """Record that this version samples the tokens from index `begin`."""
@@ -101,7 +109,7 @@ class Schedule:
         """Append generations to the queue, with the keys of their random numbers; see `prompt_segments`."""
         for asked, key in zip(work, keys, strict=True):
             tail = self._texts.tail(asked.sampling.stop) if self._texts and asked.sampling.stop else None
-            self.waiting.append(Row(self._next, asked, prompts[asked.tokens], key, tail))
+            self.waiting.append(Row(self._next, asked, prompts[asked.tokens], key, tail=tail))
             self._wanted[asked.tokens] += 1
             self._next += 1
 
@@ -153,17 +161,25 @@ class Schedule:
 
 @final
 class Intake:
-    """Checks submitted work by the port's rules, for engines that read one policy in place and are updated when paused.
+    """Checks submitted work by the port's rules, for engines that read weights in place and are updated when paused.
 
     Args:
         reads_text: whether the engine has a tokenizer, which stop strings require.
+        policies: names of the policies in addition to the one in training.
     """
 
-    def __init__(self, name: str, context_length: int, *, reads_text: bool = False) -> None:
+    def __init__(
+        self, name: str, context_length: int, *, reads_text: bool = False, policies: Iterable[str] = ()
+    ) -> None:
         self._name, self._context_length, self._reads_text = name, context_length, reads_text
-        self._ids: set[str] = set()
+        self._sessions: dict[str, str] = {}  # unanswered generation → its session
         self.paused = False
-        self.version = ""
+        self.versions = dict.fromkeys(("", *policies), "")
+
+    @property
+    def version(self) -> str:
+        """The sampling version of the policy in training."""
+        return self.versions[""]
 
     def take(self, work: Sequence[Generation]) -> None:
         """Register new work.
@@ -171,10 +187,16 @@ class Intake:
         Raises:
             InputError: see `RolloutEngine.submit`.
         """
-        ids: set[str] = set()
+        ids: dict[str, str] = {}
+        begun = {session for session in self._sessions.values() if session}
         for generation in work:
             self._served(generation.policy)
-            if generation.id in self._ids or generation.id in ids:
+            if generation.session in begun:
+                raise InputError(
+                    f"session {generation.session} must have one unanswered generation, got {generation.id} too; wait "
+                    "for the answer"
+                )
+            if generation.id in self._sessions or generation.id in ids:
                 raise InputError(
                     f"generation {generation.id} must have a unique id, but another generation uses this id; choose "
                     "another"
@@ -189,12 +211,14 @@ class Intake:
                     f"generation {generation.id} must fit in the context of {self._context_length} tokens, got "
                     f"{len(generation.tokens)} + {generation.limit}; shorten the prompt or the limit"
                 )
-            ids.add(generation.id)
-        self._ids |= ids
+            ids[generation.id] = generation.session
+            begun |= {generation.session} - {""}
+        self._sessions |= ids
 
     def give(self, ids: Iterable[str]) -> None:
         """Release the ids of answered generations."""
-        self._ids.difference_update(ids)
+        for name in ids:
+            self._sessions.pop(name, None)
 
     def update(self, policy: str, version: str, in_flight: InFlight, begun: int) -> None:
         """See `RolloutEngine.update`; `begun` is the number of begun responses."""
@@ -210,11 +234,14 @@ class Intake:
                 "cannot finish with the old weights; update with in_flight=recompute or keep_kv, or collect them "
                 "first"
             )
-        self.version = version
+        self.versions[policy] = version
 
     def _served(self, policy: str) -> None:
-        if policy:
-            raise InputError(f"rollout engine {self._name} serves one policy, got {policy}; omit the policy")
+        if policy not in self.versions:
+            others = f" and {', '.join(sorted(self.versions.keys() - {''}))}" if len(self.versions) > 1 else ""
+            raise InputError(
+                f"rollout engine {self._name} serves the policy in training{others}, got {policy}; omit the policy"
+            )
 
 
 _NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches")  # see `RowTable`
@@ -296,6 +323,11 @@ class RowTable:
         needed = self.positions + count
         return {self.rows[at].number: int(needed[at]) for at in np.flatnonzero(needed > self._room).tolist()}
 
+    def held(self, rows: Iterable[Row]) -> dict[int, int]:
+        """Return a map from each row to the number of positions whose keys and values the store has."""
+        positions = self.positions
+        return {row.number: int(positions[self._place[row.number]]) for row in rows}
+
     def enter(self, rows: Sequence[Row], version: str) -> None:
         """Add rows, decoded by this version of the policy; the model has read none of their response tokens."""
         self._write()
@@ -357,6 +389,16 @@ class RowTable:
             counters.recomputed_tokens += len(ended) - int(ended.sum()) - len(at)
             ended[at] = self._say(at, chosen[at], probable[at])
         return [self.rows[at] for at in np.flatnonzero(ended).tolist()]
+
+    def deltas(self) -> list[Delta]:
+        """Return the tokens of all rows that were in no delta."""
+        self._write()
+        lines, said = self._line.tolist(), self._said.tolist()
+        found = [
+            row.delta(self._tokens[line, :count], self._logprobs[line, :count])
+            for row, line, count in zip(self.rows, lines, said, strict=True)
+        ]
+        return [delta for delta in found if delta]
 
     def mark(self, version: str) -> None:
         """Attribute the further tokens of all rows to this version."""

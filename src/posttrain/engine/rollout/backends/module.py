@@ -1,7 +1,7 @@
 """Decoding with any causal language model of transformers, using the model's forward and key-value cache."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from posttrain.engine.models.backbone import key_value_bytes
 from posttrain.engine.models.language_model import HALF, LanguageModel
 from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.decoding import Rows, StopStrings, decode_batch
-from posttrain.engine.rollout.port import Generation
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.rollout.decoding import BatchDecoding, Rows, StopStrings
+from posttrain.engine.rollout.port import Generation, PromptLogprobs
+from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 
 _DROP_SHARE = 0.15  # dropping rows copies the cache, so several rows are dropped at a time
 
@@ -30,27 +30,45 @@ class ModuleRollout(BatchedEngine):
         super().__init__(
             "module",
             model.context_length,
-            self._decode_all,
+            lambda work: _ModuleBatch(model, work, texts),
             kv_cache=kv_cache,
             token_bytes=key_value_bytes(model.module),
             reads_text=texts is not None,
         )
-        self._model, self._texts = model, texts
+        self._model = model
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """See `RolloutEngine.views`."""
         return module_views(self._model.module)
 
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+        """See `RolloutEngine.score`."""
+        return prompt_logprobs(self._model, prompts, top)
+
+
+class _ModuleBatch:
+    """`Batch` with the module; the module is in evaluation mode during a step only."""
+
+    def __init__(self, model: LanguageModel, work: Sequence[Generation], texts: StopStrings | None) -> None:
+        ends, device = model.eos_token_ids, model.device
+        self._module = model.module
+        self._decoding = BatchDecoding(work, lambda rows: _ModuleSession(model, rows), ends, device, texts)
+        self.said, self.ended, self.reread = self._decoding.said, self._decoding.ended, self._decoding.reread
+
     @torch.inference_mode()
-    def _decode_all(self, work: Sequence[Generation]) -> list[Trajectory]:
-        model = self._model
-        training = model.module.training
-        model.module.eval()
+    def step(self) -> list[int]:
+        """See `Batch.step`."""
+        training = self._module.training
+        self._module.eval()
         try:
-            ends, device = model.eos_token_ids, model.device
-            return decode_batch(work, lambda rows: _ModuleSession(model, rows), ends, device, self._texts)
+            return self._decoding.step()
         finally:
-            model.module.train(training)
+            self._module.train(training)
+
+    @torch.inference_mode()
+    def stop(self, rows: Collection[int]) -> None:
+        """See `Batch.stop`."""
+        self._decoding.stop(rows)
 
 
 class _ModuleSession:

@@ -13,7 +13,8 @@ A preempted row waits at the head of the queue. After it is readmitted, its prom
 reads the row's earlier tokens one by one in the same steps as the other rows. The row then continues as if it had not
 been preempted.
 
-Computed prompts are kept for rows that begin with them. Long prompts are computed in chunks.
+Computed prompts are kept for rows that begin with them. Long prompts are computed in chunks. The keys and values of a
+session are taken out of the store when its row ends, and become the beginning of the next turn's prompt.
 """
 
 import time
@@ -22,6 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,15 +34,28 @@ from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix, fuse_weights, why_not_fusable
-from posttrain.engine.rollout.port import Completion, Generation, InFlight, KVShape, KVStore, Prompt, prompt_segments
+from posttrain.engine.rollout.port import (
+    Completion,
+    Context,
+    Delta,
+    Generation,
+    InFlight,
+    KVShape,
+    KVStore,
+    PromptLogprobs,
+    prompt_segments,
+)
+from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
 from posttrain.engine.rollout.schedule import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
+from posttrain.engine.rollout.sessions import HeldSessions
 from posttrain.engine.samples import Floats
 
 _PREFILL_TOKENS = 8192  # prompt tokens computed between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is reserved for growing rows
 _UNSEEN = 16  # maximum steps between two checks
 _AHEAD = 64  # tokens whose random numbers are computed together
+Unread = tuple[Sequence[int], list[Tensor]]  # tokens to compute, and the keys and values before them, by layer
 
 
 @final
@@ -53,13 +68,13 @@ class KeptPrompts:
 
     def __init__(self, decoder: LlamaDecoder, store: KVStore, counters: RolloutCounters) -> None:
         self._decoder, self._store, self._counters = decoder, store, counters
-        self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each prompt
-        self._begun: tuple[Prompt, Prefix] | None = None  # the computed beginning of a long prompt
+        self._hidden: dict[Context, Tensor] = {}  # [1, hidden] after each prompt
+        self._begun: tuple[Context, Prefix] | None = None  # the computed beginning of a long prompt
 
-    def __contains__(self, prompt: Prompt) -> bool:
+    def __contains__(self, prompt: Context) -> bool:
         return prompt in self._hidden
 
-    def __iter__(self) -> Iterator[Prompt]:
+    def __iter__(self) -> Iterator[Context]:
         return iter(list(self._hidden))
 
     @property
@@ -72,31 +87,34 @@ class KeptPrompts:
         """Bytes of the beginning of a long prompt, which is not in the store yet."""
         return 0 if self._begun is None else self._decoder.shape.position_bytes * len(self._begun[1].pairs[0])
 
-    def logits(self, prompts: Sequence[Prompt]) -> Tensor:
+    def logits(self, prompts: Sequence[Context]) -> Tensor:
         """Return the logits after each prompt, [prompts, vocabulary]."""
         return self._decoder.logits(torch.cat([self._hidden[prompt] for prompt in prompts]))
 
-    def compute(self, prompts: Sequence[Prompt]) -> None:
-        """Compute these prompts together."""
-        if prompts:
-            self._counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
-            self._keep(prompts, self._decoder.prefill(prompts))
+    def compute(self, prompts: Mapping[Context, Unread]) -> None:
+        """Compute these prompts: those without a past together, and those with a past together."""
+        for begun in (False, True):
+            some = {name: unread for name, unread in prompts.items() if bool(unread[1]) == begun}
+            if some:
+                pieces, pasts = [list(piece) for piece, _ in some.values()], [past for _, past in some.values() if past]
+                self._counters.prefilled_tokens += sum(map(len, pieces))
+                self._keep(list(some), self._decoder.prefill(pieces, pasts))
 
-    def advance(self, prompt: Prompt) -> bool:
-        """Compute the next chunk of a long prompt; return whether it was the last chunk."""
-        past = self._begun[1] if self._begun is not None and self._begun[0] == prompt else None
-        begin = past.spans[0][1] if past is not None else 0
+    def advance(self, name: Context, prompt: Sequence[int], past: Callable[[], list[Tensor]]) -> bool:
+        """Compute the next chunk of a long prompt, which begins after its past; return whether it was the last."""
+        pairs = self._begun[1].pairs if self._begun is not None and self._begun[0] == name else past()
+        begin = len(pairs[0]) if pairs else 0
         piece = prompt[begin : begin + self._decoder.chunk(begin)]
-        prefix = self._decoder.prefill([piece], past)
+        prefix = self._decoder.prefill([piece], [pairs] if pairs else [])
         self._counters.prefilled_tokens += len(piece)
         if begin + len(piece) < len(prompt):
-            self._begun = (prompt, prefix)
+            self._begun = (name, prefix)
             return False
         self._begun = None
-        self._keep([prompt], prefix)
+        self._keep([name], prefix)
         return True
 
-    def forget(self, prompts: Collection[Prompt]) -> None:
+    def forget(self, prompts: Collection[Context]) -> None:
         """Drop the stored keys and values of these prompts; rows in progress that begin with such a prompt remain."""
         self._store.forget(prompts)
         for prompt in prompts:
@@ -107,7 +125,7 @@ class KeptPrompts:
         self.forget(list(self._hidden))
         self._begun = None
 
-    def _keep(self, prompts: Sequence[Prompt], computed: Prefix) -> None:
+    def _keep(self, prompts: Sequence[Context], computed: Prefix) -> None:
         self._store.keep(dict(zip(prompts, computed.spans, strict=True)), computed.pairs)
         self._hidden |= {prompt: computed.hidden[at : at + 1] for at, prompt in enumerate(prompts)}
 
@@ -134,6 +152,7 @@ class NativeRollout:
     """
 
     name = "native"
+    holds_sessions = True
 
     def __init__(
         self,
@@ -165,6 +184,7 @@ class NativeRollout:
         self._open_store = store or (PageStore if model.device.type == "cuda" else SlotStore)
         self._record = record or (cuda_recorder() if model.device.type == "cuda" else None)
         self.counters = RolloutCounters()
+        self._sessions = HeldSessions(self._decoder.shape)
         self._begin_store()
         self._done: list[Completion] = []
         self._fresh = False  # whether the weights are unchanged since the last check
@@ -189,7 +209,8 @@ class NativeRollout:
         prompts = prompt_segments(work)
         self._intake.take(work)
         if not (self._schedule.running or self._schedule.waiting):
-            self._budget = self._given_bytes or free_bytes(self._model.device) // 2
+            free = free_bytes(self._model.device) + self._sessions.used
+            self._budget = self._given_bytes or free // 2
             self._begin_store()
             self._table, self._fresh = RowTable(self._model.eos_token_ids), False
         if work:
@@ -226,6 +247,7 @@ class NativeRollout:
                     break
         except BaseException:
             self._forget_all()
+            self._sessions.clear()
             raise
         if not (schedule.running or schedule.waiting):
             self._forget_all()
@@ -233,13 +255,27 @@ class NativeRollout:
         self._intake.give(completion.id for completion in done)
         return done
 
+    def progress(self) -> list[Delta]:
+        """See `RolloutEngine.progress`."""
+        waiting = [row.delta(row.tokens, row.logprobs) for row in self._schedule.waiting]
+        return self._table.deltas() + [delta for delta in waiting if delta]
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
+        """See `RolloutEngine.score`."""
+        self._weights.check()
+        return prompt_logprobs(self._model, prompts, top)
+
+    def release(self, sessions: Collection[str]) -> None:
+        """See `RolloutEngine.release`."""
+        self._sessions.release(sessions)
+
     @torch.inference_mode()
     def abort(self, ids: Collection[str]) -> None:
         """See `RolloutEngine.abort`."""
         names = set(ids)
         running = dict(self._schedule.running)
         taken = self._schedule.take(lambda row: row.asked.id in names)
-        self._drop([row for row in taken if row.number in running])
+        self._drop([row for row in taken if row.number in running], hold=True)
         self._done += [row.completion(self._intake.version, aborted=True) for row in taken]
         self._forget_unwanted()
 
@@ -260,6 +296,8 @@ class NativeRollout:
         self._prompts.forget_all()
         if in_flight == "recompute":
             self._preempt(list(schedule.running.values()))
+        if in_flight != "keep_kv":
+            self._sessions.clear()
         self._arrange()
         self._table.mark(version)
 
@@ -292,10 +330,11 @@ class NativeRollout:
         rows = self._schedule.admit(count)
         ended = self._begin(rows, [row for row in rows if not len(row.tokens)])
         over = {row.number for row in ended}
-        going = {row.number: row for row in rows if row.number not in over}
-        self._store.add({number: (row.asked.tokens, self._first_length(row)) for number, row in going.items()})
+        going = {row.number: row for row in rows if row.number not in over or row.asked.session}
+        self._store.add({number: (row.context, self._first_length(row)) for number, row in going.items()})
         self._table.give_room({number: self._store.capacity(number) for number in going})
-        self._complete(ended)
+        self._sessions.release([row.context for row in rows if isinstance(row.context, str)])
+        self._complete(ended, [row.number for row in ended if row.number in going])
         self._forget_unwanted()
         self._arranged = False
 
@@ -307,7 +346,7 @@ class NativeRollout:
         if not fresh:
             return []
         draws = self._draw(fresh, [0] * len(fresh), _AHEAD if others is None else others.left + 1)
-        logits = self._prompts.logits([row.asked.tokens for row in fresh])
+        logits = self._prompts.logits([row.context for row in fresh])
         ended = self._table.begin(fresh, *_on_host(*draws.next(logits)))
         if others is not None and len(fresh) == len(rows):
             others.join(draws)
@@ -321,37 +360,44 @@ class NativeRollout:
 
     def _admissible(self) -> int:
         """Return how many rows at the queue's head can begin: their prompts are computed, and the budget has room."""
-        schedule, store, kept = self._schedule, self._store, self._prompts
+        schedule, store, kept, sessions = self._schedule, self._store, self._prompts, self._sessions
         most = schedule.refill()
         if not most:
             return 0
         planned, tokens, count = store.used + kept.begun_bytes, 0, 0
-        missing: dict[Prompt, None] = {}
+        missing: dict[Context, Unread] = {}
         for row in islice(schedule.waiting, most):
-            prompt = row.asked.tokens
-            new = prompt not in kept and prompt not in missing
+            prompt, session = row.asked.tokens, row.asked.session
+            held = sessions.continued(session, row.prompt.tokens) if session else 0
+            row.context = session if held else prompt
+            new = row.context not in kept and row.context not in missing
             planned += store.row_bytes(self._first_length(row), len(prompt))
             planned += store.prompt_bytes(len(prompt)) if new else 0
             alone = not schedule.running and not count
+            most_bytes = self._budget - (0 if alone else self._budget // _RESERVE_SHARE)
+            sessions.spill(planned + sessions.used - most_bytes)
             if alone and planned > self._budget:
-                kept.forget([other for other in kept if other != prompt])
-            if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
+                kept.forget([other for other in kept if other != row.context])
+            if not alone and planned > most_bytes:
                 break
-            if new and len(prompt) > self._decoder.chunk(0):  # a long prompt, computed in chunks
-                if count or not kept.advance(prompt):
+            past = partial(sessions.past, session, held) if held else list
+            if new and len(prompt) - held > self._decoder.chunk(held):  # a long prompt, computed in chunks
+                if count or not kept.advance(row.context, prompt, past):
                     break
             elif new:
-                tokens += len(prompt)
+                tokens += len(prompt) - held
                 if tokens > _PREFILL_TOKENS and count:
                     break
-                missing[prompt] = None
+                missing[row.context] = prompt[held:], past()
+            self.counters.continued_tokens += held
             count += 1
-        kept.compute(list(missing))
+        kept.compute(missing)
         return count
 
     def _forget_unwanted(self) -> None:
         """Drop the prompts that no waiting row has."""
-        self._prompts.forget([prompt for prompt in self._prompts if not self._schedule.wanted(prompt)])
+        wanted = self._schedule.wanted
+        self._prompts.forget([name for name in self._prompts if isinstance(name, str) or not wanted(name)])
 
     def _decode(self) -> None:
         """Decode a few tokens for every row, and process them."""
@@ -389,8 +435,7 @@ class NativeRollout:
         ended = self._table.note(*_on_host(tokens, logprobs), self.counters)
         if not ended:
             return
-        self._store.remove([row.number for row in ended])
-        self._complete(ended)
+        self._complete(ended, [row.number for row in ended])
         self._arranged = False
         self._arrange()
 
@@ -405,9 +450,13 @@ class NativeRollout:
             self._draws.select(kept)
         self._arranged = True
 
-    def _complete(self, rows: Sequence[Row]) -> None:
+    def _complete(self, rows: Sequence[Row], stored: Sequence[int]) -> None:
+        """Answer ended rows, of which the store has the rows with the numbers `stored`."""
         rows = sorted(rows, key=lambda row: row.number)
+        held = self._table.held(row for row in rows if row.asked.session)
         self._table.leave(rows)
+        self._hold({row: held[row.number] for row in rows if row.number in held})
+        self._store.remove(stored)
         self._done += [row.completion(self._intake.version) for row in rows]
         for row in rows:
             del self._schedule.running[row.number]
@@ -419,7 +468,12 @@ class NativeRollout:
         needs = self._table.outgrowing(self._read_every)
         if not needs:
             return
-        while store.used + self._prompts.begun_bytes + store.growth_bytes(needs) > self._budget:
+
+        def lacking() -> int:
+            return store.used + self._prompts.begun_bytes + store.growth_bytes(needs) - self._budget
+
+        self._sessions.spill(lacking() + self._sessions.used)
+        while lacking() > 0:
             if self._prompts.any:  # prompts are cheaper to recompute than rows
                 self._prompts.forget_all()
                 continue
@@ -437,11 +491,27 @@ class NativeRollout:
         self._schedule.preempt(rows)
         self.counters.preemptions += len(rows)
 
-    def _drop(self, rows: Sequence[Row]) -> None:
-        """Stop decoding rows that have not ended."""
-        self._store.remove([row.number for row in rows])
+    def _drop(self, rows: Sequence[Row], *, hold: bool = False) -> None:
+        """Stop decoding rows that have not ended.
+
+        Args:
+            hold: whether the sessions continue after the rows; if not, the rows will begin again, and a session holds
+                the context of its row.
+        """
+        held = self._table.held(row for row in rows if row.asked.session)
         self._table.leave(rows)
+        ends = {row: held[row.number] if hold else len(row.asked.tokens) for row in rows if row.number in held}
+        self._hold({row: end for row, end in ends.items() if hold or isinstance(row.context, str)})
+        self._store.remove([row.number for row in rows])
         self._draws, self._arranged = None, False
+
+    def _hold(self, rows: Mapping[Row, int]) -> None:
+        """Hold the sessions of rows in the store: row → number of positions."""
+        for row, count in rows.items():
+            tokens = np.concatenate([row.prompt.tokens, row.tokens])[:count]
+            self._sessions.hold(row.asked.session, tokens, self._store.read(row.number, count))
+        if rows:
+            self._sessions.spill(self._store.used + self._sessions.used - self._budget)
 
     def _forget_all(self) -> None:
         """Free the memory; remaining rows are lost, and their ids are released."""

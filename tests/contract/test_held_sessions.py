@@ -1,0 +1,168 @@
+"""Sessions of the native engine: what is computed, and that the same bits come from memory, files and long suffixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import torch
+
+from posttrain.domain.errors import JobFailedError
+from posttrain.engine.models.backbone import key_value_bytes
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.kv_pages import PageStore
+from posttrain.engine.rollout.port import Generation, KVShape, SamplingParams
+from posttrain.engine.rollout.sessions import HeldSessions
+from posttrain.engine.samples import Trajectory
+
+STORES: dict[str, Any] = {"slots": None, "pages": partial(PageStore, page=16)}
+
+
+@cache
+def model(family: str = "qwen3") -> LanguageModel:
+    module = families.build(family)
+    module.config.max_position_embeddings = 8192
+    return adopt_module(module)
+
+
+def opened(memory: int | None = None, store: str = "slots") -> NativeRollout:
+    """An engine with room for the keys and values of `memory` tokens."""
+    size = None if memory is None else memory * (key_value_bytes(model().module) or 0)
+    return NativeRollout(model(), size, store=STORES[store])
+
+
+def ask(engine: NativeRollout, work: Sequence[Generation]) -> dict[str, Trajectory]:
+    engine.submit(work)
+    found: dict[str, Trajectory] = {}
+    while len(found) < len(work):
+        found |= {done.id: done.trajectory for done in engine.completed(60.0)}
+    return found
+
+
+def play(
+    engine: NativeRollout, turns: int, tokens: int, observed: int, samples: int = 1, *, alone: bool = False
+) -> list[list[tuple[list[int], list[float]]]]:
+    """Responses and log-probabilities of conversations, all samples of a turn together or one after the other."""
+    context = {at: (5, 4, 3 + at % 2) for at in range(samples)}
+    told: list[list[tuple[list[int], list[float]]]] = [[] for _ in range(samples)]
+    for turn in range(turns):
+        params = SamplingParams(tokens, seed=turn, ignore_eos=True)
+        work = [Generation(f"{turn}.{at}", context[at], at, params, tokens, session=f"{at}") for at in context]
+        parts = [[one] for one in reversed(work)] if alone else [work]
+        found = {name: answer for part in parts for name, answer in ask(engine, part).items()}
+        for at in context:
+            answer = found[f"{turn}.{at}"]
+            told[at].append((answer.response.tolist(), answer.logprobs.tolist()))
+            seen = [4 + (turn + at + place) % 20 for place in range(observed)]
+            context[at] = (*context[at], *answer.response.tolist(), *seen)
+    return told
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_thirty_two_turns_read_each_token_once(store: str) -> None:
+    """32 turns of 128 tokens, half of them sampled: without sessions, the prefill would be 17 times the tokens."""
+    engine = opened(store=store)
+    play(engine, 32, 64, 64)
+    counts = engine.counts()
+    whole = 3 + 32 * 64 + 31 * 64
+    assert counts["prefilled_tokens"] + counts["decoded_tokens"] <= 1.02 * whole
+    assert counts["continued_tokens"] > 15 * whole
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_memory_and_company_change_no_bit(store: str) -> None:
+    """With a quarter of the memory, rows are preempted and sessions are written to files."""
+    plenty, scarce = opened(store=store), opened(170, store)
+    spilled: list[int] = []
+    spill = scarce._sessions.spill
+    scarce._sessions.spill = lambda needed: (spilled.append(moved := spill(needed)), moved)[1]  # type: ignore[method-assign, func-returns-value]
+    decode = scarce._decode
+
+    def within() -> None:
+        assert scarce._store.used + scarce._sessions.used <= scarce._budget
+        decode()
+
+    scarce._decode = within  # type: ignore[method-assign]
+    wanted = play(plenty, 3, 40, 5, samples=6)
+    assert play(scarce, 3, 40, 5, samples=6) == wanted
+    assert sum(spilled) > 0
+    assert scarce.counts()["preemptions"] > 0
+    assert play(opened(store=store), 3, 40, 5, samples=6, alone=True) == wanted
+    assert plenty.counts()["preemptions"] == 0
+
+
+def test_a_long_observation_is_computed_in_chunks_of_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk has at least 16 tokens; the chunks of a session begin where it ends."""
+    whole = play(opened(), 2, 6, 100)
+    monkeypatch.setattr("posttrain.engine.rollout.llama_decoder._CHUNK", 32)
+    found = play(opened(), 2, 6, 100)
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in whole[0]]
+    np.testing.assert_allclose(found[0][1][1], whole[0][1][1], atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_response_of_one_token_is_held_too(tokens: int) -> None:
+    engine = opened()
+    play(engine, 5, tokens, 3)
+    assert engine.counts()["prefilled_tokens"] == 3 + 4 * (3 + 1), "the last token of a response, and the observation"
+
+
+def test_equal_contexts_of_sessions_and_of_others_do_not_share_their_bits() -> None:
+    """A context is computed in two ways: as a whole, and as the suffix of a session."""
+    params = SamplingParams(6, seed=3, ignore_eos=True)
+    for order in (1, -1):
+        engine = opened()
+        first = ask(engine, [Generation("0", (5, 4, 3), 0, params, 6, session="s")])["0"]
+        tokens = (5, 4, 3, *first.response.tolist(), 7, 7)
+        both = [Generation("plain", tokens, 1, params, 6), Generation("held", tokens, 1, params, 6, session="s")]
+        found = ask(engine, both[::order])
+        plain = ask(opened(), both[:1])["plain"]
+        assert found["plain"].logprobs.tolist() == plain.logprobs.tolist()
+        assert found["held"].logprobs.tolist() != plain.logprobs.tolist(), "rounding differs, or the test shows nothing"
+        np.testing.assert_allclose(found["held"].logprobs, plain.logprobs, atol=1e-5)
+
+
+def shape(dtype: torch.dtype) -> KVShape:
+    return KVShape(layers=2, kv_heads=2, head_dim=4, dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sessions_in_files_are_the_oldest_and_have_the_same_bits(dtype: torch.dtype) -> None:
+    held = HeldSessions(shape(dtype))
+    pairs = {name: [torch.randn(5, 2, 2, 4).to(dtype) for _ in range(2)] for name in "abc"}
+    for name in "abc":
+        held.hold(name, np.arange(5, dtype=np.int32), pairs[name])
+    each = held.used // 3
+    assert held.spill(0) == 0
+    assert held.spill(each + 1) == 2
+    assert held.used == each
+    files = [held._held[name].file for name in "ab"]
+    assert [one is not None and not one.closed for one in files] == [True, True]
+    for name in "abc":
+        assert held.continued(name, np.arange(7, dtype=np.int32)) == 5
+        assert all(map(torch.equal, held.past(name, 4), [pair[:4] for pair in pairs[name]]))
+    held.release(["a", "nobody"])
+    assert held.continued("a", np.arange(7, dtype=np.int32)) == 0
+    held.clear()
+    assert held.used == 0
+    assert all(one is not None and one.closed for one in files)
+
+
+def test_a_full_disk_ends_the_job_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    held = HeldSessions(shape(torch.float32))
+    held.hold("a", np.arange(5, dtype=np.int32), [torch.randn(5, 2, 2, 4) for _ in range(2)])
+    with pytest.raises(JobFailedError, match=r"session a must be written .* No space left on device; free space in"):
+        held.spill(1)
