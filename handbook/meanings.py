@@ -57,7 +57,7 @@ MEANINGS: Mapping[str, str] = {
     "OptimizerConfig.warmup_steps": "steps of linear warm-up; Adam needs a warm-up because its moments are zero at the "
     "start",
     "Resources.cpus": "cores reserved for the pool; none: no reservation, and ranks share the cores of the machine",
-    "Resources.ranks": "number of processes; none: one per GPU; without GPUs, one per CPU; without both, one",
+    "Resources.ranks": "number of processes; none: one per GPU; without GPUs, one per CPU; with neither, one",
     "Budget.attempts": "maximum number of attempts of a stage whose jobs end because of infrastructure failures",
     "ReleaseSpec.channel": "the channel that the release moves",
     "ReleaseSpec.model": "the stage whose model the gates judge and the channel receives",

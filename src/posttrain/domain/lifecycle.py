@@ -175,7 +175,7 @@ class Reason(StrEnum):
     WAITING_FOR_SLOT = (
         "WaitingForSlot",
         (_STAGE,),
-        "Every slot of the host is in use.",
+        "All job slots of the host are in use.",
         _NOTHING,
     )
     WAITING_FOR_BUDGET = (

@@ -55,7 +55,7 @@ _TELLING = (  # parameter names → the dialect of a function that has all of th
 class Called:
     """A run file's choice of a reward's function and dialect."""
 
-    entry: str | None = None  # `function` or `file.py:function`; None: the registered or conventional function
+    entry: str | None = None  # `function` or `file.py:function`; None: the registered or the default function
     dialect: str | None = None  # None: the registered dialect, or determined by the parameters
 
     def __bool__(self) -> bool:

@@ -154,7 +154,8 @@ class RewardUse(Frozen):
     """
 
     ref: str  # reward:NAME@VERSION or a path
-    # the function, or file.py:function in a folder; None: the registered or conventional function
+    # the function, or file.py:function in a folder; None: the registered function; if the reward is not registered,
+    # `score`, `compute_score`, or the file's only rubric or public function
     entry: Annotated[str, Field(pattern=r"^([^/:]+\.py:)?[A-Za-z_]\w*$", max_length=200)] | None = None
     dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: the registered dialect, or auto
     files: tuple[str, ...] = ()  # next to run.yaml; the reward finds them, read-only, next to its source
