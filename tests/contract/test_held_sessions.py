@@ -127,6 +127,30 @@ def test_equal_contexts_of_sessions_and_of_others_do_not_share_their_bits() -> N
         np.testing.assert_allclose(found["held"].logprobs, plain.logprobs, atol=1e-5)
 
 
+def test_the_first_chunk_of_an_aborted_turn_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both turns have a long suffix; the first is aborted after one chunk, beside a row that keeps running."""
+    monkeypatch.setattr("posttrain.engine.rollout.llama_decoder._CHUNK", 32)
+    params = SamplingParams(60, seed=3, ignore_eos=True)
+    answers = []
+    for aborts in (False, True):
+        engine = opened()
+        first = ask(engine, [Generation("0", (5, 4, 3), 0, params, 6, session="s")])["0"]
+        begin = (5, 4, 3, *first.response.tolist())
+        engine.submit([Generation("beside", (9, 8), 7, params, 60)])
+        engine.completed(0.0)
+        if aborts:
+            engine.submit([Generation("lost", (*begin, *[11] * 100), 1, params, 6, session="s")])
+            engine.completed(0.0)
+            engine.abort(["lost"])
+            assert [done.id for done in engine.completed(0.0)] == ["lost"]
+        engine.submit([Generation("turn", (*begin, *[12] * 100), 1, params, 6, session="s")])
+        found: dict[str, Trajectory] = {}
+        while "turn" not in found:
+            found |= {done.id: done.trajectory for done in engine.completed(60.0)}
+        answers.append(found["turn"].logprobs.tolist())
+    assert answers[0] == answers[1]
+
+
 def shape(dtype: torch.dtype) -> KVShape:
     return KVShape(layers=2, kv_heads=2, head_dim=4, dtype=dtype, device=torch.device("cpu"))
 

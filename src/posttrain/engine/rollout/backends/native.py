@@ -69,7 +69,7 @@ class KeptPrompts:
     def __init__(self, decoder: LlamaDecoder, store: KVStore, counters: RolloutCounters) -> None:
         self._decoder, self._store, self._counters = decoder, store, counters
         self._hidden: dict[Context, Tensor] = {}  # [1, hidden] after each prompt
-        self._begun: tuple[Context, Prefix] | None = None  # the computed beginning of a long prompt
+        self._begun: tuple[Sequence[int], Context, Prefix] | None = None  # the computed beginning of a long prompt
 
     def __contains__(self, prompt: Context) -> bool:
         return prompt in self._hidden
@@ -85,7 +85,7 @@ class KeptPrompts:
     @property
     def begun_bytes(self) -> int:
         """Bytes of the beginning of a long prompt, which is not in the store yet."""
-        return 0 if self._begun is None else self._decoder.shape.position_bytes * len(self._begun[1].pairs[0])
+        return 0 if self._begun is None else self._decoder.shape.position_bytes * len(self._begun[2].pairs[0])
 
     def logits(self, prompts: Sequence[Context]) -> Tensor:
         """Return the logits after each prompt, [prompts, vocabulary]."""
@@ -102,13 +102,14 @@ class KeptPrompts:
 
     def advance(self, name: Context, prompt: Sequence[int], past: Callable[[], list[Tensor]]) -> bool:
         """Compute the next chunk of a long prompt, which begins after its past; return whether it was the last."""
-        pairs = self._begun[1].pairs if self._begun is not None and self._begun[0] == name else past()
+        begun = self._begun is not None and self._begun[:2] == (prompt, name)
+        pairs = self._begun[2].pairs if self._begun is not None and begun else past()
         begin = len(pairs[0]) if pairs else 0
         piece = prompt[begin : begin + self._decoder.chunk(begin)]
         prefix = self._decoder.prefill([piece], [pairs] if pairs else [])
         self._counters.prefilled_tokens += len(piece)
         if begin + len(piece) < len(prompt):
-            self._begun = (name, prefix)
+            self._begun = (prompt, name, prefix)
             return False
         self._begun = None
         self._keep([name], prefix)
