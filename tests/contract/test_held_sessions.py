@@ -127,6 +127,39 @@ def test_equal_contexts_of_sessions_and_of_others_do_not_share_their_bits() -> N
         np.testing.assert_allclose(found["held"].logprobs, plain.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("memory", [None, 170])
+def test_an_aborted_turn_that_was_preempted_is_held_with_its_bits(memory: int | None) -> None:
+    """Four rows fit at first, and the youngest is preempted as they grow; it is aborted while it waits."""
+    params = SamplingParams(40, seed=3, ignore_eos=True)
+    whole = ask(opened(), [Generation("0", (5, 4, 3), 0, params, 40)])["0"]
+    engine = opened(memory)
+    work = [Generation(f"{at}", (5, 4, 3), at, params, 40, session=f"s{at}" if at == 0 else "") for at in (1, 2, 3, 0)]
+    engine.submit(work)
+    while not (engine.counts()["preemptions"] or engine.counts()["steps"] > 35):
+        engine.completed(0.0)
+    engine.abort(["0"])
+    found: dict[str, Trajectory] = {}
+    while "0" not in found:
+        found |= {done.id: done.trajectory for done in engine.completed(60.0)}
+    said = found["0"].response.tolist()
+    assert 0 < len(said) < 40
+    assert said == whole.response.tolist()[: len(said)]
+    before = engine.counts()["prefilled_tokens"]
+    turn = Generation("turn", (5, 4, 3, *said, 7, 7), 1, params, 6, session="s0")
+    ask(engine, [turn])
+    assert engine.counts()["prefilled_tokens"] - before <= 3 + 3 * 4
+
+
+def test_a_session_that_is_released_before_its_answer_is_not_held() -> None:
+    engine, params = opened(), SamplingParams(6, seed=3, ignore_eos=True)
+    engine.submit([Generation("0", (5, 4, 3), 0, params, 6, session="s")])
+    engine.completed(0.0)
+    engine.release(["s"])
+    while not engine.completed(60.0):
+        pass
+    assert engine._sessions.used == 0
+
+
 def test_the_first_chunk_of_an_aborted_turn_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both turns have a long suffix; the first is aborted after one chunk, beside a row that keeps running."""
     monkeypatch.setattr("posttrain.engine.rollout.llama_decoder._CHUNK", 32)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -73,16 +73,6 @@ class CostModel:
 
 
 TOKENS = CostModel(1, 0)
-
-
-def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of routed experts of a layer in a `config.json`, and the number that compute a token.
-
-    Both are 0 for a dense model.
-    """
-    names = ("n_routed_experts", "num_local_experts", "num_experts")
-    experts = next((int(config[name]) for name in names if config.get(name)), 0)
-    return experts, min(int(config.get("num_experts_per_tok") or 1), experts)
 
 
 @final

@@ -32,7 +32,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.sharding import SequenceGroup
-from posttrain.pacing.balance import TOKENS, CostModel, experts_of
+from posttrain.pacing.balance import TOKENS, CostModel
+from posttrain.pacing.experts import experts_of
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"

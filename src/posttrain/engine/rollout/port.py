@@ -240,7 +240,7 @@ class RolloutEngine(Protocol):
         """
 
     def release(self, sessions: Collection[str]) -> None:
-        """Free what these sessions hold; skip unknown names."""
+        """Free what these sessions hold, and what their unanswered generations would hold; skip unknown names."""
 
     def abort(self, ids: Collection[str]) -> None:
         """End these generations, which complete with their tokens so far and the status `aborted`; skip unknown ids."""

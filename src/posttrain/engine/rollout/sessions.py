@@ -42,14 +42,14 @@ class HeldSessions:
         return self._shape.position_bytes * sum(len(one.tokens) for one in self._held.values() if one.inside)
 
     def continued(self, name: str, context: Ints) -> int:
-        """Return how many tokens of the context [n] are held, at most n - 1; 0 if it does not begin with the session.
+        """Return how many tokens of the context [n] are held, at most n - 1; 0 if they differ from the session's.
 
-        At least the last token is computed, because its hidden state predicts the next token.
+        At least the last token is computed, because its hidden state predicts the next token. The session of a
+        preempted row is longer than the row's context.
         """
         one = self._held.get(name)
-        if one is None or not np.array_equal(one.tokens, context[: len(one.tokens)]):
-            return 0
-        return min(len(one.tokens), len(context) - 1)
+        count = 0 if one is None else min(len(one.tokens), len(context) - 1)
+        return count if one is not None and np.array_equal(one.tokens[:count], context[:count]) else 0
 
     def hold(self, name: str, tokens: Ints, pairs: list[Tensor]) -> None:
         """Hold the keys and values of these tokens as the newest session."""

@@ -19,6 +19,7 @@ session are taken out of the store when its row ends, and become the beginning o
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import final
@@ -269,6 +270,9 @@ class NativeRollout:
     def release(self, sessions: Collection[str]) -> None:
         """See `RolloutEngine.release`."""
         self._sessions.release(sessions)
+        for row in (*self._schedule.running.values(), *self._schedule.waiting):
+            if row.asked.session in sessions:
+                row.asked = replace(row.asked, session="")
 
     @torch.inference_mode()
     def abort(self, ids: Collection[str]) -> None:
@@ -276,7 +280,7 @@ class NativeRollout:
         names = set(ids)
         running = dict(self._schedule.running)
         taken = self._schedule.take(lambda row: row.asked.id in names)
-        self._drop([row for row in taken if row.number in running], hold=True)
+        self._drop([row for row in taken if row.number in running])
         self._done += [row.completion(self._intake.version, aborted=True) for row in taken]
         self._forget_unwanted()
 
@@ -492,17 +496,11 @@ class NativeRollout:
         self._schedule.preempt(rows)
         self.counters.preemptions += len(rows)
 
-    def _drop(self, rows: Sequence[Row], *, hold: bool = False) -> None:
-        """Stop decoding rows that have not ended.
-
-        Args:
-            hold: whether the sessions continue after the rows; if not, the rows will begin again, and a session holds
-                the context of its row.
-        """
+    def _drop(self, rows: Sequence[Row]) -> None:
+        """Stop decoding rows that have not ended; their sessions hold what the model has read."""
         held = self._table.held(row for row in rows if row.asked.session)
         self._table.leave(rows)
-        ends = {row: held[row.number] if hold else len(row.asked.tokens) for row in rows if row.number in held}
-        self._hold({row: end for row, end in ends.items() if hold or isinstance(row.context, str)})
+        self._hold({row: held[row.number] for row in rows if row.asked.session})
         self._store.remove([row.number for row in rows])
         self._draws, self._arranged = None, False
 
