@@ -226,12 +226,6 @@ def _begun(prompt: rendering.Ids) -> rendering.Ids:
     return prompt
 
 
-def refuse_equal(chosen: object, rejected: object) -> None:
-    """Raise InputError if the two responses of a preference are equal."""
-    if chosen == rejected:
-        raise InputError("chosen and rejected must differ, got the same response twice; drop the row")
-
-
 def check_responses_differ(rows: Sequence[Row], name: str) -> None:
     """Reject preference pairs with equal responses, before tokenisation.
 
@@ -241,34 +235,7 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
     for number, row in enumerate(rows, start=1):
         if row.get("chosen") is not None:
             with rendering.row_errors(name, number):
-                refuse_equal(row["chosen"], row.get("rejected"))
-
-
-def check_labels(rows: Sequence[Row], name: str, *, both: bool) -> None:
-    """Reject rows without a boolean label or with a pair of equal responses, and a single labelled completion.
-
-    Args:
-        both: whether some completions must have the label true and others false.
-
-    Raises:
-        InputError: a row or the set of labels is rejected; the message names the data set and the row (from 1).
-    """
-    found: list[bool] = []
-    for number, row in enumerate(rows, start=1):
-        with rendering.row_errors(name, number):
-            found += (labels := rendering.labels_of(row))
-            if len(labels) == 2:
-                refuse_equal(row["chosen"], row.get("rejected"))
-    if len(found) < 2:
-        raise InputError(
-            f"{name} must have at least 2 labelled completions, since a prompt is also paired with the completion of "
-            f"another row, got {len(found)}; add rows"
-        )
-    if both and len(set(found)) == 1:
-        only, other = ("true", "false") if found[0] else ("false", "true")
-        raise InputError(
-            f"{name} must have labels true and false, got only {only} in {len(rows)} rows; add rows with label {other}"
-        )
+                rendering.refuse_equal(row["chosen"], row.get("rejected"))
 
 
 def check_pairs(
@@ -287,7 +254,7 @@ def check_pairs(
     for number, (prompt, chosen, rejected) in enumerate(rendering.pairs(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
             length = len(_begun(prompt)) + max(len(chosen), len(rejected))
-            refuse_equal(chosen, rejected)
+            rendering.refuse_equal(chosen, rejected)
         _refuse_longer(length, longest, context, f"{name} row {number}: prompt and response")
 
 

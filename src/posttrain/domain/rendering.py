@@ -370,3 +370,36 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
     """Return whether `architectures` names a sequence classifier, a model that scores responses and generates none."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def refuse_equal(chosen: object, rejected: object) -> None:
+    """Raise InputError if the two responses of a preference are equal."""
+    if chosen == rejected:
+        raise InputError("chosen and rejected must differ, got the same response twice; drop the row")
+
+
+def check_labels(rows: Sequence[Row], name: str, *, both: bool) -> None:
+    """Reject rows without a boolean label or with a pair of equal responses, and a single labelled completion.
+
+    Args:
+        both: whether some completions must have the label true and others false.
+
+    Raises:
+        InputError: a row or the set of labels is rejected; the message names the data set and the row (from 1).
+    """
+    found: list[bool] = []
+    for number, row in enumerate(rows, start=1):
+        with row_errors(name, number):
+            found += (labels := labels_of(row))
+            if len(labels) == 2:
+                refuse_equal(row["chosen"], row.get("rejected"))
+    if len(found) < 2:
+        raise InputError(
+            f"{name} must have at least 2 labelled completions, since a prompt is also paired with the completion of "
+            f"another row, got {len(found)}; add rows"
+        )
+    if both and len(set(found)) == 1:
+        only, other = ("true", "false") if found[0] else ("false", "true")
+        raise InputError(
+            f"{name} must have labels true and false, got only {only} in {len(rows)} rows; add rows with label {other}"
+        )

@@ -29,7 +29,6 @@ from posttrain.data.fit import (
     check_answers,
     check_characters,
     check_demonstrations,
-    check_labels,
     check_pairs,
     check_prompts,
     check_responses_differ,
@@ -262,7 +261,7 @@ def _check(
     with located(place):
         try:
             if needs.labels:
-                check_labels(used, data.name, both=needs.first is None)
+                rendering.check_labels(used, data.name, both=needs.first is None)
             _check_rows(looked_at, base, data.name, needs)
         except InputError as error:  # name the file that contains the row
             raise type(error)(rows.located(str(error), data.name)) from error

@@ -23,13 +23,12 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.data.fit import check_labels
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.rendering import labels_of
+from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.roles import ROLLOUT, RoleSpec, with_models
 from posttrain.engine.assembly import PoolOf, open_learner, open_roles
