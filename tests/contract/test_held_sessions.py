@@ -210,6 +210,24 @@ def test_sessions_in_files_are_the_oldest_and_have_the_same_bits(dtype: torch.dt
     assert all(one is not None and one.closed for one in files)
 
 
+def test_an_error_in_an_abort_leaves_an_engine_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, params = opened(100), SamplingParams(40, seed=3, ignore_eos=True)
+    wanted = ask(opened(), [Generation("again", (5, 4), 1, params, 40)])["again"]
+
+    def refuse(needed: int) -> int:
+        raise JobFailedError("no room")
+
+    engine.submit([Generation("0", (5, 4, 3), 0, params, 40, session="s"), Generation("1", (5, 4), 0, params, 40)])
+    engine.completed(0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._sessions, "spill", refuse)
+        with pytest.raises(JobFailedError, match="no room"):
+            engine.abort(["0"])
+    assert (
+        ask(engine, [Generation("again", (5, 4), 1, params, 40)])["again"].logprobs.tolist() == wanted.logprobs.tolist()
+    )
+
+
 def test_a_full_disk_ends_the_job_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, data: object) -> int:

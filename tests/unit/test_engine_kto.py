@@ -251,3 +251,13 @@ def test_a_plan_sizes_both_halves_of_a_batch_and_prices_the_rows() -> None:
     assert contract.load.documents == 16
     assert [role.name for role in contract.load.roles] == ["policy", "reference"]
     assert (contract.work["documents"], contract.work["least"]) == (24, 24)
+
+
+def test_a_row_never_meets_itself_where_two_epochs_meet() -> None:
+    a, b, c = ROWS[:3]
+    own = [(row.prompt, row.completion) for row in (a, b, b, c)]
+    batch = KTO(config(beta=BETA)).form([a, b, b, c], 0)
+    found = list(zip(*([iter(batch.tokens.split(list(batch.lengths)))] * 1), strict=True))
+    mismatched = [tuple(tokens.tolist()) for (tokens,) in found[4:]]
+    assert len(mismatched) == 4
+    assert not {(*prompt, *completion) for prompt, completion in own} & set(mismatched)

@@ -9,6 +9,10 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
     Both are 0 for a dense model.
     """
-    names = ("n_routed_experts", "num_local_experts", "num_experts")
-    experts = next((int(config[name]) for name in names if config.get(name)), 0)
-    return experts, min(int(config.get("num_experts_per_tok") or 1), experts)
+    experts = _first(config, "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    return experts, min(_first(config, "num_experts_per_tok", "moe_k", "moe_topk") or 1, experts)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these numbers that is set; 0 if none is."""
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int) and config[name]), 0)

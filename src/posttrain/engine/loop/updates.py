@@ -62,7 +62,13 @@ def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
             )
     asked = [(column.role, column.need, f"{name} needs {column.need} for {column.name}") for column in columns]
     for update in updates:
-        needs = sorted(update.objective(Totals.ones()).needs)
+        objective = update.objective(Totals.ones())
+        if not hasattr(objective, "denominators"):
+            raise InputError(
+                f"{name}: the objective {type(objective).__name__} must have the attribute denominators, got none; see "
+                "Objective.denominators"
+            )
+        needs = sorted(objective.needs)
         asked += [(update.role, need, f"the objective of {name} needs {need}") for need in needs]
     can = {role: _predicted(roles, role) for role, _, _ in asked}
     for role, need, who in asked:

@@ -46,7 +46,7 @@ class KTO(RowAlgorithm[LabelledRow]):
         return len(row.prompt) + len(row.completion)
 
     def form(self, rows: Sequence[LabelledRow], seed: int) -> TokenBatch:
-        """Return the rows, and then each prompt with the completion of the next row (of the first row for the last).
+        """Return the rows, and then each prompt with the completion of another row: of the next (see `_turned`).
 
         A mismatched completion is cut so that its document is at most as long as the longest row. The document column
         `label` is 1 for desirable rows, −1 for undesirable rows, and 0 for mismatched documents.
@@ -55,7 +55,7 @@ class KTO(RowAlgorithm[LabelledRow]):
         own = [Document(row.prompt, row.completion) for row in rows]
         others = [
             Document(row.prompt, other.completion[: longest - len(row.prompt)])
-            for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+            for row, other in zip(rows, _turned(rows), strict=True)
         ]
         labels = [1.0 if row.label else -1.0 for row in rows] + [0.0] * len(rows)
         return TokenBatch.pack([*own, *others]).with_document_columns(label=torch.tensor(labels))
@@ -85,6 +85,12 @@ def _rows(batch: TokenBatch) -> Sequence[int]:
     """Return the documents that are rows."""
     found: list[int] = batch.column("label").nonzero().flatten().tolist()
     return found
+
+
+def _turned(rows: Sequence[LabelledRow]) -> list[LabelledRow]:
+    """Return the rows turned by one place, or by more if a row would meet itself at the seam of two epochs."""
+    turns = [[*rows[by:], *rows[:by]] for by in range(1, len(rows))]
+    return min(turns, key=lambda turned: sum(row is other for row, other in zip(rows, turned, strict=True)))
 
 
 def _log_ratios(batch: TokenBatch, logprobs: Tensor) -> Tensor:

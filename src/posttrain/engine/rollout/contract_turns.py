@@ -206,7 +206,14 @@ class ScoreContract(Bench):
         early = {done.id: done.trajectory for done in engine.completed(0.0)}
         beside = self._score(engine, [text], 0)
         require(bool(np.array_equal(alone, beside, equal_nan=True)), "a score depends on other work")
-        for bad, top in (([()], 0), ([(5,) * (engine.context_length + 1)], 0), ([text], -1), ([text], 2**31)):
+        for bad, top in (
+            ([()], 0),
+            ([(5,) * (engine.context_length + 1)], 0),
+            ([text], -1),
+            ([text], 2**31),
+            ([(2**30,)], 0),
+            ([(-1,)], 0),
+        ):
             require(refuses(partial(self._score, engine, bad, top)), f"{len(bad[0])} tokens, top {top}, were scored")
         for name, answer in (early | self.drain(engine, len(work) - len(early))).items():
             same(name, whole[name], answer, self.tolerance)

@@ -24,21 +24,25 @@ def prompt_logprobs(model: LanguageModel, texts: Sequence[Sequence[int]], top: i
                 f"text {place} must have 1..{model.context_length} tokens to be scored, got {len(text)}; shorten or "
                 "drop it"
             )
+        if not 0 <= min(text) <= max(text) < model.vocab_size:
+            raise InputError(
+                f"text {place} must have tokens in 0..{model.vocab_size - 1}, got {min(text)}..{max(text)}"
+            )
     if not 0 <= top <= model.vocab_size:
         raise InputError(f"top must be in 0..{model.vocab_size}, the vocabulary, got {top}")
-    training = model.module.training
+    training, most = model.module.training, _TOGETHER if model.head else max(1, _LOGITS // model.vocab_size)
     model.module.eval()
     try:
-        return [found for some in _packs(texts) for found in _scored(model, some, top)]
+        return [found for some in _packs(texts, most) for found in _scored(model, some, top)]
     finally:
         model.module.train(training)
 
 
-def _packs(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Yield runs of texts with at most `_TOGETHER` tokens, but at least one text."""
+def _packs(texts: Sequence[Sequence[int]], most: int) -> Iterator[list[Sequence[int]]]:
+    """Yield runs of texts with at most `most` tokens, but at least one text."""
     pack: list[Sequence[int]] = []
     for text in texts:
-        if pack and sum(map(len, pack)) + len(text) > _TOGETHER:
+        if pack and sum(map(len, pack)) + len(text) > most:
             yield pack
             pack = []
         pack.append(text)

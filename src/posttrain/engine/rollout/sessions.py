@@ -83,22 +83,24 @@ class HeldSessions:
             if needed <= 0:
                 break
             if one.inside:
-                needed -= self._shape.position_bytes * len(one.tokens)
-                moved, one.inside = moved + 1, False
                 if self._shape.device.type == "cuda":
                     one.pairs = [pair.cpu() for pair in one.pairs]
                 else:
                     one.file, one.pairs = self._written(name, one.pairs), []
+                needed -= self._shape.position_bytes * len(one.tokens)
+                moved, one.inside = moved + 1, False
         return moved
 
     def _written(self, name: str, pairs: Sequence[Tensor]) -> IO[bytes]:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 -- `release` closes it
+        file: IO[bytes] | None = None
         try:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 -- `release` closes it
             for pair in pairs:
                 file.write(pair.contiguous().view(torch.uint8).numpy().data)
             file.flush()
         except OSError as error:
-            file.close()
+            if file is not None:
+                file.close()
             raise JobFailedError(
                 f"session {name} must be written to a temporary file when runtime.kv_cache has no room for it, but "
                 f"{error.strerror or error}; free space in {tempfile.gettempdir()}, or raise runtime.kv_cache"

@@ -19,6 +19,7 @@ session are taken out of the store when its row ends, and become the beginning o
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -239,7 +240,7 @@ class NativeRollout:
         """See `RolloutEngine.completed`."""
         end = time.monotonic() + timeout
         schedule = self._schedule
-        try:
+        with self._whole():
             while not self._done and not self._intake.paused and (schedule.running or schedule.waiting):
                 self._look_at_weights()
                 self._admit()
@@ -247,10 +248,6 @@ class NativeRollout:
                     self._decode()
                 if time.monotonic() >= end:
                     break
-        except BaseException:
-            self._forget_all()
-            self._sessions.clear()
-            raise
         if not (schedule.running or schedule.waiting):
             self._forget_all()
         done, self._done = self._done, []
@@ -280,7 +277,8 @@ class NativeRollout:
         names = set(ids)
         running = dict(self._schedule.running)
         taken = self._schedule.take(lambda row: row.asked.id in names)
-        self._drop([row for row in taken if row.number in running])
+        with self._whole():
+            self._drop([row for row in taken if row.number in running])
         self._done += [row.completion(self._intake.version, aborted=True) for row in taken]
         self._forget_unwanted()
 
@@ -300,7 +298,8 @@ class NativeRollout:
         self._intake.update(policy, version, in_flight, begun)
         self._prompts.forget_all()
         if in_flight == "recompute":
-            self._preempt(list(schedule.running.values()))
+            with self._whole():
+                self._preempt(list(schedule.running.values()))
         if in_flight != "keep_kv":
             self._sessions.clear()
         self._arrange()
@@ -461,7 +460,7 @@ class NativeRollout:
         held = self._table.held(row for row in rows if row.asked.session)
         self._table.leave(rows)
         self._hold({row: held[row.number] for row in rows if row.number in held})
-        self._store.remove(stored)
+        self._store.remove([number for number in stored if number not in held])
         self._done += [row.completion(self._intake.version) for row in rows]
         for row in rows:
             del self._schedule.running[row.number]
@@ -501,16 +500,26 @@ class NativeRollout:
         held = self._table.held(row for row in rows if row.asked.session)
         self._table.leave(rows)
         self._hold({row: held[row.number] for row in rows if row.asked.session})
-        self._store.remove([row.number for row in rows])
+        self._store.remove([row.number for row in rows if row.number not in held])
         self._draws, self._arranged = None, False
 
     def _hold(self, rows: Mapping[Row, int]) -> None:
-        """Hold the sessions of rows in the store: row → number of positions."""
+        """Move rows from the store to their sessions: row → number of positions."""
         for row, count in rows.items():
             tokens = np.concatenate([row.prompt.tokens, row.tokens])[:count]
             self._sessions.hold(row.asked.session, tokens, self._store.read(row.number, count))
-        if rows:
+            self._store.remove([row.number])
             self._sessions.spill(self._store.used + self._sessions.used - self._budget)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """After an error, forget all rows and sessions: some of them may be half removed."""
+        try:
+            yield
+        except BaseException:
+            self._forget_all()
+            self._sessions.clear()
+            raise
 
     def _forget_all(self) -> None:
         """Free the memory; remaining rows are lost, and their ids are released."""
