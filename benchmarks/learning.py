@@ -46,7 +46,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,9 @@ ALGORITHMS = (
     Algorithm("grpo", "", (1e-4, 3e-4, 1e-3)),
     Algorithm("gspo", "grpo", (1e-4, 3e-4, 1e-3)),
     Algorithm("cispo", "grpo", (1e-4, 3e-4, 1e-3)),
-    Algorithm("dpo", "", (1e-4, 3e-4, 1e-3)),
-    Algorithm("kto", "dpo", (1e-4, 3e-4, 1e-3)),
+    # the default β of 0.1 is for answers of hundreds of tokens, whose log-ratios are sums of many terms
+    Algorithm("dpo", "", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
+    Algorithm("kto", "dpo", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
     Algorithm("orpo", "dpo", (1e-4, 3e-4, 1e-3)),
     Algorithm("simpo", "dpo", (1e-4, 3e-4, 1e-3)),
 )
@@ -181,8 +181,8 @@ class World:
         self.seed = seed
         self.tokenizer = character_tokenizer(SIZE.characters)
         self.module = initial_model(SIZE, self.tokenizer, seed)
-        teaching = {"draw": lambda rng: next(questions(rng, held_out=False)), "seed": seed}
-        teach(self.module, self.tokenizer, scale.teaching_steps, **teaching)
+        steps, draw = scale.teaching_steps, lambda rng: next(questions(rng, held_out=False))
+        teach(self.module, self.tokenizer, steps, draw=draw, seed=seed)
         self._folder = tempfile.TemporaryDirectory()  # the starting model, from which critics are opened
         self.module.save_pretrained(self._folder.name)
         train, held_out = (questions(random.Random(f"{seed} {name}"), held_out=name == "held out") for name in PARTS)
@@ -279,9 +279,7 @@ def measure(scale: Scale, train: Train) -> dict[str, Learned]:
     """Choose each algorithm's rate on the tuning seeds, and train with this rate on the others; return by kind."""
     found = {}
     for algorithm in ALGORITHMS:
-        tuning = {
-            rate: [train(algorithm, rate, seed).score for seed in scale.tuning_seeds] for rate in algorithm.rates
-        }
+        tuning = {rate: [train(algorithm, rate, seed).score for seed in scale.tuning_seeds] for rate in algorithm.rates}
         rate = chosen(tuning)
         runs = [train(algorithm, rate, seed) for seed in scale.seeds]
         found[algorithm.kind] = Learned(algorithm, rate, tuning, runs)
@@ -330,10 +328,7 @@ def shown(found: Mapping[str, Learned]) -> str:
         rates, scores, tokens, steps = (
             ", ".join(cells)
             for cells in zip(
-                *(
-                    (str(one), f"{one.score:.3f}", f"{one.tokens / 1e6:.3f}", f"{one.runs[0].steps}")
-                    for one in both
-                ),
+                *((str(one), f"{one.score:.3f}", f"{one.tokens / 1e6:.3f}", f"{one.runs[0].steps}") for one in both),
                 strict=True,
             )
         )
