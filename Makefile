@@ -138,7 +138,7 @@ bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by si
 levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold: the table of docs/gates.md
 	$(BIN)/python -m benchmarks.gates
 
-learning: $(VENV)/.dev ## what algorithms learn from equal tokens, on six paired seeds: the table of docs/benchmarks.md, an hour
+learning: $(VENV)/.dev ## algorithms at equal tokens, on six paired seeds, against the baselines of their families; an hour: JSON=FILE
 	$(BIN)/python -m benchmarks.learning $(if $(JSON),--json $(JSON))
 
 golden: $(VENV)/.dev ## writes tests/golden/ anew: review the difference with git diff; DEMO=1 plays the demo for its digests

@@ -1,29 +1,28 @@
-"""What algorithms learn from equal numbers of tokens: each against the baseline of its family, on six paired seeds.
+"""Compares algorithms at equal numbers of tokens, each with the baseline of its family, on six paired seeds.
 
     python -m benchmarks.learning [--json FILE] [--tiny]    # or: make learning
 
 The comparisons are VAPO and PF-PPO with PPO, GSPO and CISPO with GRPO, and KTO, ORPO and SimPO with DPO.
 
-Task: sort 3 to 5 digits, with a Qwen3 model of 0.1 M parameters. A seed decides everything that is random: the initial
-weights, the supervised steps that every algorithm starts from, the training questions, the preference pairs, the
-held-out questions, and the sampling. All algorithms share these for a seed, so scores are compared within a seed. The
-hash of a question decides whether it is for training or held out. The score is the share of held-out questions whose
-greedy answer is exactly right.
+Task: sort 3 to 6 digits, with a Qwen3 model of 0.1 M parameters. A seed decides everything random: the initial weights,
+the supervised steps before the comparison, the training questions, the preference pairs, the held-out questions, and
+the sampling. All algorithms share these for a seed, so scores are compared within a seed. The hash of a question
+decides whether the question is for training or held out. The score is the share of held-out questions whose greedy
+answer is exactly right.
 
-Equal tokens: a run ends with the first step after which it has spent the tokens of its family, by the rule of budgets
-(`posttrain.domain.jobs.Progress`): prompts once for each group, every sampled token, and every token of a document once
-for each optimiser step that trains on it; policy and critic both count. Passes of frozen references, probes and
-evaluations do not count, and neither do steps or seconds. The table shows the tokens that were really spent, which
-exceed the budget by less than one step. Sampling of the preference pairs is not counted, as all preference algorithms
-train on the same pairs: two responses of the starting model to a question, one right and one wrong. KTO gets each pair
-as two labelled rows.
+Equal tokens: a run ends after the first step at which it has spent the tokens of its family. Tokens are counted as in a
+budget (`posttrain.domain.jobs.Progress`): a prompt once for each group, every sampled token, and every token of a
+document once for each optimiser step that trains on it, of the policy and of the critic. Passes of the frozen reference
+and evaluations are not counted. Steps, samples and seconds differ. The table shows the tokens spent, which exceed the
+budget by less than one step. The preference pairs are the same for all algorithms, so their sampling is not counted: a
+pair is a right and a wrong response of the starting model to one question. KTO reads a pair as two labelled rows.
 
-Learning rate: each algorithm has a grid of three. Each rate is tried on the tuning seeds, and the one with the highest
-mean score is used on the other seeds, whose scores are compared. A rate at the end of its grid is marked with `*`: a
-rate outside the grid could be better. The other settings are the defaults, except those in `ALGORITHMS` and `shared`.
+Learning rate: each algorithm has a grid of three rates. Each rate is tried on the tuning seeds, and the rate with the
+highest mean score is used on the other seeds, which alone are compared. `*` marks a rate at an end of its grid: a rate
+outside the grid could be better. Settings other than those in `ALGORITHMS` and `parameters` are the defaults.
 
-Intervals: Student's t over the differences within a seed, 95 % for each comparison separately. Held-out questions are
-drawn anew for each seed, so the spread over seeds includes that of the questions.
+Intervals: Student's t over the differences within a seed, 95 % for each comparison separately. Each seed draws its own
+held-out questions, so the spread over seeds includes the spread over questions.
 """
 
 from __future__ import annotations
@@ -120,14 +119,14 @@ class Scale:
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     tuning_seeds: tuple[int, ...] = (101, 102)
-    sampling_tokens: int = 2_000_000  # of a run that samples
-    preference_tokens: int = 1_000_000  # of a run on preferences
-    teaching_steps: int = 250
+    sampling_tokens: int = 1_000_000  # of a run that samples
+    preference_tokens: int = 400_000  # of a run on preferences
+    teaching_steps: int = 150
     questions: int = 2000
     held_out: int = 500
 
 
-TINY = Scale((1,), (101,), 1, 1, 2, 8, 4)
+TINY = Scale((1,), (101,), 1, 1, 60, 64, 4)
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def questions(rng: random.Random, *, held_out: bool) -> Iterator[Row]:
 
 
 class World:
-    """All that the algorithms share for one seed."""
+    """The starting model and the data of one seed, which all algorithms share."""
 
     def __init__(self, seed: int, scale: Scale) -> None:
         self.seed = seed
@@ -222,7 +221,7 @@ class World:
 
     def recipe(self, model: LanguageModel, algorithm: Algorithm, rate: float) -> Recipe:
         """Return the stage of an algorithm."""
-        config: Any = training_config(algorithm.kind, shared(algorithm, rate))
+        config: Any = training_config(algorithm.kind, parameters(algorithm, rate))
         spec = kind_of(algorithm.kind).algorithm
         assert spec is not None
         made = named(spec.algorithm)(config)
@@ -245,10 +244,10 @@ def samples(algorithm: Algorithm) -> bool:
     return (algorithm.baseline or algorithm.kind) != "dpo"
 
 
-def shared(algorithm: Algorithm, rate: float) -> dict[str, Any]:
-    """Return a stage's parameters: steps of equal size within a family, and a rate that does not depend on the steps.
+def parameters(algorithm: Algorithm, rate: float) -> dict[str, Any]:
+    """Return the parameters of a stage: the algorithms of a family have equal steps and a constant learning rate.
 
-    A step of an algorithm that samples makes four optimiser steps, so ratios of policies differ from 1.
+    A step that samples makes four optimiser steps; with only one, the ratios of the policies would all be 1.
     """
     optimizer = {"learning_rate": rate, "schedule": "constant"}
     given = {"data": "x", "steps": 10**6, "optimizer": optimizer, **algorithm.settings}
@@ -299,7 +298,10 @@ class Difference:
 
 
 def difference(scores: Sequence[float], others: Sequence[float]) -> Difference:
-    """Return the paired difference with Student's interval, cut to what scores in [0, 1] allow; one seed: all of it."""
+    """Return the paired difference of scores in [0, 1] with Student's interval, within [-1, 1].
+
+    With one seed, the interval is [-1, 1].
+    """
     gains = [score - other for score, other in zip(scores, others, strict=True)]
     mean, half = statistics.fmean(gains), math.inf
     if len(gains) > 1:
@@ -318,7 +320,7 @@ def compared(found: Mapping[str, Learned]) -> dict[str, Difference]:
 
 
 def shown(found: Mapping[str, Learned]) -> str:
-    """Return the Markdown table; in a cell with two values, the second is the baseline's."""
+    """Return the Markdown table. The second value of a cell is the value of the baseline."""
     lines = [
         "| algorithm | baseline | learning rates | scores | difference (95 %) | million tokens | steps |",
         "|---|---|---|---|---|---|---|",
@@ -338,9 +340,11 @@ def shown(found: Mapping[str, Learned]) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="What algorithms learn from equal numbers of tokens")
+    parser = argparse.ArgumentParser(description="Algorithms at equal numbers of tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores of every run")
-    parser.add_argument("--tiny", action="store_true", help="one seed and one step each: that it runs, no figures")
+    parser.add_argument(
+        "--tiny", action="store_true", help="one step of each algorithm on one seed: that it runs, no figures"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()

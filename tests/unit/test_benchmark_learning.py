@@ -1,4 +1,4 @@
-"""The learning tables: rates are chosen on other seeds, differences are paired, and questions are held out."""
+"""The learning tables choose rates on other seeds, pair differences by seed, and hold questions out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.learning import (
     compared,
     difference,
     measure,
+    parameters,
     questions,
     samples,
-    shared,
     shown,
 )
 from scipy import stats
@@ -116,7 +116,7 @@ def test_held_out_questions_are_never_trained_on() -> None:
 
 def test_every_algorithm_of_a_family_has_steps_of_the_same_samples_or_responses() -> None:
     for algorithm in ALGORITHMS:
-        config = training_config(algorithm.kind, shared(algorithm, 3e-4))
+        config = training_config(algorithm.kind, parameters(algorithm, 3e-4))
         assert config.optimizer.learning_rate == 3e-4
         if samples(algorithm):
             assert config.group_size * config.prompts_per_step == 256  # type: ignore[attr-defined]
