@@ -106,7 +106,7 @@ ALGORITHMS = (
     Algorithm("gspo", "grpo", (1e-4, 3e-4, 1e-3)),
     Algorithm("cispo", "grpo", (1e-4, 3e-4, 1e-3)),
     # the default β of 0.1 is for answers of hundreds of tokens, whose log-ratios are sums of many terms
-    Algorithm("dpo", "", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
+    Algorithm("dpo", "", (1e-5, 3e-5, 1e-4), {"beta": 1.0}),
     Algorithm("kto", "dpo", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
     Algorithm("orpo", "dpo", (1e-4, 3e-4, 1e-3)),
     Algorithm("simpo", "dpo", (1e-4, 3e-4, 1e-3)),
@@ -258,15 +258,21 @@ def parameters(algorithm: Algorithm, rate: float) -> dict[str, Any]:
     return {**given, **sizes, "reward": "x", "mini_batches": 4, "trace": {"groups": 0}}
 
 
-def trained(world: World, algorithm: Algorithm, rate: float, tokens: int) -> Run:
-    """Train from the seed's starting model until the tokens are spent; return the score."""
-    model = adopt_module(copy.deepcopy(world.module))
-    recipe, spent, step = world.recipe(model, algorithm, rate), 0, 0
+def spend(recipe: Recipe, tokens: int) -> tuple[int, int]:
+    """Run steps until they have spent the tokens; return the tokens spent and the number of steps."""
+    spent = step = 0
     while spent < tokens:
         recipe.publish_weights(PolicyVersion(0, step))
         spent += recipe.step(step, Trace(lambda fact: None, step)).tokens
         step += 1
-    return Run(world.score(model), spent, step)
+    return spent, step
+
+
+def trained(world: World, algorithm: Algorithm, rate: float, tokens: int) -> Run:
+    """Train from the seed's starting model until the tokens are spent; return the result."""
+    model = adopt_module(copy.deepcopy(world.module))
+    spent, steps = spend(world.recipe(model, algorithm, rate), tokens)
+    return Run(world.score(model), spent, steps)
 
 
 def chosen(scores: Mapping[float, Sequence[float]]) -> float:

@@ -22,10 +22,13 @@ from benchmarks.learning import (
     questions,
     samples,
     shown,
+    spend,
 )
 from scipy import stats
 
 from posttrain.engine.config.stages import training_config
+from posttrain.engine.trace import StepReport, Trace
+from posttrain.engine.weights.stream import PolicyVersion
 
 SCALE = Scale()
 
@@ -108,6 +111,25 @@ def test_the_seeds_of_the_table_are_six_others_than_those_of_tuning() -> None:
     for scale in (SCALE, TINY):
         assert not set(scale.seeds) & set(scale.tuning_seeds)
     assert all(len(set(one.rates)) == 3 for one in ALGORITHMS)
+
+
+class Steps:
+    """A recipe whose steps spend these tokens, one after the other."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.left, self.published = list(tokens), list[int]()
+
+    def publish_weights(self, version: PolicyVersion) -> None:
+        self.published.append(version.step)
+
+    def step(self, step: int, trace: Trace) -> StepReport:
+        assert self.published[-1] == step, "a step samples with the weights of the step before it"
+        return StepReport(self.left.pop(0), {})
+
+
+def test_a_run_ends_after_the_step_that_spends_its_last_token() -> None:
+    for tokens, spent, steps in ((100, 110, 3), (110, 110, 3), (111, 150, 4), (1, 30, 1)):
+        assert spend(Steps(30, 40, 40, 40, 40), tokens) == (spent, steps)  # type: ignore[arg-type]
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
