@@ -109,7 +109,7 @@ ALGORITHMS = (
     Algorithm("dpo", "", (1e-5, 3e-5, 1e-4), {"beta": 1.0}),
     Algorithm("kto", "dpo", (3e-5, 1e-4, 3e-4), {"beta": 1.0}),
     Algorithm("orpo", "dpo", (1e-4, 3e-4, 1e-3)),
-    Algorithm("simpo", "dpo", (1e-4, 3e-4, 1e-3)),
+    Algorithm("simpo", "dpo", (1e-5, 3e-5, 1e-4)),
 )
 
 
