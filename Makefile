@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels golden lint english weight types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels learning golden lint english weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -137,6 +137,9 @@ bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by si
 
 levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold: the table of docs/gates.md
 	$(BIN)/python -m benchmarks.gates
+
+learning: $(VENV)/.dev ## algorithms at equal tokens, on six paired seeds, against the baselines of their families; an hour: JSON=FILE
+	$(BIN)/python -m benchmarks.learning $(if $(JSON),--json $(JSON))
 
 golden: $(VENV)/.dev ## writes tests/golden/ anew: review the difference with git diff; DEMO=1 plays the demo for its digests
 	GOLDEN=write $(BIN)/python -m pytest tests/unit/test_golden.py

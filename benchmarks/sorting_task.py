@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -26,13 +27,13 @@ def one_process() -> PoolOf:
     return lambda role: pool
 
 
-def task(rng: random.Random) -> dict[str, str]:
-    """Return the rows: sort the digits; an answer repeats the question up to three times, so lengths vary."""
-    digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 8)))
+def task(rng: random.Random, longest: int = 8, repeats: int = 3) -> dict[str, str]:
+    """Return a row: sort 3 to `longest` digits; an answer repeats the question up to `repeats` times."""
+    digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, longest)))
     answer = "".join(sorted(digits))
     return {
         "question": f"Q: sort {digits}",
-        "worked": f"{digits}; " * rng.randint(0, 3) + f"A: {answer}",
+        "worked": f"{digits}; " * rng.randint(0, repeats) + f"A: {answer}",
         "answer": answer,
     }
 
@@ -49,12 +50,19 @@ def render(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
     return ids
 
 
-def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int = TEACHING_STEPS) -> None:
-    """Train supervised steps on the task until responses end and are sometimes correct."""
-    rng = random.Random(2)
+def teach(
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int = TEACHING_STEPS,
+    *,
+    draw: Callable[[random.Random], dict[str, str]] = task,
+    seed: int = 2,
+) -> None:
+    """Train supervised steps on rows of `draw` until responses end and are sometimes correct."""
+    rng = random.Random(seed)
     documents = []
     for _ in range(4000):
-        row = task(rng)
+        row = draw(rng)
         response = [*tokenizer.encode(row["worked"], add_special_tokens=False), tokenizer.eos_token_id]
         documents.append(Document(render(tokenizer, row["question"]), response))
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)

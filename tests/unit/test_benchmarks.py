@@ -53,7 +53,7 @@ def run(*words: str) -> str:
 def test_every_benchmark_is_run_by_a_test() -> None:
     from benchmarks.__main__ import SUITES
 
-    assert {path.stem for path in MODULES} - HELPERS == {*(suite.split()[0] for suite in SUITES), "gates"}
+    assert {path.stem for path in MODULES} - HELPERS == {*(suite.split()[0] for suite in SUITES), "gates", "learning"}
 
 
 @pytest.mark.slow
@@ -70,6 +70,19 @@ def test_a_tiny_round_of_everything_as_make_bench_runs_it(tmp_path: Path) -> Non
     assert "missed" not in shown
     for column in ("reached", "TRL", "ours", "written", "verify", "p99"):
         assert column in shown
+
+
+@pytest.mark.slow
+def test_one_tiny_seed_of_the_learning_tables(tmp_path: Path) -> None:
+    shown = run("benchmarks.learning", "--tiny", "--json", str(tmp_path / "found")).splitlines()
+    found = json.loads((tmp_path / "found").read_text())
+    assert len(found["learned"]) == 10
+    assert [line.split(" | ")[0][2:] for line in shown[2:9]] == list(found["differences"])
+    for learned in found["learned"].values():
+        assert [sorted(learned["tuning"]), len(learned["runs"])] == [sorted(map(str, learned["algorithm"]["rates"])), 1]
+        assert learned["runs"][0]["steps"] == 1
+        assert learned["runs"][0]["tokens"] > 1000
+        assert 0 <= learned["runs"][0]["score"] <= 1
 
 
 @pytest.mark.slow
