@@ -294,6 +294,7 @@ def _why_json(found: Why) -> dict[str, Any]:
         "scores": found.scores.to_json(),
         "trackers": [tracker.to_json() for tracker in found.trackers],
         "lost": [asdict(attempt) for attempt in found.lost],
+        "findings": [asdict(finding) for finding in found.findings],
     }
 
 
@@ -309,6 +310,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.cli.screens import (
         approval_lines,
         attempt_line,
+        finding_lines,
         note_lines,
         regression_lines,
         run_tree,
@@ -326,7 +328,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below have the details
     say(f"reason: {words if gated else status.why or meaning(status.reason)} ({status.reason})")
     said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
-    show(*verdict_lines(verdicts), *score_lines(scores), *said)
+    show(*verdict_lines(verdicts), *score_lines(scores), *said, *finding_lines(found.findings))
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))
     show(*tracker_lines(trackers))
