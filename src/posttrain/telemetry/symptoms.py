@@ -210,8 +210,8 @@ SYMPTOMS = (
         "no progress for `runtime.stall_after`",
         "A call of the step does not return (a reward, for example, waits for a service), or the step takes longer "
         "than `runtime.stall_after`.",
-        "`posttrain logs RUN STAGE` shows where the job hangs. Lower `reward_timeout`, so that a reward that hangs ends "
-        "with an error. If every step takes this long, raise `runtime.stall_after`.",
+        "`posttrain logs RUN STAGE` shows where the job hangs. Lower `reward_timeout`, so that a reward that hangs "
+        "ends with an error. If every step takes this long, raise `runtime.stall_after`.",
         _stalled,
     ),
     Symptom(
