@@ -9,11 +9,15 @@ from tiny_run import RUN
 from workbench import Workbench
 
 pytestmark = [pytest.mark.slow, pytest.mark.journey]
+SLOW = {"learning_rate": 5e-3, "warmup_steps": 10}  # the responses are still short in the first window
 
 
 def test_a_reward_that_prefers_long_responses_is_named_a_length_explosion(empty: Workbench) -> None:
     raw = copy.deepcopy({name: value for name, value in RUN.items() if name not in ("gates", "release")})
-    sft, grpo = raw["stages"]["sft"] | {"steps": 40}, raw["stages"]["grpo"] | {"steps": 40, "group_size": 8}
+    sft, grpo = (
+        raw["stages"]["sft"] | {"steps": 40},
+        raw["stages"]["grpo"] | {"steps": 30, "max_new_tokens": 48, "optimizer": SLOW},
+    )
     empty.write("run.yaml", raw | {"stages": {"sft": sft, "grpo": grpo}})
     empty.write("longer.py", "def score(completion: str) -> float:\n    return len(completion) / 24\n")
     empty.run("asset", "add", "reward:length", "longer.py")

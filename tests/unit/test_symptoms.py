@@ -198,16 +198,53 @@ def test_a_reward_that_becomes_slow_is_a_throughput_drop(
 # --- recorded ---------------------------------------------------------------------------------------------------------
 
 
-def test_noise_is_no_collapse() -> None:
+@pytest.mark.parametrize("error", [True, False])
+def test_noise_is_no_collapse(error: bool) -> None:
     """A reward whose mean varies by its standard error, which is most of its deviation when a step has few prompts."""
     draws = random.Random(11)
     for _ in range(200):
-        curves: Curves = {
-            "reward/mean": {step: draws.gauss(0.5, 0.35) for step in range(1, 41)},
+        curves: Curves = {"reward/mean": {step: draws.gauss(0.5, 0.35) for step in range(1, 41)}}
+        curves |= {
             "reward/std": straight(0.5, 0.5, 40),
-            "reward/stderr": straight(0.35, 0.35, 40),
+            **({"reward/stderr": straight(0.35, 0.35, 40)} if error else {}),
         }
         assert found(curves) == {}
+
+
+def test_a_reward_that_rose_and_fell_is_compared_with_its_best() -> None:
+    curves: Curves = {"reward/std": straight(0.2, 0.2), "reward/stderr": straight(0.01, 0.01)}
+    rose = {step: 0.3 + 0.5 * (20 < step <= 40) for step in range(1, 51)}
+    fell = "reward/mean fell from 0.8 (steps 21 to 25) to 0.3 (steps 46 to 50); threshold: a fall by 0.1"
+    assert found(curves | {"reward/mean": rose}) == {"reward-collapse": fell}
+    assert found(curves | {"reward/mean": straight(0.8, 0.72)}) == {}, "certain, but within the samples' deviation"
+
+
+@pytest.mark.parametrize(
+    ("entropy", "mean", "spread", "said"),
+    [
+        ((2.0, 0.1), (0.3, 0.32), (0.4, 0.4), True),
+        ((2.0, 0.3), (0.3, 0.32), (0.4, 0.4), False),  # above a tenth
+        ((2.0, 0.1), (0.3, 0.45), (0.4, 0.4), False),  # the reward rises
+        ((2.0, 0.1), (0.98, 1.0), (0.14, 0.0), False),  # every response is right
+        ((2.0, 0.1), (0.3, 0.3), (0.1, 0.0), True),  # the responses are equal, and no better
+    ],
+)
+def test_little_entropy_is_a_collapse_if_nothing_was_learnt(
+    entropy: tuple[float, float], mean: tuple[float, float], spread: tuple[float, float], said: bool
+) -> None:
+    curves = {"entropy": straight(*entropy), "reward/mean": straight(*mean), "reward/std": straight(*spread)}
+    assert ("entropy-collapse" in found(curves)) == said
+
+
+@pytest.mark.parametrize(
+    ("length", "cut", "said"),
+    [((10, 20), (0.1, 0.4), True), ((10, 19), (0.1, 0.9), False), ((10, 40), (0.1, 0.3), False)],
+)
+def test_longer_responses_are_an_explosion_if_the_limit_cuts_them(
+    length: tuple[float, float], cut: tuple[float, float], said: bool
+) -> None:
+    curves = {"response_tokens/mean": straight(*length), "truncated": straight(*cut)}
+    assert ("length-explosion" in found(curves)) == said
 
 
 WORST = {  # metric → values of both halves
@@ -311,25 +348,23 @@ def test_why_and_the_report_name_a_memory_that_torch_refused(world: World, monke
 
 
 def test_a_stage_that_is_reused_has_the_symptoms_of_its_curves(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cli_world.train
-
-    def train(folder: AttemptFolder, order: JobOrder) -> None:
-        with monkeypatch.context() as patch:
-            wrong = straight(0.1, 0.1, 20)
-            patch.setattr(
-                cli_world, "Metric", lambda step, values, at: Metric(step, {**values, "mismatch_kl": wrong[step]}, at)
-            )
-            whole(folder, order)
-
-    monkeypatch.setattr(cli_world, "train", train)
-    world("run", "run.yaml")
+    monkeypatch.setattr(cli_world, "Metric", lambda step, values, at: Metric(step, {**values, "mismatch_kl": 0.1}, at))
+    world.ok("run", "run.yaml")
     first = world.newest()
     world("run", world.write("again.yaml", cli_world.RUN.replace("name: sort", "name: again")))
-    second = world.newest()
-    assert first != second
-    for run in (first, second):
+    assert first != world.newest()
+    for run in (first, world.newest()):
         told = [(one["stage"], one["symptom"]) for one in world.json("why", run)["findings"]]
         assert told == [("grpo", "train-inference-mismatch")], "the curve of sft is too short"
+
+
+def test_the_stages_lag_decides_what_is_measured(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a lag, the KL is not that of equal weights."""
+    monkeypatch.setattr("posttrain.preflight.placements.ray_is_installed", lambda: True)
+    monkeypatch.setattr(cli_world, "Metric", lambda step, values, at: Metric(step, {**values, "mismatch_kl": 0.1}, at))
+    pools = "lag: {steps: 1}, placement: {policy: {cpus: 1}, rollout: {cpus: 1}}, max_new_tokens: 8,"
+    world.ok("run", world.write("run.yaml", cli_world.RUN.replace("max_new_tokens: 8,", pools)))
+    assert world.json("why", world.newest())["findings"] == []
 
 
 def test_a_healthy_run_has_no_symptoms(world: World) -> None:
