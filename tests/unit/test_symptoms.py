@@ -44,8 +44,8 @@ def trained(folder: Path, model: LanguageModel, scorer: Values, rate: float, war
     desk = Desk(folder, grpo(model, scorer, optimizer=optimizer, **{**usual, **more}))
     desk.run()
     curves: Curves = {}
-    for fact in desk.facts:
-        for name, value in fact.values.items() if isinstance(fact, Metric) else ():
+    for fact in [fact for fact in desk.facts if isinstance(fact, Metric)]:
+        for name, value in fact.values.items():
             curves.setdefault(name, {})[fact.step] = value
     return curves
 
