@@ -238,7 +238,12 @@ def test_little_entropy_is_a_collapse_if_nothing_was_learnt(
 
 @pytest.mark.parametrize(
     ("length", "cut", "said"),
-    [((10, 20), (0.1, 0.4), True), ((10, 19), (0.1, 0.9), False), ((10, 40), (0.1, 0.3), False)],
+    [
+        ((10, 20), (0.1, 0.4), True),
+        ((10, 19), (0.1, 0.5), False),
+        ((10, 19), (0.1, 0.7), True),
+        ((10, 40), (0.1, 0.3), False),
+    ],
 )
 def test_longer_responses_are_an_explosion_if_the_limit_cuts_them(
     length: tuple[float, float], cut: tuple[float, float], said: bool

@@ -301,7 +301,8 @@ def _why_json(found: Why) -> dict[str, Any]:
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Explain why a run is in its state, and what to do next.
 
-    For a gate, the command shows which number missed the threshold, by how much, and with what confidence.
+    For a gate, the command shows which number missed the threshold, by how much, and with what confidence. For a stage
+    that trains badly, the command shows the symptoms with their causes and remedies.
     """
     control = open_control()
     found = control.why(control.run(run).id)

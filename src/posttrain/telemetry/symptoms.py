@@ -25,7 +25,7 @@ _SLOW = 0.5  # share of the earlier throughput
 _SHORTER = 0.8  # share of the earlier response length; shorter responses have a lower throughput without a fault
 _FALL, _ERRORS = 0.5, 4.0  # standard deviations and standard errors by which a reward falls
 _NARROW, _GAIN, _UNIFORM = 0.1, 0.25, 0.1  # share of the entropy; standard deviations; share of the deviation
-_LONGER, _CUT = 2.0, 0.25  # factor of the response length; share of responses
+_LONGER, _CUT, _MOST_CUT = 2.0, 0.25, 0.5  # factor of the response length; shares of responses
 _APART, _EFFECTIVE = 2e-3, 0.5  # nats per token, above the rounding of bfloat16; share of tokens
 
 
@@ -161,12 +161,15 @@ def _entropy_collapse(facts: StageFacts) -> str:
 
 def _length_explosion(facts: StageFacts) -> str:
     lengths, cut = facts.ends("response_tokens/mean"), facts.ends("truncated")
-    if not (lengths and cut) or lengths[1].value < _LONGER * lengths[0].value:
+    if not (lengths and cut):
         return ""
-    if cut[1].value - cut[0].value < _CUT:
+    longer = lengths[1].value >= _LONGER * lengths[0].value  # impossible if the first responses are near the limit
+    limit = _CUT if longer else _MOST_CUT
+    if cut[1].value - cut[0].value < limit:
         return ""
-    grew = f"response_tokens/mean grew from {lengths[0]} to {lengths[1]}; threshold: {_LONGER:g} times the first window"
-    return f"{grew}; the truncated share of the responses went from {cut[0].value:.0%} to {cut[1].value:.0%}"
+    grew = f"response_tokens/mean grew from {lengths[0]} to {lengths[1]}"
+    shares = f"the truncated share of the responses from {cut[0].value:.0%} to {cut[1].value:.0%}"
+    return f"{grew}, and {shares}; threshold: {100 * limit:g} percentage points"
 
 
 def _mismatch(facts: StageFacts) -> str:
@@ -249,8 +252,8 @@ SYMPTOMS = (
     Symptom(
         "length-explosion",
         "`response_tokens/mean` and `truncated`",
-        f"the last window of the length is at least {_LONGER:g} times the first, and the share of truncated responses "
-        f"grew by at least {100 * _CUT:g} percentage points",
+        f"from the first to the last window, the share of truncated responses grows by at least {100 * _MOST_CUT:g} "
+        f"percentage points, or by at least {100 * _CUT:g} if the length grows to at least {_LONGER:g} times its value",
         "The reward prefers long responses, or the policy no longer ends its responses.",
         "Correct the reward so that length alone earns nothing, use the kind `dapo` with `overlong` (a penalty for "
         "long responses), or set `kl`. Raise `max_new_tokens` only if correct responses need more tokens.",
