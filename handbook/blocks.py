@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from handbook import codes, http, kinds, reasons, states, verbs
+from handbook import codes, http, kinds, reasons, remedies, states, verbs
 from handbook.weaving import DOCS, FIELDS
 
 BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → (name of its part, generator)
@@ -18,6 +18,7 @@ BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → (name of its
     "reference/codes.md": ("codes", codes.page),
     "reference/commands.md": ("commands", verbs.overview),
     "reference/reasons.md": ("reasons", reasons.table),
+    "remedies.md": ("symptoms", remedies.sections),
 }
 
 

@@ -60,5 +60,8 @@ def test_a_job_that_was_stopped_in_its_tracks_is_replaced(empty: Workbench) -> N
     assert (first.state, first.reason, second.state) == ("lost", "Stalled", "succeeded")
     assert "asked to checkpoint, then killed" in first.message
     assert (bench.resumed_at(second) or 0) > 0
+    [finding] = [one for one in bench.run("why", run_id, "-o", "json").json["findings"] if "stall" in one["symptom"]]
+    assert (finding["stage"], finding["page"]) == ("sft", "docs/remedies.md#stalled-step")
+    assert finding["evidence"].startswith("attempt 1: no progress for 1 h")
     controls = sorted(path.name for path in (bench.root / first.folder / "controls").glob("*.json"))
     assert controls == ["000001.json"], "it was asked once, whoever drove the run"

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from posttrain.drivers.requests import RunDriver as RunDriver
     from posttrain.store.erasure import Erased as Erased
     from posttrain.store.garbage import SweptBlobs as SweptBlobs
+    from posttrain.telemetry.symptoms import Finding as Finding
     from posttrain.telemetry.timeline import StageTimeline as StageTimeline
     from posttrain.trackers.choice import TrackerState as TrackerState
     from posttrain.views.logs import LogFile as LogFile, Move as Move
@@ -90,6 +91,7 @@ class Why:
     compared_with: str | None  # the run that produced the baseline model of the run's gates
     next_action: str
     trackers: tuple[TrackerState, ...]
+    findings: tuple[Finding, ...] = ()  # symptoms of its stages; docs/remedies.md describes each of them
 
 
 @dataclass(frozen=True, slots=True)

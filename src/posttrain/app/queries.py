@@ -62,9 +62,10 @@ def driver(workspace: Workspace, run_id: str) -> RunDriver | None:
 @answers(Control.why)
 def why(workspace: Workspace, run_id: str) -> Why:
     from posttrain.control.verdicts import explain_run
-    from posttrain.views.status import baseline_run, read_status, run_scores
+    from posttrain.views.status import RunWatcher, baseline_run, run_scores
 
-    found, status = explain_run(workspace.stores, run_id), read_status(workspace, run_id)
+    watcher = RunWatcher(workspace, run_id, cached=True)
+    found, status = explain_run(workspace.stores, run_id), watcher.read()
     scores, other = (
         run_scores(workspace, status),
         baseline_run(workspace, manifest(workspace, run_id), found.report),
@@ -74,7 +75,8 @@ def why(workspace: Workspace, run_id: str) -> Why:
         action = "register more rows for the suite (posttrain asset add), then submit the run file again"
     elif action.startswith("posttrain why"):
         action = f"posttrain diff {other} {run_id}" if other else f"posttrain get {run_id} --report"
-    return Why(status, found.report, found.lost, scores, other, action, tuple(trackers(workspace, run_id)))
+    told, symptoms = tuple(trackers(workspace, run_id)), tuple(watcher.findings(status))
+    return Why(status, found.report, found.lost, scores, other, action, told, symptoms)
 
 
 @answers(Control.diff)

@@ -294,13 +294,15 @@ def _why_json(found: Why) -> dict[str, Any]:
         "scores": found.scores.to_json(),
         "trackers": [tracker.to_json() for tracker in found.trackers],
         "lost": [asdict(attempt) for attempt in found.lost],
+        "findings": [asdict(finding) for finding in found.findings],
     }
 
 
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Explain why a run is in its state, and what to do next.
 
-    For a gate, the command shows which number missed the threshold, by how much, and with what confidence.
+    For a gate, the command shows which number missed the threshold, by how much, and with what confidence. For a stage
+    that trains badly, the command shows the symptoms with their causes and remedies.
     """
     control = open_control()
     found = control.why(control.run(run).id)
@@ -309,6 +311,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.cli.screens import (
         approval_lines,
         attempt_line,
+        finding_lines,
         note_lines,
         regression_lines,
         run_tree,
@@ -326,7 +329,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below have the details
     say(f"reason: {words if gated else status.why or meaning(status.reason)} ({status.reason})")
     said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
-    show(*verdict_lines(verdicts), *score_lines(scores), *said)
+    show(*verdict_lines(verdicts), *score_lines(scores), *said, *finding_lines(found.findings))
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))
     show(*tracker_lines(trackers))

@@ -42,6 +42,7 @@ from posttrain.planner.residency import Residency, gib
 if TYPE_CHECKING:
     from posttrain.api.values import (
         Difference,
+        Finding,
         Move,
         PlanView,
         RunStatus,
@@ -295,6 +296,13 @@ def card_lines(found: Why | None) -> Iterator[Grid | Text]:
 def warning_lines(status: RunStatus) -> Iterator[Text]:
     """Yield the warnings about a run."""
     yield from (Text(f"warning: {warning}", style=style("warn")) for warning in status.warnings)
+
+
+def finding_lines(found: Iterable[Finding]) -> Iterator[Text]:
+    """Yield the symptoms of the run's stages: the evidence, the cause and the remedy."""
+    for one in found:
+        yield Text(f"symptom: {one.stage}: {one.symptom} ({one.page})", style=style("warn"))
+        yield from (Text(f"  {words}") for words in (one.evidence, f"cause: {one.cause}", f"remedy: {one.remedy}"))
 
 
 def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:

@@ -135,6 +135,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         gates=gates.verdicts if gates else (),
         lineage=tuple(tree_lines(run_lineage(workspace.stores, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
+        findings=tuple(watcher.findings(status)),
         warnings=(*scores.regressions, *rewarded, *begun, *status.warnings, *troubles),
         compared_with=other,
         changes=tuple(changes),

@@ -31,6 +31,7 @@ from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
+from posttrain.telemetry.symptoms import Finding, StageFacts, findings
 from posttrain.telemetry.tracker import StageProgress, StageWatcher
 from posttrain.views.evaluations import drawn_words
 from posttrain.views.logs import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
@@ -444,6 +445,16 @@ class RunWatcher:
         waits = any(row.reason in (Reason.WAITING_FOR_APPROVAL, Reason.APPROVAL_REJECTED) for row in rows)
         judged = any(kind_of(row.kind).ships and row.state != StageState.PENDING for row in rows)
         return approval_statuses(self._workspace.stores, run_id=run_id) if waits or (judged and not self._brief) else ()
+
+    def findings(self, status: RunStatus) -> list[Finding]:
+        """Return the symptoms of the stages whose facts `read` has read; see `telemetry.symptoms`."""
+        planned = {one.name: one.params for one in self._manifest.stages} if self._manifest else {}
+        found: list[Finding] = []
+        for stage in status.stages:
+            name = stage.record.name
+            facts = StageFacts(self.watcher(name).curves, stage.attempts, planned.get(name, {}))
+            found += findings(name, facts)
+        return found
 
     def watcher(self, stage: str) -> StageWatcher:
         """Return the reader of one stage's facts."""

@@ -111,6 +111,7 @@ WORDS = {
     "reward/std": "reward: standard deviation",
     "learning_rate": "learning rate",
     "mismatch_kl": "KL of training to sampling, nats per token",
+    "mismatch_kl/first": "KL of training to sampling before the step's first update, nats per token",
     "reward/unscored": "responses without a score",
     "reward/errors": "responses whose reward failed",
     "reward/timeouts": "responses whose reward took too long",

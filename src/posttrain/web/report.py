@@ -18,6 +18,7 @@ from posttrain.control.comparison import Comparison, Difference
 from posttrain.control.scores import Response, Scores
 from posttrain.domain.gates import Verdict
 from posttrain.domain.jobs import Sample, Span
+from posttrain.telemetry.symptoms import Finding
 from posttrain.telemetry.timeline import (
     CONTROLLER,
     AttemptSpans,
@@ -161,6 +162,7 @@ class RunReport:
     gates: tuple[Verdict, ...] = ()
     lineage: tuple[str, ...] = ()  # lines of an indented tree
     budgets: tuple[BudgetRow, ...] = ()
+    findings: tuple[Finding, ...] = ()
     warnings: tuple[str, ...] = ()  # such as a reward version that differs from that of the channel's model
     compared_with: str = ""  # the run with which `changes` compares
     changes: tuple[Difference, ...] = ()

@@ -335,7 +335,7 @@ class Learning:
             learned = self._updated(batch, step, trace, tracer)
         stale = _staleness(batch)
         self._compare(stale.get("lag/kl", learned.first.get("mismatch_kl", 0.0)), trace)
-        return replace(learned, metrics={**_distance(batch), **stale, **learned.metrics})
+        return replace(learned, metrics={**_distance(batch), **stale, **_first(learned), **learned.metrics})
 
     def forget(self, step: int | None = None) -> None:
         """Drop the computations for a step, or for all steps, because their groups will not be trained on."""
@@ -436,6 +436,12 @@ def _distance(batch: TokenBatch) -> dict[str, float]:
     mask = batch.response_mask
     found = kl_estimate(columns["behaviour_logprobs"], columns["reference_logprobs"], mask, "k3")
     return {"kl": float(found.sum()) / max(int(mask.sum()), 1)}
+
+
+def _first(learned: Learned) -> dict[str, float]:
+    """Return `mismatch_kl/first`: `mismatch_kl` before any weight changed; nothing if this is the only update."""
+    found = learned.first.get("mismatch_kl")
+    return {"mismatch_kl/first": found} if found is not None and learned.updates > 1 else {}
 
 
 def _staleness(batch: TokenBatch) -> dict[str, float]:
