@@ -1,12 +1,13 @@
 """The test bench of rollout engines: the members that a test class of an engine defines, and helpers that query it."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.rollout.port import Generation, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.port import Delta, Generation, RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
 
 WAIT = 300.0  # seconds to wait for the next answer before the engine counts as hung
@@ -26,6 +27,7 @@ class Bench:
     turns = 3  # further turns of a session
     streams = True  # whether `progress` returns tokens before their answer
     scores = True  # whether the engine has weights to score texts with
+    keeps = True  # whether the engine can keep keys and values of old weights (`keep_kv`)
     others: Sequence[str] = ()  # policies that the engine serves in addition to the one in training
     unheard: Collection[str] = ()  # tensors without effect on the answers to `prompts`, e.g. unused experts
 
@@ -75,6 +77,16 @@ class Bench:
         """Submit all the work of an idle engine and return its answers."""
         engine.submit(work)
         return self.drain(engine, len(work))
+
+    def first_tokens(self, engine: RolloutEngine) -> list[Delta]:
+        """Return the first progress of submitted work that no answer has."""
+        end = time.monotonic() + WAIT
+        while not (found := engine.progress()):
+            answered = engine.completed(0.0)
+            slow = "completed(0.0) must return after about one token of each response, but it returned whole answers"
+            require(not answered, f"{slow}; set `streams` to False if the engine cannot")
+            require(time.monotonic() < end, f"no progress within {WAIT:g} s")
+        return found
 
     def tell(self, engine: RolloutEngine, version: str) -> None:
         """Make an idle engine sample with this version from now on."""

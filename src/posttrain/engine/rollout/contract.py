@@ -287,7 +287,7 @@ class WeightContract(Bench):
         if in_flight == "recompute":
             most = max(apart, default=0.0)
             require(most <= self.rounding, f"old tokens must be computed again, got a log-probability {most:g} away")
-        else:  # a preempted response has lost its keys and values
+        elif self.keeps:  # a preempted response has lost its keys and values
             kept = not apart or max(apart) > self.rounding
             require(kept, "keys and values of the old weights must be kept, got those of the new weights")
 

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.bench import WAIT, Bench, refuses, require, same
 from posttrain.engine.rollout.port import Delta, Generation, RolloutEngine
 from posttrain.engine.samples import Trajectory
@@ -49,8 +48,7 @@ class StreamContract(Bench):
         work = self.work(samples=1, limit=self.long, ignore_eos=True)
         whole = self.ask(engine, work)
         engine.submit(work)
-        while not (begun := engine.progress()):
-            engine.completed(0.0)
+        begun = self.first_tokens(engine)
         name = begun[0].id
         engine.abort([name])
         found = self.drain(engine, len(work))
@@ -131,8 +129,8 @@ class SessionContract(Bench):
         """The next turn continues the partial response."""
         engine = self.open_engine()
         engine.submit(self._begun(self.long))
-        while self.streams and not engine.progress():
-            engine.completed(0.0)
+        if self.streams:
+            self.first_tokens(engine)
         engine.abort([asked.id for asked in self._begun()])
         found = self.drain(engine, len(self._begun()))
         work = [self._next(asked, found[asked.id]) for asked in self._begun(self.long)]
@@ -242,9 +240,4 @@ class PolicyContract(Bench):
             got = found[asked.id].versions
             require(got == versions, f"policy {asked.policy or '(in training)'} answered as {got}, not {versions}")
         stranger = replace(work[0], id="stranger", policy="stranger")
-        try:
-            engine.submit([stranger])
-        except InputError as error:
-            require("stranger" in str(error), f"a refused policy must be named, got {error}")
-            return
-        require(False, "a policy that is not served was accepted")
+        require(refuses(partial(engine.submit, [stranger])), "a policy that is not served was accepted")

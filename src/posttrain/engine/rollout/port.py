@@ -213,7 +213,8 @@ class RolloutEngine(Protocol):
     def completed(self, timeout: float) -> list[Completion]:
         """Return the responses that have ended since the last call, in the order of their ends; wait for at least one.
 
-        The list is empty after `timeout` seconds without a response, and immediately if the engine is idle or paused.
+        With a timeout of 0, an engine that streams computes about one token of each response. The list is empty after
+        `timeout` seconds without a response, and immediately if the engine is idle or paused.
 
         Raises:
             JobFailedError: the model returned logits that are not finite.
