@@ -111,7 +111,7 @@ MEANINGS: Mapping[str, str] = {
     "device": "auto: cuda if the machine has a GPU",
     "coefficient": "weight of the penalty",
     "place": "reward: the penalty is subtracted from the reward of every token; loss: the penalty is added to the loss",
-    "ProbeConfig.data": "a name from `data:`; its rows need answers in kinds that sample, else the columns of training rows",
+    "ProbeConfig.data": "a name from `data:`; its rows need answers if the kind samples, else the training columns",
     "items": "number of rows that are answered, beginning with the first",
     "extract": "group 1 of the last match of this expression in the response is compared with the row's answer",
     "SuiteConfig.data": "a name from `data:`; the rows of this data set need a prompt and an answer",
