@@ -99,15 +99,15 @@ SLOW = (
             *_tests("contract", "tracker_kills", "tracker_trouble"),
             *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
             *_tests("unit", "access", "app_background", "cli_sinks", "foreign_objects", "interface", "remote_verbs",
-                    "server", "server_children", "server_console", "server_logs", "server_s3", "telemetry_timeline",
-                    "server_operations", "versions"),
+                    "server", "server_children", "server_console", "server_logs", "server_s3", "symptoms",
+                    "telemetry_timeline", "server_operations", "versions"),
         ),
     ),
     Lane(
         "slow-cli", 3, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
         files=(
             *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "judged", "labelled",
-                    "plugin"),
+                    "long_responses", "plugin"),
             *_tests("unit", "asset_status", "channel_moves", "cli_best", "cli_compare", "cli_dead", "cli_demo",
                     "cli_errors", "cli_import", "cli_lineage", "cli_live", "cli_models", "cli_outlook", "cli_report",
                     "cli_resumed", "cli_runs", "cli_scores", "cli_sweep", "cli_terminal", "cli_trained", "cli_upgraded",

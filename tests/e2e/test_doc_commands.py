@@ -63,9 +63,9 @@ def is_make(words: list[str]) -> bool:
     """A target there is, that CI runs: by its name, or as a part of one."""
     lanes = {lane.name for lane in (*ci.CHECKS, *ci.ALWAYS, *ci.OTHERS)}
     lanes |= {"test", "everything", "slow"}  # several lanes each
-    # checked (`golden`, by lint `format`, `english`) or run small: tiny benchmarks, some mutants, a seed of the fuzz,
-    # 20 of chaos; and by `make dist` one of the demos, drawn by the commit
-    by_hand = {"golden", "format", "english", "bench", "levels", "mutants", "fuzz", "chaos", "demos"}
+    # checked (`golden`, by lint `format`, `english`) or run small: tiny benchmarks and learning, some mutants, a seed
+    # of the fuzz, 20 of chaos; and by `make dist` one of the demos, drawn by the commit
+    by_hand = {"golden", "format", "english", "bench", "levels", "mutants", "fuzz", "chaos", "demos", "learning"}
     return len(words) == 2 and words[0] == "make" and words[1] in lanes | by_hand
 
 
