@@ -204,7 +204,7 @@ SYMPTOMS = (
         "The job, or a process that scores rewards, requested more memory than its device or its memory limit has.",
         "Lower `runtime.micro_batch_tokens`, `batch_size`, `prompts_per_step` or `max_new_tokens`, or set "
         "`runtime.activation_checkpointing: true`. On a GPU, a lower `runtime.kv_cache` also frees memory. "
-        "`posttrain plan RUN.yaml -v` shows the memory of each phase.",
+        "`plan -v` shows the memory of each phase.",
         _out_of_memory,
     ),
     Symptom(
@@ -213,7 +213,7 @@ SYMPTOMS = (
         "no progress for `runtime.stall_after`",
         "A call of the step does not return (a reward, for example, waits for a service), or the step takes longer "
         "than `runtime.stall_after`.",
-        "`posttrain logs RUN STAGE` shows where the job hangs. Lower `reward_timeout`, so that a reward that hangs "
+        "`posttrain logs RUN` shows where the job hangs. Lower `reward_timeout`, so that a reward that hangs "
         "ends with an error. If every step takes this long, raise `runtime.stall_after`.",
         _stalled,
     ),
