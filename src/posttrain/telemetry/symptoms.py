@@ -204,7 +204,7 @@ SYMPTOMS = (
         "The job, or a process that scores rewards, requested more memory than its device or its memory limit has.",
         "Lower `runtime.micro_batch_tokens`, `batch_size`, `prompts_per_step` or `max_new_tokens`, or set "
         "`runtime.activation_checkpointing: true`. On a GPU, a lower `runtime.kv_cache` also frees memory. "
-        "`plan -v` shows the memory of each phase.",
+        "With -v, `posttrain plan` shows the memory of each phase.",
         _out_of_memory,
     ),
     Symptom(
