@@ -89,7 +89,7 @@ def _rows(batch: TokenBatch) -> Sequence[int]:
 
 def _turned(rows: Sequence[LabelledRow]) -> list[LabelledRow]:
     """Return the rows turned by one place, or by more if a row would meet itself at the seam of two epochs."""
-    turns = [[*rows[by:], *rows[:by]] for by in range(1, len(rows))]
+    turns = [[*rows[by:], *rows[:by]] for by in range(1, max(2, len(rows)))]
     return min(turns, key=lambda turned: sum(row is other for row, other in zip(rows, turned, strict=True)))
 
 

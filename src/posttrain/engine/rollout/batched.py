@@ -78,7 +78,7 @@ class BatchedEngine:
         """See `RolloutEngine.submit`."""
         for generation in work:
             self._refuse_longer(generation)
-        prompt_segments(work)
+        prompt_segments(work)  # refuses token ids that no vocabulary has, before any work is accepted
         self._intake.take(work)
         self._waiting += work
 

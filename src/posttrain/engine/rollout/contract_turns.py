@@ -112,7 +112,7 @@ class SessionContract(Bench):
             engine = self.open_engine()
             turns = self._turn(engine, self._begun())
             if free == "release":
-                engine.release([*(asked.session for asked, _ in turns), "nobody"])
+                engine.release([*(asked.session for asked, _ in turns), "unknown"])
             else:
                 self.tell(engine, "0.2")
             work = [self._next(asked, answer) for asked, answer in turns]
