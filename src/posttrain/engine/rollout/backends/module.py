@@ -58,12 +58,13 @@ class _ModuleBatch:
     @torch.inference_mode()
     def step(self) -> list[int]:
         """See `Batch.step`."""
-        training = self._module.training
+        if not self._module.training:  # switching visits every part of the module
+            return self._decoding.step()
         self._module.eval()
         try:
             return self._decoding.step()
         finally:
-            self._module.train(training)
+            self._module.train()
 
     @torch.inference_mode()
     def stop(self, rows: Collection[int]) -> None:
