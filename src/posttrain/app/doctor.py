@@ -27,6 +27,7 @@ from posttrain.control.attempts import end_orphans, find_orphans
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
+from posttrain.domain.engines import GROUPS, OWN_ENGINES
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
 from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
@@ -264,7 +265,10 @@ def _rewards() -> Check:
 
 def _packages() -> Check:
     """List what installed packages add, without importing the packages."""
-    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS})
+    found, troubles = all_plugins(
+        {TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS}
+        | {GROUPS[field]: own for field, own in OWN_ENGINES.items()}
+    )
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "the rest of Posttrain is not affected")
     return Check("packages", "ok", "; ".join(map(str, found)) or "no package extends Posttrain")

@@ -34,6 +34,7 @@ from posttrain.control.sweeps import metric_direction, rank_runs, swept_metric, 
 from posttrain.data.refs import Source, parse_ref, refuse_afar
 from posttrain.decision.releases import origin
 from posttrain.domain.canonical import derive_seed
+from posttrain.domain.engines import engine_plugin, engines_in
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.domain.ids import is_lock, lock_path
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
@@ -356,6 +357,7 @@ def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
     kind = installed_kind(stage.kind)
     trainer = workspace.jobs.trainers.get(stage.trainer)
     plugins = [kind.plugin if kind else None, trainer.plugin if isinstance(trainer, InstalledTrainer) else None]
+    plugins += map(engine_plugin, engines_in(stage.params))
     yield from dict.fromkeys(plugin.distribution for plugin in plugins if plugin)
 
 

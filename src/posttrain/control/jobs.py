@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.control.stores import Stores
+from posttrain.domain.engines import ENGINE, engine_plugin, engine_words, engines_in, installed_engine
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, Job, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest, names_of
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
@@ -37,32 +38,31 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Hosts
 from posttrain.store.trees import tree_listing
 
-_KIND = "kind:"
 _FILE = "request.json"
 _OVERTIME_SECONDS = 120.0  # added to the rest of the budget; normally the job or its driver ends the job earlier
 _RECORD = "environment.json"  # in a run's folder: {"digest"}
 _CODE = ("reward", "recipe")  # slots; if there are several rewards with weights, their slots are `rewards.NAME`
 
 
-def code_of(stages: Iterable[tuple[str, str]], trainers: Mapping[str, Trainer]) -> dict[str, str]:
-    """Return the `code` of a manifest.
-
-    Args:
-        stages: (kind, trainer) of each stage.
-    """
-    written = list(stages)
-    named = [name for _, name in written] + [f"{_KIND}{kind}" for kind, _ in written if installed_kind(kind)]
-    return {name: present_code(name, trainers) for name in sorted(set(named))}
+def code_of(stages: Iterable[StageManifest], trainers: Mapping[str, Trainer]) -> dict[str, str]:
+    """Return the `code` of a manifest with these stages."""
+    named = set[str]()
+    for stage in stages:
+        named |= {stage.trainer, *([f"{KIND}{stage.kind}"] if installed_kind(stage.kind) else [])}
+        named |= {name for name in engines_in(stage.params) if engine_plugin(name)}
+    return {name: present_code(name, trainers) for name in sorted(named)}
 
 
 def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
     """Return the current digest of a name in `code`.
 
     Raises:
-        InputError: the trainer or kind is no longer installed, or its package is broken.
+        InputError: the trainer, kind or engine is no longer installed, or its package is broken.
     """
-    if name.startswith(_KIND):
-        kind = name.removeprefix(_KIND)
+    if name.startswith(ENGINE):
+        return installed_engine(*engine_words(name)).code_digest()
+    if name.startswith(KIND):
+        kind = name.removeprefix(KIND)
         found = installed_kind(kind)
         if found is None:
             raise InputError(f"kind {kind!r} must be installed; install its package")
@@ -82,20 +82,17 @@ def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
     return trainers[name]
 
 
-def names_of(manifest: Manifest, stage: StageManifest) -> list[str]:
-    """Return the names in the manifest's `code` that decide a stage's result."""
-    return [stage.trainer, *(name for name in (f"{_KIND}{stage.kind}",) if name in manifest.code)]
-
-
 def deciding_code(manifest: Manifest, stage: StageManifest) -> Any:
     """Return the code part of a stage's cache key."""
-    found = [manifest.code[name] for name in names_of(manifest, stage)]
+    found = [manifest.code[name] for name in names_of(stage, manifest.code)]
     return found[0] if len(found) == 1 else found
 
 
 def called(name: str) -> str:
     """Return a name of `code` as errors show it."""
-    return f"kind {name.removeprefix(_KIND)!r}" if name.startswith(_KIND) else f"trainer {name!r}"
+    if name.startswith(ENGINE):
+        return "{} engine {!r}".format(*engine_words(name))
+    return f"kind {name.removeprefix(KIND)!r}" if name.startswith(KIND) else f"trainer {name!r}"
 
 
 @dataclass(frozen=True, slots=True)

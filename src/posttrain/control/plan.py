@@ -97,7 +97,7 @@ def plan_run(
         order = _after_each_other(spec, stages.values())
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
-    code = code_of(((s.kind, s.trainer) for s in order if s.trainer != CONTROL), trainers)
+    code = code_of((stage for stage in order if stage.trainer != CONTROL), trainers)
     decision = Decision(resolver, spec, source, stages, contracts)
     added = decision.stages(lambda evaluators: check_suites(evaluators, code, policy) if policy else None)
     try:

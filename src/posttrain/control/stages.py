@@ -31,7 +31,7 @@ from posttrain.control.effects import (
     StopStage,
     TryAgain,
 )
-from posttrain.control.jobs import Jobs, called, job_of, names_of, present_code
+from posttrain.control.jobs import Jobs, called, job_of, present_code
 from posttrain.control.launch import (
     cache_key,
     launch_attempt,
@@ -49,7 +49,7 @@ from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 from posttrain.domain.jobs import Failure, InputBlob, JobResult, Signal
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
-from posttrain.domain.manifest import Manifest
+from posttrain.domain.manifest import Manifest, names_of
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
@@ -172,7 +172,7 @@ def _rivals(stores: Stores, view: View, key: str) -> int:
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Fail the stage if the sources differ from those that the manifest records; return whether they differ."""
-    now = {name: present_code(name, jobs.trainers) for name in names_of(manifest, manifest.stage(stage.name))}
+    now = {name: present_code(name, jobs.trainers) for name in names_of(manifest.stage(stage.name), manifest.code)}
     name = next((name for name, present in now.items() if present != manifest.code[name]), None)
     if name is None:
         return False

@@ -27,6 +27,7 @@ from pyarrow.lib import ArrowException
 
 from posttrain.control import approvals
 from posttrain.control.channels import check_manifest, policy_of, refuse_release
+from posttrain.control.jobs import deciding_code
 from posttrain.control.release_plan import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
@@ -252,7 +253,7 @@ def _baseline(blobs: BlobStore, inputs: Mapping[str, InputBlob], word: str) -> B
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
     """Return the part of a report's evaluator digest for a stage: code, parameters, and the suites' data."""
     suites = {slot: [ref.digest, ref.meta] for slot, ref in stage.inputs.items() if slot != "model"}
-    return {"code": manifest.code[stage.trainer], "params": deciding(stage.params), "suites": suites}
+    return {"code": deciding_code(manifest, stage), "params": deciding(stage.params), "suites": suites}
 
 
 def _summary(report: GateReport) -> str:

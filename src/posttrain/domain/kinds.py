@@ -33,7 +33,7 @@ _TAKEN = ("model", "dataset", "reward", "recipe")
 KINDS: Final = "posttrain.kinds"  # the group of entry points
 CONTROL: Final = "control"  # the "trainer" of gate, release and wait stages
 _MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
-_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+PATH: Final = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _STEPS = "lower steps or batch_size of {}"
 _SAMPLES = "lower steps, prompts_per_step or max_new_tokens of {}"
 _FLOW = "lower steps or tokens_per_step of {}"
@@ -466,7 +466,7 @@ def _loaded(plugin: Plugin) -> InstalledKind:
         "not set `ships` (its stages must not move a channel)": kind.ships,
         "not set `from_nothing`": kind.from_nothing,
         "have an algorithm, or a contract and the module of a job": not (
-            _PATH.match(kind.algorithm.config) and _PATH.match(kind.algorithm.algorithm) and kind.module == _TRAIN
+            PATH.match(kind.algorithm.config) and PATH.match(kind.algorithm.algorithm) and kind.module == _TRAIN
             if isinstance(kind.algorithm, AlgorithmSpec)
             else callable(kind.contract) and _MODULE.match(kind.module)
         ),

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.engines import engines_in
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
@@ -34,6 +35,7 @@ _UNDECIDING_RUNTIME = frozenset(
 )
 _UNDECIDING_META = frozenset({"source", NAMED})  # names of files for errors, and of models for display
 SUITES: Final = "suites."  # prefix of the slots of measured data
+KIND: Final = "kind:"  # prefix of an installed kind's name in the `code` of a manifest
 _OF_THE_RUN_FILE = ("data", "reward")  # settings that are names in the run file; the inputs contain their digests
 
 
@@ -102,7 +104,7 @@ class Manifest(Frozen):
     gates: tuple[GateRule, ...]
     budget: Budget
     release: ReleaseSpec | None
-    code: dict[str, str]  # trainer → digest of the sources and engine versions that affect results
+    code: dict[str, str]  # trainer, kind or engine → digest of the sources and engine versions that affect results
     policy: str | None = None  # digest of the channel's policy, whose gates are in `gates`; None: no policy
     runtime: RunRuntime | None = None  # None: not set in the file
     image: Annotated[str, AfterValidator(image_reference)] | None = None  # of the jobs (`image_of`); None: no container
@@ -226,6 +228,12 @@ def measured_suites(stage: StageManifest) -> Iterator[tuple[str, InputRef]]:
             yield slot.removeprefix(SUITES), ref
 
 
+def names_of(stage: StageManifest, code: Mapping[str, str]) -> list[str]:
+    """Return the names in the `code` of a manifest that decide a stage's result."""
+    added = (f"{KIND}{stage.kind}", *engines_in(stage.params))
+    return [stage.trainer, *(name for name in added if name in code)]
+
+
 def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:
     """Return the digest of the evaluator of one suite of a stage.
 
@@ -244,5 +252,4 @@ def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -
         if slot.startswith(JUDGES) and scored_slot(slot.partition("/")[0]) == f"{SUITES}{suite}"
     }
     told: dict[str, Any] = {"kind": stage.kind, "params": params, "suite": settings, "rewards": rewards}
-    named_code = (stage.trainer, f"kind:{stage.kind}")
-    return digest_json({**told, "code": {name: code[name] for name in named_code if name in code}})
+    return digest_json({**told, "code": {name: code[name] for name in names_of(stage, code) if name in code}})

@@ -1,4 +1,4 @@
-"""Extensions by installed packages (entry points `posttrain.kinds`, `posttrain.trainers`, `posttrain.executors`).
+"""Extensions by installed packages: entry points of the groups `posttrain.kinds`, `posttrain.trainers` and others.
 
 Entry points are read only if a name is requested that Posttrain itself lacks, and their objects are imported only when
 they are used. Errors of a package are reported when a command requests the name of its entry point, and by
@@ -41,7 +41,8 @@ class Plugin:
     point: EntryPoint
 
     def __str__(self) -> str:
-        return f"{self.group.removeprefix(_PREFIX).removesuffix('s')} {self.name!r} of {self.distribution}"
+        kind = self.group.removeprefix(_PREFIX).removesuffix("s").replace("_", " ")
+        return f"{kind} {self.name!r} of {self.distribution}"
 
     def load(self) -> Any:
         """Import and return the object that the entry point names.

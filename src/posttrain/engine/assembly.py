@@ -52,7 +52,7 @@ def open_roles(
     Args:
         model: the starting policy, and the initial model of each role that is not in `sources`.
         sources: role → its initial model.
-        engine: a rollout engine in the controller's process; None: an engine that reads the policy's weights.
+        engine: a rollout engine in the controller's process; None: `config.rollout.engine`.
         stop: strings that end a response; if any are given, each rollout rank opens the tokenizer.
     """
     learners: dict[str, WorkerGroup[TrainWorker]] = {}
@@ -63,7 +63,14 @@ def open_roles(
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     home = pool_of("rollout").by_rank()
     rollout = home.start(
-        "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=home.deadlines.call
+        "rollout",
+        RolloutWorker,
+        source,
+        engine,
+        kv_cache=cache,
+        reads_text=bool(stop),
+        name=config.rollout.engine,
+        patience=home.deadlines.call,
     )
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
     frozen: dict[str, WorkerGroup[FrozenWorker]] = {}
@@ -80,8 +87,8 @@ def _learner(
 ) -> WorkerGroup[TrainWorker]:
     """Start a role that learns."""
     optimizer, first = config.learning(role.name)
-    words = {"name": role.name, "steps": config.steps, "seed": seed, "first": first, **more}
-    return pool_of(role.name).start(role.name, TrainWorker, model, optimizer, config.runtime, **words)
+    words = {"name": role.name, "steps": config.steps, "seed": seed, "first": first, "engine": config.train.engine}
+    return pool_of(role.name).start(role.name, TrainWorker, model, optimizer, config.runtime, **words, **more)
 
 
 def _frozen(

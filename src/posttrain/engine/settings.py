@@ -130,6 +130,20 @@ class RuntimeConfig(InferenceRuntimeConfig):
         return self
 
 
+class RolloutConfig(Frozen):
+    """The engine that samples responses."""
+
+    # auto: native if it can decode the model, else module; native: Posttrain's decoder; module: the model's own
+    # forward; or the name of an engine of an installed package
+    engine: Word = "auto"
+
+
+class TrainConfig(Frozen):
+    """The engine that trains."""
+
+    engine: Word = "torch"  # torch: Posttrain's own; or the name of an engine of an installed package
+
+
 class LossProbeConfig(Frozen):
     """A small held-out measurement during training, for the curve and for selection within the stage."""
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from posttrain.domain.engines import ROLLOUT_ENGINE
 from posttrain.domain.kinds import Load, RowNeeds
 from posttrain.domain.placement import ROLE_NAME
 from posttrain.domain.rewards import reward_slots
@@ -23,6 +24,7 @@ from posttrain.engine.settings import (
     OptimizerConfig,
     PolicyGradientOptimizerConfig,
     ProbeConfig,
+    RolloutConfig,
     Rows,
     Seconds,
     Stop,
@@ -81,6 +83,8 @@ class SamplingConfig(TrainingConfig):
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     trace: TraceConfig = TraceConfig()
+    # the engine that samples; a default is left out, as in Posttrain versions without the field
+    rollout: RolloutConfig = Field(default=RolloutConfig(), exclude_if=RolloutConfig().__eq__)
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -185,6 +189,12 @@ class SamplingConfig(TrainingConfig):
             correction=self.correction,
             streams=self.streams,
         )
+
+    def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
+        """See `StageConfig.engines`; only a rollout in the process of the whole policy reads the policy's weights."""
+        policy, rollout = (self.placement.pool_of(role.name) for role in (POLICY, ROLLOUT))
+        needs = {"stop": bool(self.stop), "views": policy != rollout or policy.ranks > 1}
+        return super().engines() | {ROLLOUT_ENGINE: (self.rollout.engine, needs)}
 
     @property
     def reward_models(self) -> tuple[str, ...]:

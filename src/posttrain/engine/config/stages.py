@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from posttrain.domain.engines import ROLLOUT_ENGINE
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import (
     OWN,
@@ -38,6 +39,7 @@ from posttrain.engine.settings import (
     Few,
     InferenceRuntimeConfig,
     Positive,
+    RolloutConfig,
     Seconds,
     Stop,
     SuiteName,
@@ -122,6 +124,8 @@ class EvaluateConfig(StageConfig):
     model: Word
     suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
+    # the engine that samples; a default is left out, as in Posttrain versions without the field
+    rollout: RolloutConfig = Field(default=RolloutConfig(), exclude_if=RolloutConfig().__eq__)
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """Return a map from slot to (asset kind, the ref written in run.yaml)."""
@@ -146,6 +150,11 @@ class EvaluateConfig(StageConfig):
             )
             for name, s in self.suites.items()
         }
+
+    def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
+        """See `StageConfig.engines`."""
+        needs = {"stop": any(suite.stop for suite in self.suites.values()), "views": False}
+        return {ROLLOUT_ENGINE: (self.rollout.engine, needs)}
 
     @property
     def response_tokens(self) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from posttrain.domain.engines import TRAIN_ENGINE
 from posttrain.domain.kinds import DocumentUnit, ItemRange, Length, Load, RowNeeds
 from posttrain.domain.placement import Placement
 from posttrain.domain.roles import POLICY, REFERENCE, RoleSpec, with_models
@@ -23,6 +24,7 @@ from posttrain.engine.settings import (
     Rows,
     RuntimeConfig,
     Tokens,
+    TrainConfig,
     Word,
 )
 
@@ -69,6 +71,10 @@ class StageConfig(Frozen):
         """
         return None
 
+    def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
+        """Return field → the name of its engine, and the needs of the stage (`domain.engines.PROVIDED`)."""
+        return {}
+
 
 class TrainingConfig(StageConfig):
     """A training stage. A plan, which has the number of rows, converts `epochs` into `steps`; jobs read `steps`.
@@ -93,6 +99,8 @@ class TrainingConfig(StageConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
+    # the engine of every role that learns; a default is left out, as in Posttrain versions without the field
+    train: TrainConfig = Field(default=TrainConfig(), exclude_if=TrainConfig().__eq__)
 
     @model_validator(mode="after")
     def _has_a_length_and_its_probe(self) -> Self:
@@ -153,6 +161,13 @@ class TrainingConfig(StageConfig):
             start_timeout=written(runtime.start_timeout),
             call_timeout=written(runtime.call_timeout),
         )
+
+    def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
+        """See `StageConfig.engines`."""
+        learners = [role for role in self.roles() if role.trained]
+        ranks = any(self.placement.pool_of(role.name).ranks > 1 for role in learners)
+        values = any(role.head != "language" for role in learners)
+        return {TRAIN_ENGINE: (self.train.engine, {"ranks": ranks, "values": values})}
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the stage's roles; the first is the model that it outputs."""

@@ -11,6 +11,7 @@ A prediction is written to its column of the batch.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import final
@@ -18,6 +19,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from posttrain.domain.engines import OWN_ENGINES, TRAIN_ENGINE, installed_engine
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.groups.port import RankContext
@@ -47,7 +49,6 @@ def with_prediction(batch: TokenBatch, column: str, need: Need, found: Tensor) -
     return batch.with_document_columns(**{column: found}) if need == "scores" else batch.with_columns(**{column: found})
 
 
-@final
 class TorchEngine:
     """`TrainEngine` in torch.
 
@@ -167,6 +168,7 @@ class TrainWorker:
         dropout: whether dropout is active in training (`Learner`).
         temperature: the sampling temperature at which log-probabilities are computed.
         first: the stage step of the first update, at which the schedule begins.
+        engine: torch, or the name of an engine of an installed package.
     """
 
     def __init__(
@@ -182,10 +184,14 @@ class TrainWorker:
         dropout: bool = False,
         temperature: float = 1.0,
         first: int = 0,
+        engine: str = "torch",
     ) -> None:
         opened = model.open(context.device) if isinstance(model, ModelSource | ScalarSource) else model
         self._epsilon: float = torch.finfo(next(opened.module.parameters()).dtype).eps
-        self.engine: TrainEngine = TorchEngine(
+        make: Callable[..., TrainEngine] = TorchEngine
+        if engine not in OWN_ENGINES[TRAIN_ENGINE]:
+            make = partial(installed_engine(TRAIN_ENGINE, engine).open, TrainEngine)
+        self.engine = make(
             context,
             opened,
             optimizer,

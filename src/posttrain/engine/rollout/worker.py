@@ -11,10 +11,11 @@ log-probabilities that are not finite. On any such error, the call fails with a 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import numpy as np
 
+from posttrain.domain.engines import OWN_ENGINES, ROLLOUT_ENGINE, installed_engine, refuse_partial
 from posttrain.domain.errors import (
     FailureClass,
     InfrastructureError,
@@ -306,24 +307,38 @@ def _sample(asked: Generation) -> str:
 
 
 def open_rollout(
-    model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None
+    model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None, name: str = "auto"
 ) -> RolloutEngine:
-    """Return the native zero-copy decoder if it computes what the module computes, otherwise the module's own engine.
+    """Return an engine that samples from the model.
 
     Args:
+        name: auto: the native zero-copy decoder if it computes what the module computes, otherwise the module's own
+            engine; native, module, or an engine of an installed package.
         kv_cache: maximum bytes of keys and values (`runtime.kv_cache`); None: as many as the rows of a call need.
         texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
+
+    Raises:
+        InputError: the native decoder does not compute what the module computes; no package has the engine, or its
+            package is broken.
     """
-    native = why_not_fusable(model.module) is None
+    if name not in OWN_ENGINES[ROLLOUT_ENGINE]:
+        found = installed_engine(ROLLOUT_ENGINE, name).open(RolloutEngine, model, kv_cache, texts=texts)
+        return cast(RolloutEngine, found)
+    why = None if name == "module" else why_not_fusable(model.module)
+    if name == "native" and why is not None:
+        raise InputError(f"rollout.engine: native cannot decode this model: {why}; write auto or module")
+    native = name != "module" and why is None
     return NativeRollout(model, kv_cache, texts=texts) if native else ModuleRollout(model, kv_cache, texts=texts)
 
 
-def decoding_fallbacks(model: LanguageModel) -> dict[str, str]:
-    """Return the slower paths in use, each with its reason.
+def decoding_fallbacks(model: LanguageModel, name: str = "auto") -> dict[str, str]:
+    """Return the slower paths in use, each with its reason; empty for an engine other than auto and native.
 
     `module_decoder` means that `open_rollout` uses the module itself, and `plain_attention` that the native decoder
     attends with plain torch on CUDA.
     """
+    if name not in ("auto", "native"):
+        return {}
     why = why_not_fusable(model.module)
     if why is not None:
         return {"module_decoder": f"responses come from the module's own forward: {why}"}
@@ -341,6 +356,7 @@ class RolloutWorker:
         source: the folder of the tokenizer, for stop strings, and of the model that the rank loads if none is lent.
         engine: an engine in the controller's process, used instead of the engine that fits the model.
         kv_cache: maximum bytes of keys and values; None: no limit.
+        name: the engine that fits the model, see `open_rollout`.
         patience: seconds without any answer after which the call fails.
     """
 
@@ -352,6 +368,7 @@ class RolloutWorker:
         *,
         kv_cache: int | None = None,
         reads_text: bool = False,
+        name: str = "auto",
         patience: float = PATIENCE,
     ) -> None:
         lent = context.borrow(LanguageModel)
@@ -366,10 +383,10 @@ class RolloutWorker:
         self._view: View = beside if lent is None else "alias"
         self._module = model.module
         texts = self._texts(source, context.rank) if source and reads_text else None
-        if engine is not None and not hasattr(engine, "counts"):
-            raise InputError(f"rollout engine {engine.name} has no method counts(); see RolloutEngine.counts")
-        self._engine = engine or open_rollout(model, kv_cache, texts=texts)
-        self._fallbacks = {} if engine else decoding_fallbacks(model)
+        if engine is not None:
+            refuse_partial(engine, RolloutEngine, f"rollout engine {engine.name}")
+        self._engine = engine or open_rollout(model, kv_cache, texts=texts, name=name)
+        self._fallbacks = {} if engine else decoding_fallbacks(model, name)
         self._patience = patience
         self._rank, self._version = context.rank, PolicyVersion()
         self._open: Generator[_Answered, Sequence[Generation], None] | None = None  # of `feed`

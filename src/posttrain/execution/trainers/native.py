@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.engines import refuse_unfit
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobCommand, JobOrder, JobResult
 from posttrain.domain.kinds import (
@@ -34,9 +35,9 @@ from posttrain.store.attempts import AttemptFolder
 # Model and reward sources enter by digest; these other sources and libraries also decide results.
 _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
-    *("domain/canonical.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py"),
-    "domain/roles.py",
-    *("domain/weights.py", "pacing/admission.py", "pacing/balance.py", "pacing/experts.py"),
+    *("domain/canonical.py", "domain/engines.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py"),
+    *("domain/rewards.py", "domain/roles.py", "domain/weights.py"),
+    *("pacing/admission.py", "pacing/balance.py", "pacing/experts.py"),
     *("planner/residency.py", "planner/shape.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
@@ -71,6 +72,9 @@ class NativeTrainer:
 
     def _contract(self, kind: str, params: Mapping[str, Any], model: type[StageConfig]) -> StageContract:
         config: StageConfig = validated(model, dict(params), kind)
+        load = config.load(kind)
+        for field, (name, needs) in config.engines().items():
+            refuse_unfit(field, name, needs)
         return StageContract(
             params=_name_by_slot(config),
             inputs=config.inputs(),
@@ -78,7 +82,7 @@ class NativeTrainer:
             metrics=config.metrics(),
             work=config.work(),
             rows=config.row_needs(),
-            load=config.load(kind),
+            load=load,
             length=config.length(),
         )
 

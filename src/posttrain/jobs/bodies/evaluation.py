@@ -57,7 +57,7 @@ def body(job: Job) -> JobResult:
     sizes = choose(job, config)
     tell_sizes(job, sizes)
     model, tokenizer = open_model(job, config.runtime)
-    slower = job.tell_fallbacks(decoding_fallbacks(model))
+    slower = job.tell_fallbacks(decoding_fallbacks(model, config.rollout.engine))
     suites: dict[str, list[Item]] = {}
     for name, suite in config.suites.items():
         label = job.label(suite.data)
@@ -75,7 +75,8 @@ def body(job: Job) -> JobResult:
         with ExitStack() as stack:
             judges = _judges(job, config, suites, stack)
             job.tell_start()
-            rollout = open_rollout(model, sizes.load.kv_cache, texts=StopStrings(tokenizer))
+            engine = config.rollout.engine
+            rollout = open_rollout(model, sizes.load.kv_cache, texts=StopStrings(tokenizer), name=engine)
             results = _answer(job, config, suites, rollout, tokenizer, meter, judges)
     except Exception as error:
         return failed(error, meter.tokens)
