@@ -25,9 +25,9 @@ from posttrain.client.logins import logged_in
 from posttrain.client.transport import Transport
 from posttrain.control.attempts import end_orphans, find_orphans
 from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.engines import GROUPS, OWN_ENGINES
 from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
-from posttrain.domain.engines import GROUPS, OWN_ENGINES
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
 from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver

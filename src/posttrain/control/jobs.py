@@ -19,7 +19,7 @@ import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.control.stores import Stores
 from posttrain.domain.engines import ENGINE, engine_plugin, engine_words, engines_in, installed_engine
@@ -28,7 +28,7 @@ from posttrain.domain.jobs import JobOrder
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, Job, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest, names_of
+from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
@@ -80,12 +80,6 @@ def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
         known = ", ".join(sorted(trainers))
         raise InputError(f"trainer {name!r} is not installed (installed: {known}); install its package")
     return trainers[name]
-
-
-def deciding_code(manifest: Manifest, stage: StageManifest) -> Any:
-    """Return the code part of a stage's cache key."""
-    found = [manifest.code[name] for name in names_of(stage, manifest.code)]
-    return found[0] if len(found) == 1 else found
 
 
 def called(name: str) -> str:

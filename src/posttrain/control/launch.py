@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.control import budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
-from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, secrets_of_rewards, spec_of
+from posttrain.control.jobs import AttemptFolders, Jobs, job_of, secrets_of_rewards, spec_of
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
@@ -34,7 +34,7 @@ from posttrain.domain.errors import (
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown, count
 from posttrain.domain.jobspec import secret_fault
 from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
-from posttrain.domain.manifest import Manifest, StageManifest, job_identity
+from posttrain.domain.manifest import Manifest, StageManifest, deciding_code, job_identity
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.events.ports import SECRETS, secrets_of

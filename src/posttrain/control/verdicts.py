@@ -27,7 +27,6 @@ from pyarrow.lib import ArrowException
 
 from posttrain.control import approvals
 from posttrain.control.channels import check_manifest, policy_of, refuse_release
-from posttrain.control.jobs import deciding_code
 from posttrain.control.release_plan import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
@@ -49,7 +48,7 @@ from posttrain.domain.gates import CHANNEL, GateReport, GateRule, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import METRICS, MODEL, REPORT, ItemRange, kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState
-from posttrain.domain.manifest import SUITES, Manifest, StageManifest, deciding, measured_suites
+from posttrain.domain.manifest import SUITES, Manifest, StageManifest, deciding, deciding_code, measured_suites
 from posttrain.domain.policies import LookBudget, PinnedPolicy, suite_of
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, Look as Evaluation, RunRecord, StageRecord

@@ -234,6 +234,12 @@ def names_of(stage: StageManifest, code: Mapping[str, str]) -> list[str]:
     return [stage.trainer, *(name for name in added if name in code)]
 
 
+def deciding_code(manifest: Manifest, stage: StageManifest) -> str | list[str]:
+    """Return the code part of a stage's cache key."""
+    found = [manifest.code[name] for name in names_of(stage, manifest.code)]
+    return found[0] if len(found) == 1 else found
+
+
 def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:
     """Return the digest of the evaluator of one suite of a stage.
 

@@ -87,8 +87,10 @@ def _learner(
 ) -> WorkerGroup[TrainWorker]:
     """Start a role that learns."""
     optimizer, first = config.learning(role.name)
-    words = {"name": role.name, "steps": config.steps, "seed": seed, "first": first, "engine": config.train.engine}
-    return pool_of(role.name).start(role.name, TrainWorker, model, optimizer, config.runtime, **words, **more)
+    words: dict[str, Any] = {"name": role.name, "steps": config.steps, "seed": seed, "first": first, **more}
+    return pool_of(role.name).start(
+        role.name, TrainWorker, model, optimizer, config.runtime, engine=config.train.engine, **words
+    )
 
 
 def _frozen(
