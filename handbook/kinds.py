@@ -28,7 +28,9 @@ from posttrain.engine.settings import (
     OptimizerConfig,
     PolicyGradientOptimizerConfig,
     ProbeConfig,
+    RolloutConfig,
     RuntimeConfig,
+    TrainConfig,
 )
 
 # the name in `<!-- fields:NAME -->` → the model whose fields are the rows
@@ -46,6 +48,8 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "optimizer-of-rows": OptimizerConfig,
     "optimizer-of-samples": PolicyGradientOptimizerConfig,
     "runtime": RuntimeConfig,
+    "rollout": RolloutConfig,
+    "train": TrainConfig,
     "lag": LagConfig,
     "trace": TraceConfig,
     "placement": Placement,
@@ -64,6 +68,8 @@ _DOCUMENTED: Mapping[type[BaseModel], str] = {  # model → the page and anchor 
     OptimizerConfig: "run-yaml/training.md#optimizer",
     PolicyGradientOptimizerConfig: "run-yaml/training.md#optimizer",
     RuntimeConfig: "run-yaml/training.md#runtime",
+    RolloutConfig: "run-yaml/sampling.md#rollout-engine",
+    TrainConfig: "run-yaml/training.md#training-engine",
     LagConfig: "run-yaml/sampling.md#lag",
     TraceConfig: "run-yaml/sampling.md#trace",
     Placement: "run-yaml/placement.md#roles",
@@ -79,6 +85,8 @@ _LAST = (
     "optimizer",
     "runtime",
     "placement",
+    "rollout",
+    "train",
     "lag",
     "stream_gradients",
     "trace",

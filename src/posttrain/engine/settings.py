@@ -131,17 +131,20 @@ class RuntimeConfig(InferenceRuntimeConfig):
 
 
 class RolloutConfig(Frozen):
-    """The engine that samples responses."""
+    """The engine that samples responses.
 
-    # auto: native if it can decode the model, else module; native: Posttrain's decoder; module: the model's own
-    # forward; or the name of an engine of an installed package
+    Stages leave the default out of dumps, so that digests are the same as in Posttrain versions without the field.
+    """
+
+    # native: Posttrain's decoder; module: the model's own forward pass in transformers; auto: native if it can decode
+    # the model, else module; another name: an engine of an installed package
     engine: Word = "auto"
 
 
 class TrainConfig(Frozen):
-    """The engine that trains."""
+    """The engine that trains; stages leave the default out, see `RolloutConfig`."""
 
-    engine: Word = "torch"  # torch: Posttrain's own; or the name of an engine of an installed package
+    engine: Word = "torch"  # torch: Posttrain's own engine; another name: an engine of an installed package
 
 
 class LossProbeConfig(Frozen):

@@ -83,7 +83,7 @@ class SamplingConfig(TrainingConfig):
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     trace: TraceConfig = TraceConfig()
-    # the engine that samples; a default is left out, as in Posttrain versions without the field
+    # the engine that samples
     rollout: RolloutConfig = Field(default=RolloutConfig(), exclude_if=RolloutConfig().__eq__)
 
     @model_serializer(mode="wrap")

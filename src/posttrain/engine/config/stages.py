@@ -124,7 +124,7 @@ class EvaluateConfig(StageConfig):
     model: Word
     suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
-    # the engine that samples; a default is left out, as in Posttrain versions without the field
+    # the engine that samples
     rollout: RolloutConfig = Field(default=RolloutConfig(), exclude_if=RolloutConfig().__eq__)
 
     def inputs(self) -> dict[str, tuple[str, str]]:

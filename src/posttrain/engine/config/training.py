@@ -99,7 +99,7 @@ class TrainingConfig(StageConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
-    # the engine of every role that learns; a default is left out, as in Posttrain versions without the field
+    # the engine of every role that learns
     train: TrainConfig = Field(default=TrainConfig(), exclude_if=TrainConfig().__eq__)
 
     @model_validator(mode="after")
