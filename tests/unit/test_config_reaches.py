@@ -211,13 +211,19 @@ UNMOVED: dict[str, str] = {
     "runtime.dtype=float32": "auto is float32 on a CPU",
     "runtime.save_dtype=float32": "auto is what was computed in",
     "runtime.threads": "how fast",
+    "rollout.engine": "auto is native for this model; test_engines.py opens each engine",
+    "train.engine": "there is one of Posttrain's own; test_engines.py opens another",
     "runtime.checkpoint_every": "what is lost by a crash",
     "runtime.stall_after": "when a job is taken for hung",
     "trace.groups": "what a trace tells",
     "trace.bytes": "what a trace tells",
     "reward_errors_max": "when a stage gives up on its reward; nothing fails here",
 }
-SKIPPED = ("runtime.device=cuda", "runtime.threads=2")  # sums of two threads differ in their last bits
+SKIPPED = (
+    "runtime.device=cuda",
+    "runtime.threads=2",
+    "train.engine=torch",
+)  # sums of two threads differ in their last bits
 UNMOVED_VALUES: dict[str, Any] = {
     "reward_errors_max": 0.5,
     "runtime.threads": 2,
@@ -225,6 +231,8 @@ UNMOVED_VALUES: dict[str, Any] = {
     "runtime.stall_after": 60.0,
     "trace.groups": "all",
     "trace.bytes": 1000,
+    "rollout.engine": "native",
+    "train.engine": "torch",
 }
 
 
@@ -339,6 +347,8 @@ def changed(kind: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = json.loads(json.dumps(normal(kind)))
     for path, value in changes.items():
         *way, last = path.split(".")
+        if way and not pick(params, ".".join(way)):  # left out at its default
+            params[way[0]] = {}
         (pick(params, ".".join(way)) if way else params)[last] = copy.deepcopy(value)
     return {key: value for key, value in params.items() if key != "steps" or not params.get("epochs")}
 
