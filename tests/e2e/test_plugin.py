@@ -1,5 +1,5 @@
-"""docs/howto/plugin.md promises that a package adds a kind of stage, an algorithm, a trainer and an executor: its files
-become a wheel, pip installs it into an environment, and its run file is run there by real processes.
+"""docs/howto/plugin.md promises that a package adds a kind of stage, an algorithm, engines, a trainer and an executor:
+its files become a wheel, pip installs it into an environment, and its run file is run there by real processes.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def test_a_wheel_adds_one_of_each(empty: Workbench, python: Path, tmp_path: Path
     told = run("doctor", "-o", "json").stdout
     assert "kind 'words' of posttrain-words 1.0" in told
     assert "kind 'raft' of posttrain-words 1.0" in told
+    assert "rollout engine 'telling' of posttrain-words 1.0" in told
+    assert "train engine 'telling' of posttrain-words 1.0" in told
     assert "trainer 'copying' of posttrain-words 1.0" in told
     assert "executor 'plain' of posttrain-words 1.0" in told
     nearly = run("init", "--executor", "plian")
@@ -174,3 +176,46 @@ def test_a_packages_algorithm_has_turns_a_critic_and_a_penalty(empty: Workbench,
     told = run("trace", empty.run_id(), "--sample", seen[0].id)
     assert "observed" in told.stdout, told.stdout + told.stderr
     empty.check(empty.run_id())
+
+
+def test_a_run_trains_through_a_packages_engines(empty: Workbench, python: Path, tmp_path: Path) -> None:
+    """They are Posttrain's own and also print, so the model is that of Posttrain's own."""
+    run = partial(command, python, empty.folder)
+    name, version, points, sources = package_of(PAGE)
+    pip(python, "install", "--no-index", "--no-deps", "--quiet", str(wheel(tmp_path, name, version, points, sources)))
+    made = {key: value for key, value in RUN.items() if key in {"owner", "seed", "model", "rewards", "budget"}}
+    grpo = {**RUN["stages"]["grpo"], "model": "base", "steps": 3}
+    engines = {"rollout": {"engine": "telling"}, "train": {"engine": "telling"}}
+    test = {"kind": "evaluate", "suites": {"heldout": {"data": "heldout", "max_new_tokens": 24, "stop": ["0"]}}}
+    stages = {
+        "own": {**grpo, "rollout": {"engine": "module"}},
+        "theirs": {**grpo, **engines},
+        "measured": {**test, "model": "theirs", "rollout": {"engine": "telling"}},
+        "again": {**test, "model": "own", "rollout": {"engine": "module"}},
+    }
+    empty.write("run.yaml", json.dumps({"name": "told", **made, "data": RUN["data"], "stages": stages}))
+    planned = json.loads(run("plan", "run.yaml", "-o", "json").stdout)
+    assert planned["manifest"]["code"].keys() == {"native", "engine:rollout/telling", "engine:train/telling"}
+    done = run("run", "run.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    run_id = empty.run_id()
+    with empty.open() as workspace:
+        outputs = {stage.name: stage.outputs for stage in workspace.ledger.stages(run_id)}
+    assert outputs["theirs"]["model"]["digest"] == outputs["own"]["model"]["digest"]
+    assert outputs["measured"]["items"]["digest"] == outputs["again"]["items"]["digest"]
+    log = run("logs", run_id, "theirs").stdout
+    assert [f"telling: loss at step {step}" for step in range(3)] == [
+        " ".join((*line.split()[:2], *line.split()[3:])) for line in log.splitlines() if "telling: loss" in line
+    ]
+    assert "telling: 16 responses" in log
+    assert "responses" in run("logs", run_id, "measured").stdout
+    assert "telling" not in run("logs", run_id, "own").stdout
+    empty.check(run_id)
+
+    pip(python, "uninstall", "--yes", "--quiet", name)
+    lacking = {path: text.replace('provides=("stop", "views")', "provides=()") for path, text in sources.items()}
+    pip(python, "install", "--no-index", "--no-deps", "--quiet", str(wheel(tmp_path, name, version, points, lacking)))
+    refused = run("plan", "run.yaml")
+    assert refused.returncode == 2
+    assert "stages.measured: rollout.engine: rollout engine 'telling' of posttrain-words 1.0 does not" in refused.stderr
