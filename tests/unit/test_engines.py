@@ -11,14 +11,15 @@ import pytest
 import yaml
 from cli_world import RUN, World, make_world
 from installed import install, on_path
-from test_engine_recipes import TINY, TOKENIZER
+from test_engine_recipes import TINY, TOKENIZER, inline
 
 from posttrain.app.doctor import _packages
 from posttrain.domain import plugins
 from posttrain.domain.engines import ENGINE, OWN_ENGINES, PROVIDED, engines_in
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import StageManifest, deciding, suite_evaluator
-from posttrain.engine.config import STAGE_CONFIGS, stage_config
+from posttrain.engine.assembly import open_roles
+from posttrain.engine.config import STAGE_CONFIGS, GRPOConfig, stage_config
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
@@ -311,6 +312,15 @@ def test_a_job_opens_the_engine_that_is_named(site: Path, monkeypatch: pytest.Mo
     with pytest.raises(InputError, match="native cannot decode this model: it is odd; write auto or module"):
         open_rollout(model(), name="native")
     assert [bool(decoding_fallbacks(model(), name)) for name in ("auto", "module", "fast")] == [True, False, False]
+
+
+def test_a_stages_engines_reach_its_workers(site: Path) -> None:
+    add(site)
+    config = GRPOConfig(data="d", reward="r", steps=1, **FAST, **TRAINED)
+    roles = open_roles(config, model(), 11, inline())
+    assert roles.rollout is not None
+    assert roles.rollout.one(lambda worker: type(worker._engine).__name__) == "Fast"
+    assert roles.learners["policy"].one(lambda worker: type(worker.engine).__name__) == "Trained"
 
 
 @pytest.mark.parametrize("opened", ["Hollow", "Absent", "Raises"])
