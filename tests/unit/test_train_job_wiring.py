@@ -23,6 +23,7 @@ from posttrain.engine.loop.controller import Order
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.rollout import worker
+from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.port import PromptBatch, SamplingParams
 from posttrain.engine.rollout.worker import SilentError
 from posttrain.jobs import entry
@@ -116,36 +117,17 @@ class TestDeadlines:
         assert told[0]["sizes/call_timeout"] == 3600.0
 
     def test_an_engine_that_says_nothing_is_given_up_when_its_time_is_over(self) -> None:
-        class Mute:
-            name, context_length = "mute", 64
-
-            def counts(self) -> dict[str, int]:
-                return {}
-
-            def submit(self, work: Any) -> None:
-                """Takes it."""
-
-            def completed(self, seconds: float) -> list[Any]:
+        class Mute(ScriptedRollout):
+            def completed(self, timeout: float) -> list[Any]:
                 return []
-
-            def abort(self, ids: Any) -> None:
-                """As asked."""
-
-            def views(self) -> None:
-                return None
-
-            def pause(self) -> None:
-                """As asked."""
-
-            update = resume = lambda self, *words: None
 
         model = adopt_module(initial_model(TINY, character_tokenizer("ab"), 0))
         context = RankContext()
         context.lend(model)
-        mute: Any = Mute()
+        mute = Mute(lambda prompt, sample: [1])
         role = worker.RolloutWorker(context, None, mute, patience=0.01)
         drawn = SamplingParams(max_new_tokens=4)
-        with pytest.raises(SilentError, match=r"mute returned no sample within 0\.01 s; waiting: 2"):
+        with pytest.raises(SilentError, match=r"scripted returned no sample within 0\.01 s; waiting: 2"):
             list(role.feed(PromptBatch(((1, 2),), (0,)), drawn, 2))
 
 
