@@ -331,10 +331,13 @@ Observed = Sequence[int] | Failed | None
 
 
 class Environment(Protocol):
-    """Returns the observations after sampled responses: equal ones for equal inputs, so a step can be repeated."""
+    """Computes the observations after sampled responses: equal ones for equal inputs, so a step can be repeated."""
 
-    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
-        """Return the tokens of each sample's next observation, None if the sample has ended; arguments are parallel."""
+    def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
+        """Begin to observe; the result has the tokens of the next observation, or is None if the sample has ended."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when a running observation ends, or after `seconds`."""
 
 
 @final
@@ -352,9 +355,13 @@ class TextEnvironment:
     def __init__(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self._observe, self._tokenizer, self._most = observe, tokenizer, most
 
-    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Observed]:
+    def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
         """See `Environment`; if `observe` raises, or returns no text or too many tokens, the other samples continue."""
-        return [self._next(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+        found = self._next(prompt, sample)
+        return Future(lambda: found, lambda: True)
+
+    def wait(self, seconds: float) -> None:
+        """See `Environment`; every observation ends immediately."""
 
     def _next(self, prompt: Prompt, sample: Trajectory) -> Observed:
         said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
