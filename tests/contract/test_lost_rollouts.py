@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import Cluster, open_cluster
 from posttrain.engine.groups.port import Recorder, WorkerLostError
-from posttrain.engine.groups.worker_group import Deadlines, ResourcePool
+from posttrain.engine.groups.worker_group import Deadlines, Future, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
+from posttrain.engine.recipes.algorithm import PromptSource
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.scores import Observed
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 
 pytestmark = pytest.mark.ray
@@ -35,14 +39,38 @@ def cluster() -> Iterator[Cluster]:
         yield opened
 
 
+class Talking(GRPO):  # type: ignore[misc]
+    """Two responses to every prompt."""
+
+    @property
+    def source(self) -> PromptSource:
+        return replace(super().source, turns=2, observed=1)
+
+
+class Speaking:
+    """An environment that calls `then` before every observation, until it returns true."""
+
+    def __init__(self, then: Callable[[], bool] = lambda: True) -> None:
+        self.then, self.done = then, False
+
+    def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
+        self.done = self.done or self.then()
+        seen = (7 + sample.generated % 5,)
+        return Future(lambda: seen, lambda: True)
+
+    def wait(self, seconds: float) -> None:
+        """Every observation has ended."""
+
+
 class Stage:
     """GRPO with two rollout processes, or without a cluster two ranks in this process, over a policy in this one."""
 
-    def __init__(self, cluster: Cluster | None, folder: Path, lag: int = 0) -> None:
+    def __init__(self, cluster: Cluster | None, folder: Path, lag: int = 0, environment: Any = None) -> None:
         initial_model(TINY, TOKENIZER, 0).save_pretrained(folder / "model")
         TOKENIZER.save_pretrained(folder / "model")
         config = GRPOConfig(
-            data="d", reward="r", steps=3, prompts_per_step=6, group_size=2, max_new_tokens=6, mini_batches=1,
+            data="d", reward="r", steps=3, prompts_per_step=6, group_size=2, mini_batches=1,
+            max_new_tokens=20 if environment else 6,
             placement={**APART, "rollout": {"cpus": 2, "ranks": 2}}, lag={"steps": lag} if lag else None,
             optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2),
         )  # fmt: skip
@@ -54,7 +82,9 @@ class Stage:
         here = ResourcePool(InlineBackend(pool="policy"))
         source = ModelSource(folder / "model", "float32")
         roles = open_roles(config, source, 11, lambda role: self.pool if role == "rollout" else here)
-        self.recipe = OnPolicy(config, GRPO(config), roles, PROMPTS, FixedScorer(even_tokens), 11)
+        algorithm = Talking(config) if environment else GRPO(config)
+        words: Any = config, algorithm, roles, PROMPTS, FixedScorer(even_tokens), 11
+        self.recipe = OnPolicy(*words, environment=environment)
         self.desk = Desk(folder, self.recipe)
 
     @property
@@ -122,6 +152,29 @@ def while_it_is_launched(stage: Stage) -> None:
         construct(*words)
 
     stage.backend._construct = constructed
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_killed_between_two_turns_is_replaced_with_the_same_bits(
+    cluster: Cluster, tmp_path: Path, lag: int, rank: int
+) -> None:
+    """Its samples are sampled again from their first turn, and observed again."""
+    plain = Stage(None, tmp_path / "plain", lag, Speaking()).run()
+    environment = Speaking()
+    stage = Stage(cluster, tmp_path / "killed", lag, environment)
+    before = list(stage.pids)
+
+    def killed() -> bool:
+        there = stage.desk.controller._step == 1
+        if there:
+            stage.kill(rank)
+        return there
+
+    environment.then = killed
+    found = stage.run()
+    assert all(torch.equal(value, found[name]) for name, value in plain.items())
+    assert sum(then != now for then, now in zip(before, stage.pids, strict=True)) == 1
 
 
 @pytest.mark.parametrize(

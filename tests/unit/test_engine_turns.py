@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,16 +22,18 @@ from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Note, Sample
+from posttrain.engine.algorithms.advantages import rloo
 from posttrain.engine.algorithms.objectives import Totals, kl_estimate
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Predictions, TokenBatch
-from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
+from posttrain.engine.config import CriticConfig, DataflowConfig, GroupConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
+from posttrain.engine.recipes.policy_gradient import GroupBaseline
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
@@ -535,3 +539,138 @@ def test_a_fault_of_a_further_turn_names_its_sample_and_prompt(monkeypatch: pyte
     first, *others = ({(one.key, one.sample) for one in work} for work in asked)
     assert set().union(*others) < first, "some go on, each by its own name"
     assert {key for key, _ in first} == {0, 1, 2, 3}
+
+
+class Several(GroupBaseline[GroupConfig]):
+    """A token mean over responses whose advantage is their score less the mean of the others' scores."""
+
+    estimator: ClassVar[Any] = staticmethod(rloo)
+    turns = 3
+
+    @property
+    def source(self) -> PromptSource:
+        return replace(super().source, turns=self.turns, observed=len(SEEN))
+
+
+def several(turns: int, source: Any, environment: Any, pool_of: Any = None, **changes: Any) -> OnPolicy:
+    options: dict[str, Any] = {
+        "data": "d", "reward": "r", "steps": 3, "prompts_per_step": 2, "group_size": 3, "max_new_tokens": 60,
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, max_grad_norm=1e9), **changes,
+    }  # fmt: skip
+    config = GroupConfig(**options)
+    roles = open_roles(config, source, 11, pool_of or inline())
+    algorithm = Several(config)
+    algorithm.turns = turns
+    return OnPolicy(config, algorithm, roles, PROMPTS, Even(), 11, environment=environment)
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_the_gradient_of_several_turns_is_that_of_their_responses(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float64: −Σ A(response) ∇log π(token) over all sampled tokens of a step, divided by their number."""
+    size = TINY.model_copy(update={"context_length": 400})
+    recipe = several(turns, model := adopt_module(initial_model(size, TOKENIZER, 0)), Seen(lambda sample: SEEN))
+    plain = copy.deepcopy(model.module).double()
+    found: dict[str, torch.Tensor] = {}
+
+    def kept(self: Any, *given: Any) -> None:
+        found.update({name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None})
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", kept)
+    groups: list[ScoredGroup] = []
+    monkeypatch.setattr(recipe._ahead, "kept", groups.append)
+    recipe.step(0, quiet(0))
+    answers = [answer for group in groups for answer in group.answers]
+    assert max(len(answer.turns) for answer in answers) == turns
+    loss = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        rewards = [float((answer.response % 2 == 0).mean()) for answer in group.answers]
+        for at, answer in enumerate(group.answers):
+            others = [reward for other, reward in enumerate(rewards) if other != at]
+            tokens, begin = [], []
+            for segment in answer.segments:
+                begin += [segment.source == "sampled"] * len(segment.tokens)
+                tokens += segment.tokens.tolist()
+            logits = plain(torch.tensor([tokens])).logits[0, :-1]
+            logprobs = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
+            loss = loss - (rewards[at] - sum(others) / len(others)) * logprobs[torch.tensor(begin[1:])].sum()
+    (loss / sum(answer.generated for answer in answers)).backward()
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        assert (found[name].double() - p.grad).norm() <= 1e-5 * p.grad.norm() + 1e-9, name
+
+
+def test_thirty_two_turns_read_each_token_once() -> None:
+    """About 128 tokens a turn, 19 of them sampled; with all earlier tokens read again, it would be 16 times as many."""
+    size = TINY.model_copy(update={"context_length": 16384})
+    seen = tuple(7 + at % 9 for at in range(109))
+    asked: list[int] = []
+
+    def see(sample: Trajectory) -> Observed:
+        asked.append(len(sample.turns))
+        return seen
+
+    recipe = several(
+        32,
+        adopt_module(initial_model(size, TOKENIZER, 0)),
+        Seen(see),
+        max_new_tokens=400,
+        prompts_per_step=1,
+        group_size=2,
+    )
+    groups = recipe._ahead.collected(0, quiet(0), lambda spent, more, refuse: True)
+    answers = [answer for group in groups for answer in group.answers]
+    tokens = sum(map(len, answers))
+    assert max(asked) == 31
+    assert tokens > len(answers) * 32 * 100, "nearly all samples have all turns"
+    counts = recipe._ahead.counts
+    assert counts["prefilled_tokens"] + counts["decoded_tokens"] <= 1.1 * tokens
+    assert recipe._ahead.spent == sum(group.tokens for group in groups) <= tokens
+
+
+class Held:
+    """An environment whose observations end in a drawn order, some while others are sampled."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice, self.running, self.begun, self.most = random.Random(seed), set[int](), 0, 0
+
+    def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
+        number, self.begun = self.begun, self.begun + 1
+        self.running.add(number)
+        self.most = max(self.most, len(self.running))
+        found = None if sample.generated % 5 == 0 else (7, 8, 8 + len(sample.turns))
+
+        def done() -> bool:
+            if self.dice.random() < 0.1:
+                self.running.discard(number)
+            return number not in self.running
+
+        return Future(lambda: found, done)
+
+    def wait(self, seconds: float) -> None:
+        if self.running:
+            self.running.remove(self.dice.choice(sorted(self.running)))
+
+
+@pytest.mark.parametrize("engine", ["native", "module"])
+def test_whoever_is_observed_first_and_on_how_many_ranks_changes_no_bit(tmp_path: Path, engine: str) -> None:
+    size = TINY.model_copy(update={"context_length": 400})
+    initial_model(size, TOKENIZER, 0).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    said: list[Any] = []
+    for ranks, environment in ((1, Held(0)), (1, Held(1)), (2, Held(2))):
+        pools = {"rollout": ResourcePool(InlineBackend(ranks, pool="rollout"))}
+        one = ResourcePool(InlineBackend(pool="policy"))
+        recipe = several(
+            3, ModelSource(tmp_path, "float32"), environment, lambda r, pools=pools, one=one: pools.get(r, one),
+            placement={"policy": {"cpus": 1}, "rollout": {"cpus": ranks, "ranks": ranks}}, rollout={"engine": engine},
+        )  # fmt: skip
+        groups = recipe._ahead.collected(0, quiet(0), lambda spent, more, refuse: True)
+        said.append([(a.response.tolist(), a.logprobs.tolist()) for group in groups for a in group.answers])
+        assert environment.most > 1, "several wait at a time"
+        again = sum(group.read_again for group in groups)
+        assert again > 0
+        assert recipe._ahead.spent == sum(group.tokens for group in groups) + (again if engine == "module" else 0)
+    if engine == "native":
+        assert said[0] == said[1] == said[2]
+    else:
+        assert [[r for r, _ in one] for one in said[1:]] == [[r for r, _ in said[0]]] * 2
