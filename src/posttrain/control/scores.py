@@ -169,7 +169,7 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
 def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
     """Yield a line for each earlier model with a better score: the whole interval of the difference is worse than 0.
 
-    The metric of a gate has priority. In a run with a release, the line suggests a gate that would fail on these results.
+    The metric of a gate has priority. For a run with a release, the line suggests a gate that would fail on these data.
     """
     found: dict[str, list[tuple[Score, Before, Paired]]] = {}
     for score in scores:
