@@ -12,6 +12,7 @@ import sysconfig
 import venv
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_run import RUN
@@ -22,10 +23,11 @@ from posttrain.domain.jobs import Metric
 from posttrain.store.attempts import AttemptFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-from installed import package_of, run_of, wheel
+from installed import package_in, package_of, run_of, wheel
 
 pytestmark = pytest.mark.slow
 PAGE = "docs/howto/plugin.md"
+FIELD = Path(__file__).resolve().parents[1] / "field_algorithms"
 ASKS = """
 import sys; from pathlib import Path; from posttrain_words.plain import Plain
 from posttrain.domain.jobs import Signal; from posttrain.domain.jobspec import Job
@@ -219,3 +221,74 @@ def test_a_run_trains_through_a_packages_engines(empty: Workbench, python: Path,
     refused = run("plan", "run.yaml")
     assert refused.returncode == 2
     assert "stages.measured: rollout.engine: rollout engine 'telling' of posttrain-words 1.0 does not" in refused.stderr
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "vapo": {
+        "group_size": 4,
+        "critic": {"warmup": 2},
+        "gae": {"alpha": 0.2},
+        "positive": {"weight": 0.3, "above": -0.5},
+        "kl": {"coefficient": 0.1},
+    },
+    "pf_ppo": {"filter": "best_random", "kl": {"coefficient": 0.1, "estimator": "k3", "place": "loss"}},
+    "gspo": {"group_size": 4, "kl": {"coefficient": 0.1}},
+}
+
+
+def _twins() -> dict[str, Any]:
+    """A run with each kind of tests/field_algorithms next to Posttrain's own."""
+    made = {key: value for key, value in RUN.items() if key in {"owner", "seed", "model", "rewards", "budget", "data"}}
+    size = {"steps": 4, "prompts_per_step": 4, "max_new_tokens": 24, "mini_batches": 2, "reward_timeout": 60.0}
+    given = {"data": "train", "reward": "length", "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0}, **size}
+    stages = {
+        f"{mine}{kind}": {"kind": f"{mine}{kind}", **given, **params}
+        for kind, params in SAME.items()
+        for mine in ("", "my_")
+    }
+    return {"name": "field", **made, "stages": stages}
+
+
+def test_an_outside_packages_algorithms_train_the_models_of_posttrains_own(
+    empty: Workbench, python: Path, tmp_path: Path
+) -> None:
+    """VAPO, PF-PPO and GSPO of tests/field_algorithms, and Posttrain's own, from one seed: equal bytes and metrics."""
+    run = partial(command, python, empty.folder)
+    name, version, points, sources = package_in(FIELD)
+    pip(python, "install", "--no-index", "--no-deps", "--quiet", str(wheel(tmp_path, name, version, points, sources)))
+    twins = _twins()
+    empty.write("run.yaml", json.dumps(twins))
+    assert "my_vapo (field-algorithms 1.0)" in run("plan", "run.yaml").stdout
+    planned = {stage["name"]: stage for stage in json.loads(run("plan", "run.yaml", "-o", "json").stdout)["stages"]}
+    for kind in SAME:
+        assert planned[f"my_{kind}"]["residency"] == planned[kind]["residency"]
+    held = {one["phase"]: one["role"] for one in planned["my_vapo"]["residency"]["held"]}
+    assert list(held) == ["rollout", "reward", "reference", "values", "update critic", "update policy"]
+    done = run("run", "run.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = empty.run_id()
+    with empty.open() as workspace:
+        digests = {stage.name: stage.outputs["model"]["digest"] for stage in workspace.ledger.stages(run_id)}
+        [base] = workspace.ledger.assets("model", "tiny")
+    told = {one["name"]: one["metrics"] for one in json.loads(run("get", run_id, "-o", "json").stdout)["stages"]}
+    for kind in SAME:
+        assert digests[f"my_{kind}"] == digests[kind]
+        assert told[f"my_{kind}"] == told[kind]
+    assert len({base.digest, *digests.values()}) == 1 + len(SAME), "each algorithm trains a different model"
+    assert told["my_vapo"]["positive_nll"] > 0
+    assert told["my_gspo"]["clip_fraction"] > 0
+    empty.check(run_id)
+
+    pip(python, "uninstall", "--yes", "--quiet", name)
+    config = "field_algorithms/vapo.py"
+    lacking = sources[config].replace(
+        "(ActorCriticConfig):\n", "(ActorCriticConfig):\n    roles = OnPolicyConfig.roles\n"
+    )
+    lacking = lacking.replace("import ActorCriticConfig", "import OnPolicyConfig, ActorCriticConfig")
+    without = wheel(tmp_path, name, version, points, {**sources, config: lacking})
+    pip(python, "install", "--no-index", "--no-deps", "--quiet", str(without))
+    empty.write("run.yaml", json.dumps({**twins, "stages": {"my_vapo": twins["stages"]["my_vapo"]}}))
+    refused = run("run", "run.yaml")
+    assert refused.returncode != 0
+    line = "VAPO needs the role critic for values, but the open roles are policy, reference"
+    assert line in refused.stderr, refused.stderr

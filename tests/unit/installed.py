@@ -65,15 +65,27 @@ def on_path(monkeypatch: pytest.MonkeyPatch, *sites: Path) -> None:
     plugins._scan.cache_clear()
 
 
-def package_of(page: str) -> tuple[str, str, str, dict[str, str]]:
-    """The package that a page of the documentation shows: name, version, entry points, sources."""
-    shown = {block.file: block.text for block in blocks("toml", "python", "yaml") if block.page == page}
-    project = tomllib.loads(shown["pyproject.toml"])["project"]
+Package = tuple[str, str, str, dict[str, str]]  # name, version, entry points, sources
+
+
+def package_of(page: str) -> Package:
+    """The package that a page of the documentation shows."""
+    return _package({block.file: block.text for block in blocks("toml", "python", "yaml") if block.page == page})
+
+
+def package_in(folder: Path) -> Package:
+    """The package in a folder."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".toml", ".py")]
+    return _package({str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files})
+
+
+def _package(files: Mapping[str, str]) -> Package:
+    project = tomllib.loads(files["pyproject.toml"])["project"]
     points = "".join(
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
         for group, named in project["entry-points"].items()
     )
-    sources = {file: text for file, text in shown.items() if "/" in file}
+    sources = {file: text for file, text in files.items() if "/" in file}
     return project["name"], project["version"], points, sources
 
 

@@ -179,6 +179,16 @@ def test_audit_26_a_model_worse_than_before_is_the_first_thing_said(world: World
     )
 
 
+def test_a_regression_of_a_run_without_a_release_suggests_no_gate(world: World) -> None:
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
+    alone = ABSOLUTE.replace(EVALUATE, SFT + EVALUATE).partition("gates:")[0]
+    world.write("run.yaml", alone)
+    world.ok("run", "run.yaml")
+    lines = world.json("get", "sort")["scores"]["regressions"]
+    assert any("stage grpo is significantly worse than stage sft" in line for line in lines)
+    assert not [line for line in lines if "gates" in line]
+
+
 def test_audit_26_an_improvement_and_a_change_by_chance_warn_of_nothing(world: World) -> None:
     world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD.replace("0.3", "0.49")))
     world.write("run.yaml", ABSOLUTE.replace(EVALUATE, BASE + SFT + EVALUATE).replace("at_least: 0.9", "at_least: 0.1"))

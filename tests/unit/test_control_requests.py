@@ -115,7 +115,7 @@ def test_a_job_that_the_executor_ended_for_its_runtime_has_spent_the_budget(benc
     assert bench.drive(run_id).state == "failed"
     stage = bench.stage(run_id, "sft")
     assert (stage.reason, len(bench.ledger.attempts(run_id))) == ("BudgetExceeded", 1)
-    assert "it reached its maximum runtime (budget.wall_clock)" in stage.message
+    assert "(when the attempt began, 600 s were left of budget.wall_clock: 600 s)" in stage.message
 
 
 def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,6 +300,7 @@ def test_the_package_of_the_documentation_is_planned(world: World, site: Path) -
     assert {name: stage["packages"] for name, stage in stages.items()} == {
         "words": ["posttrain-words 1.0"],
         "raft": ["posttrain-words 1.0"],
+        "anchored": ["posttrain-words 1.0"],
         "copy": ["posttrain-words 1.0"],
     }
 

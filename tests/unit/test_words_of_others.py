@@ -40,6 +40,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 4,", "steps: 4, lora: {rank: 8},", "lora: unknown key here: adapters and quantised weights are not"),
         ("steps: 6,", "steps: 6, use_vllm: true,", "use_vllm: unknown key here: vLLM and SGLang are not supported yet"),
         ("at_least: ", "min: ", "min: unknown key (did you mean 'at_least'?)"),
+        (
+            "kind: grpo",
+            "kind: vapo, gae: {lam: 0.9}",
+            "gae.lam: unknown key (did you mean 'critic_lam', or 'alpha' for the λ of the policy?)",
+        ),
+        ("kind: grpo", "kind: ppo, gae: {gae_lambda: 0.9}", "gae.gae_lambda: unknown key (did you mean 'lam'?)"),
         ("kind: sft", "kind: ipo", "unknown stage kind 'ipo': it is kind: dpo with loss: ipo"),
         ("kind: sft", "kind: cpo", "unknown stage kind 'cpo': it is not supported yet; the nearest are kind: simpo"),
         ("kind: grpo", "kind: VAPO", "unknown stage kind 'VAPO' (did you mean 'vapo'?)"),
@@ -67,5 +73,5 @@ def fields(model: type[BaseModel]) -> Iterator[str]:
 def test_every_hint_is_a_field_that_there_is_and_no_word_is_one_of_ours_already() -> None:
     known = {name for model in (RunSpec, *STAGE_CONFIGS.values()) for name in fields(model)}
     assert {word for words in FIELDS.values() for word in words} - known == set()
-    assert FIELDS.keys() & known == {"warmup", "ppo_epochs", "beta"}  # the critic's, PPO's, DPO's
+    assert FIELDS.keys() & known == {"warmup", "ppo_epochs", "beta", "lam"}  # the critic's, PPO's, DPO's, PPO's
     assert KINDS.keys() & STAGE_CONFIGS.keys() == set()

@@ -120,8 +120,8 @@ def rollback(
 ) -> None:
     """Point a channel back at an earlier release.
 
-    The channel then points at the release that --to names, or at the newest earlier release whose model is not
-    quarantined. No gate is judged.
+    The channel then points at the release that --to names. Without --to, a rollback skips quarantined releases and
+    takes the newest other one; a quarantined release needs --to and --lift-quarantine. No gate is judged.
     """
     lift = _reason(lift_quarantine)
     control = open_control()

@@ -51,6 +51,7 @@ from posttrain.domain.jobs import (
     JobResult,
     JobState,
     Observation,
+    seconds_short,
 )
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, StopCause, is_final, stop_cause
@@ -69,11 +70,10 @@ STOP_GRACE_SECONDS = 30.0
 LEAVING_SECONDS = 120.0  # from a job's result until its kill, if its process has not ended by itself
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-_OVERTIME = "the executor ended the job: it reached its maximum runtime (budget.wall_clock)"
 _ENDED_FOR = {
     Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "the job was ended: out of memory", StopCause.OUT_OF_MEMORY),
     Cause.DISK_FULL: (FailureClass.DISK_FULL, "the job could not write a result: the disk is full", None),
-    Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
+    Cause.OVERTIME: (FailureClass.BUDGET, "the executor ended the job", StopCause.BUDGET),
 }
 _SAID_BY_CODE = {NO_MEMORY: Cause.OUT_OF_MEMORY, NO_SPACE: Cause.DISK_FULL}
 # causes that the executor reports; a time limit that the run does not declare is not part of the run's budget
@@ -423,12 +423,13 @@ def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Effect | None:
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Effect:
     """Return the effect for a job that ended without a result."""
     detail = seen.why
-    declared = view.manifest.budget.wall_clock is not None
+    declared = view.manifest.budget.wall_clock
     ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
     if attempt.stop_requested_at is not None and ended in _SAID_BY_CODE.values():
         ended = None  # the stop may have caused that exit code
-    if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared):
+    if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared is not None):
         kind, why, cause = _ENDED_FOR[ended]
+        why += f": {seconds_short(attempt.reserved_seconds, declared)}" if ended is Cause.OVERTIME else ""
         return End(stage, attempt, _failed(kind, f"{why} ({detail})", ended.value), cause=cause)
     taken = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
     if taken is not None and taken in _TAKEN_AWAY:

@@ -169,7 +169,7 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
 def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
     """Yield a line for each earlier model with a better score: the whole interval of the difference is worse than 0.
 
-    The metric of a gate has priority. The gate that a line suggests would fail on these results.
+    The metric of a gate has priority. For a run with a release, the line suggests a gate that would fail on these data.
     """
     found: dict[str, list[tuple[Score, Before, Paired]]] = {}
     for score in scores:
@@ -187,7 +187,7 @@ def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
         also = f"; also worse by {', '.join(others)}" if others else ""
         advice = (
             ""
-            if score.metric in compared
+            if score.metric in compared or manifest.release is None
             else f"; to stop such a release, add to gates: {{{_gate(score, before, pair)}}}"
         )
         yield f"{words}: {score.metric} {values}{also}{advice}"

@@ -56,7 +56,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollout_is_threshold", "tis_cap", "importance_sampling_cap"), ("cap", "lag")),
     **dict.fromkeys(("loss_type", "loss_agg_mode"), ("aggregation",)),
     **dict.fromkeys(("adv_estimator", "advantage_estimator", "scale_rewards"), ("advantage",)),
-    **dict.fromkeys(("lambd", "lambda", "gae_lambda"), ("lam",)),
+    **dict.fromkeys(("lambd", "lambda", "gae_lambda", "lam"), ("lam", "critic_lam")),
     **dict.fromkeys(
         ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward_weights"), ("reward", "rewards")
     ),
@@ -87,11 +87,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_tokens_total", "token_budget"), ("tokens", "budget")),
     **dict.fromkeys(("timeout", "time_limit", "max_time"), ("wall_clock", "reward_timeout", "budget")),
 }
-# names whose unit differs from the unit of Posttrain's field → that unit
+# names whose unit differs from the unit of Posttrain's field → that unit; fields that have a counterpart → it
 UNITS: Mapping[str, str] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
     **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
     **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
+    "critic_lam": "or 'alpha' for the λ of the policy",
 }
 _WHOLE = "only suites with samples have it; training samples the full distribution, as its log-probabilities require"
 # names of run.yaml or of other trainers that are unknown at the place → the reason
@@ -254,8 +255,9 @@ def _meant(word: str, model: type[BaseModel], place: Sequence[int | str]) -> str
     """
     known = _fields_at(model, place)
     below = {name: _fields_at(model, [*place, name]) for name in known}
-    unit = f", {UNITS[word.lower()]}" if word.lower() in UNITS else ""
     for wanted in (word, *FIELDS.get(word.lower(), ())):
+        told = UNITS.get(word.lower()) or UNITS.get(wanted)
+        unit = f", {told}" if told else ""
         if wanted in known:
             return f" (did you mean {wanted!r}{unit}?)"
         parent = next((name for name, fields in below.items() if wanted in fields), None)

@@ -21,7 +21,7 @@ from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_powe
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.kinds import Driver, ItemRange, compares, kind_of
+from posttrain.domain.kinds import OWN, Driver, ItemRange, compares, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
@@ -132,6 +132,19 @@ def other_stops(manifest: Manifest) -> Iterator[str]:
                 )
 
 
+def without_decay(manifest: Manifest) -> Iterator[str]:
+    """Yield a line for each stage whose length-adaptive λ, 1 − 1/(α·length), is 0 for its longest response."""
+    for stage in manifest.stages:
+        gae, longest = stage.params.get("gae"), stage.params.get("max_new_tokens", 0)
+        alpha = gae.get("alpha") if stage.kind in OWN and isinstance(gae, Mapping) else None
+        if alpha is not None and alpha * longest <= 1:
+            yield (
+                f"{stage.name}: gae.alpha {alpha:g} makes λ 0 for responses of at most {1 / alpha:g} tokens, and "
+                f"max_new_tokens is {longest}, so every advantage is a one-step temporal difference; raise gae.alpha "
+                f"above {1 / longest:.3g}, or max_new_tokens above {1 / alpha:g}"
+            )
+
+
 def _stops(params: Mapping[str, Any]) -> list[str]:
     stop = params.get("stop")
     return sorted(map(str, stop)) if isinstance(stop, list | tuple) else []
@@ -154,6 +167,7 @@ class Outlook:
     unanswered: tuple[str, ...] = ()  # lines about suites that have rows without answers
     selected: tuple[str, ...] = ()  # lines about probes that select a model by rows of a suite or of the training data
     stops: tuple[str, ...] = ()  # lines about suites whose stop strings differ from training
+    decays: tuple[str, ...] = ()  # lines about stages whose responses are too short for their length-adaptive λ
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -162,6 +176,7 @@ class Outlook:
             *self.unanswered,
             *self.selected,
             *self.stops,
+            *self.decays,
             *(n.warning for n in self.power if n.warning),
             *(concern.warning for concern in self.concerns),
         )
@@ -218,6 +233,7 @@ def look_ahead(
         unanswered=tuple(unanswered(planned, datasets)),
         selected=tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()})),
         stops=tuple(other_stops(manifest)),
+        decays=tuple(without_decay(manifest)),
     )
 
 
