@@ -26,6 +26,7 @@ SUITES = (  # benchmark and options
     "logprobs",
     "per_token",
     "overlap",
+    "turns",
     "meanwhile",
     "tracing",
     "weights",
