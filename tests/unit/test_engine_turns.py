@@ -39,7 +39,7 @@ from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, 
 from posttrain.engine.scores import Failed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
-from posttrain.sandbox.port import RewardError, Score, ScriptedReward
+from posttrain.sandbox.port import RewardError, Score, ScriptedObserver, ScriptedReward
 from posttrain.sandbox.process import WeightedReward
 
 SEEN = (7, 8, 9)
@@ -314,8 +314,8 @@ def test_what_is_observed_is_text_of_a_bounded_length() -> None:
         return answers.pop(0)
 
     answers: list[Any] = ["sort", None, "0123456789", "", 5]
-    environment = TextEnvironment(observe, TOKENIZER, 4)
-    found = environment([PROMPTS[0], PROMPTS[1]], [said, said])
+    environment = TextEnvironment(ScriptedObserver(observe), TOKENIZER, 4)
+    found = [environment.begin(prompt, said).result() for prompt in PROMPTS[:2]]
     assert found[0] is not None
     assert TOKENIZER.decode(found[0]) == "sort"
     assert found[1] is None
@@ -325,7 +325,7 @@ def test_what_is_observed_is_text_of_a_bounded_length() -> None:
         "must return non-empty text or None, got ''; return None",
         "must return text or None, got int",
     ):
-        (failed,) = environment([PROMPTS[0]], [said])
+        failed = environment.begin(PROMPTS[0], said).result()
         assert isinstance(failed, Failed)
         assert words in failed.line
 
@@ -341,7 +341,7 @@ def test_an_observation_that_fails_ends_its_own_sample_and_no_other() -> None:
     notes: list[str] = []
     reward = ScriptedReward(lambda call: [float(len(text)) for text in call.completions])
     scorer = RewardScorer(reward, TOKENIZER, errors_max=0.9, tell=notes.append)
-    recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe = talk(scorer=scorer, environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
     facts: list[Fact] = []
     report = recipe.step(0, Trace(facts.append, 0))
     samples = [fact for fact in facts if isinstance(fact, Sample)]
@@ -364,7 +364,7 @@ def test_an_observation_that_fails_ends_its_own_sample_and_no_other() -> None:
 def test_more_failures_than_may_be_end_the_stage() -> None:
     reward = ScriptedReward(lambda call: [1.0 for _ in call.completions])
     scorer = RewardScorer(reward, TOKENIZER)
-    recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe = talk(scorer=scorer, environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
     with pytest.raises(RewardError, match=r"observe: test_engine_turns.py:\d+ raised KeyError.* so far failed"):
         recipe.step(0, quiet(0))
 
@@ -397,12 +397,12 @@ def half_a_pair(row: Any, responses: Sequence[str]) -> str:
         (through_a_library, r"observe: test_engine_turns\.py:\d+ raised JSONDecodeError: Expecting"),
         (ends, r"observe: test_engine_turns\.py:\d+ raised SystemExit: 0; fix"),
         (rude, r"observe: test_engine_turns\.py:\d+ raised RudeError: its text cannot be read; fix"),
-        (half_a_pair, r"observe: \S+:\d+ raised \w+: .*; fix it, or the row$"),
+        (half_a_pair, r"observe \(\S+:\d+\) must return text that can be tokenised, got \w+: .*; fix it, or the row$"),
     ],
 )
 def test_whatever_observe_does_is_one_line_of_one_sample(observe: Any, line: str) -> None:
     said = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
-    (failed,) = TextEnvironment(observe, TOKENIZER, 4)([PROMPTS[0]], [said])
+    failed = TextEnvironment(ScriptedObserver(observe), TOKENIZER, 4).begin(PROMPTS[0], said).result()
     assert isinstance(failed, Failed)
     assert re.match(line, failed.line)
     assert "\n" not in failed.line
@@ -411,7 +411,11 @@ def test_whatever_observe_does_is_one_line_of_one_sample(observe: Any, line: str
 def test_with_weights_a_failure_leaves_each_rewards_own_metrics() -> None:
     one, two = (ScriptedReward(lambda call: [float(len(text)) for text in call.completions]) for _ in range(2))
     scorer = RewardScorer(WeightedReward({"one": (1.0, one), "two": (0.5, two)}), TOKENIZER, errors_max=0.9)
-    metrics = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8)).step(0, quiet(0)).metrics
+    metrics = (
+        talk(scorer=scorer, environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
+        .step(0, quiet(0))
+        .metrics
+    )
     assert metrics["turns/errors"] == metrics["reward/errors"] > 0
     assert metrics["reward/one/errors"] == metrics["reward/two/errors"] == 0, "they scored what was there"
     assert metrics["reward/one/mean"] == metrics["reward/two/mean"] > 0
@@ -421,7 +425,7 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     def always(row: Any, responses: Sequence[str]) -> str | None:
         raise ValueError("no server")
 
-    recipe = talk(environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe = talk(environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
     recipe._ahead.scorer = None
     groups = recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
     ends = [answer.status for group in groups for answer in group.answers]
@@ -429,14 +433,14 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     batch = pack(groups)
     assert batch is not None
     assert len(batch) == sum(status != "error" for status in ends)
-    recipe = talk(environment=TextEnvironment(always, TOKENIZER, 8))
+    recipe = talk(environment=TextEnvironment(ScriptedObserver(always), TOKENIZER, 8))
     recipe._ahead.scorer = None
     with pytest.raises(InputError, match=r"no server; fix it, or the row; (\d+) of \1 samples end there"):
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 
 def test_where_nobody_scores_a_failure_is_told_once() -> None:
-    recipe, facts = talk(environment=TextEnvironment(stumbles, TOKENIZER, 8)), list[Fact]()
+    recipe, facts = talk(environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8)), list[Fact]()
     recipe._ahead.scorer = None
     for step in range(2):
         recipe._ahead._tell_failed("observe: it broke", 1, 3, Trace(facts.append, step))
