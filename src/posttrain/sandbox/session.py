@@ -119,7 +119,7 @@ def lay_out(
             for name, value in LIMITS.items()
         },
         memory=min(MEMORY, psutil.virtual_memory().total // 2),
-        processes=PROCESSES + concurrency,
+        processes=PROCESSES + 2 * concurrency,  # an asynchronous call may need a thread in addition
         scratch_bytes=SCRATCH,
         hosts={host: address for word, (address, _) in places.items() if (host := word.rpartition(":")[0]) != LOOPBACK},
         ports=list(places.values()),

@@ -289,6 +289,7 @@ class Calls:
         Raises:
             ReportedError: the user's code cannot be imported, or raises.
         """
+        sys.path.insert(0, source)
         try:
             observe = pkgutil.resolve_name(request["build"])(Path(source), **request["given"])
             return cls(channel, ObserveFunction(observe), request["concurrency"])
