@@ -36,8 +36,8 @@ def open_pool(request: pytest.FixtureRequest) -> Iterator[OpenPool]:
         yield opened
 
 
-def covers(found: Rollouts) -> tuple[int, list[int]]:
-    return found.provenance.rank, [group.key for group in found.groups]
+def covers(found: Rollouts) -> tuple[int, list[int], bool]:
+    return found.provenance.rank, [group.key for group in found.groups], found.idle
 
 
 def prompts(*keys: int) -> PromptBatch:

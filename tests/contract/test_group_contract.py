@@ -128,10 +128,10 @@ def test_a_token_batch_comes_back_whole(shared: Opening) -> None:
     assert torch.equal(got.column("behaviour_logprobs"), batch.column("behaviour_logprobs") + 1)
 
 
-def answers(found: tuple[int, int]) -> tuple[int, list[int]]:
+def answers(found: tuple[int, int]) -> tuple[int, list[int], bool]:
     """By which rank a value is, and of which item."""
     rank, value = found
-    return rank, [value % 100]
+    return rank, [value % 100], False
 
 
 def drained(feed: Feed[gw.Items, T], found: list[T] | None = None) -> list[T]:

@@ -250,8 +250,8 @@ def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
     assert "\n" not in told
 
 
-def covers(found: Rollouts) -> tuple[int, list[int]]:
-    return found.provenance.rank, [group.key for group in found.groups]
+def covers(found: Rollouts) -> tuple[int, list[int], bool]:
+    return found.provenance.rank, [group.key for group in found.groups], found.idle
 
 
 def read_to_the_end(feed: Any) -> None:

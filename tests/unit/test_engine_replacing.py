@@ -44,8 +44,8 @@ class Doubling:
         return self.rank, len(self.waiting)
 
 
-def covers(found: tuple[int, int]) -> tuple[int, list[int]]:
-    return found[0], [found[1]]
+def covers(found: tuple[int, int]) -> tuple[int, list[int], bool]:
+    return found[0], [found[1]], False
 
 
 def items(*keys: int) -> PromptBatch:

@@ -6,8 +6,8 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,18 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.worker_group import ResourcePool
-from posttrain.engine.loop.on_policy import OnPolicy, engine_metrics
+from posttrain.engine.groups.worker_group import Future, ResourcePool
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.port import Completion, Generation, Rollouts
-from posttrain.engine.rollout.worker import EngineError, RolloutWorker
+from posttrain.engine.rollout.port import Completion, Generation
+from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
-from posttrain.engine.scores import Failed, RewardScorer, TextEnvironment
+from posttrain.engine.scores import Failed, Observed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
 from posttrain.sandbox.port import RewardError, Score, ScriptedObserver, ScriptedReward
@@ -46,13 +46,29 @@ SEEN = (7, 8, 9)
 LOSS_ESTIMATORS = ("k2", "k3", "k3-corrected")
 
 
-def sometimes(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[tuple[int, ...] | None]:
+class Seen:
+    """An environment that computes each observation when it is asked for it."""
+
+    def __init__(self, see: Callable[[Trajectory], Observed]) -> None:
+        self.see = see
+
+    def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
+        found = self.see(sample)
+        return Future(lambda: found, lambda: True)
+
+    def wait(self, seconds: float) -> None:
+        raise AssertionError("every observation has ended")
+
+
+def sometimes(sample: Trajectory) -> Observed:
     """An observation after an even number of tokens."""
-    return [None if sample.generated % 2 else SEEN for sample in samples]
+    return None if sample.generated % 2 else SEEN
 
 
 class Talk(PPO):  # type: ignore[misc]
     """Two responses to every prompt; keeps what it gave credit to."""
+
+    turns = 2
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
@@ -61,7 +77,7 @@ class Talk(PPO):  # type: ignore[misc]
     @property
     def source(self) -> PromptSource:
         source = super().source
-        return PromptSource(source.prompts, source.samples, source.max_tokens, turns=2, observed=len(SEEN))
+        return replace(source, turns=self.turns, observed=len(SEEN))
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
         found = super().credit(batch)
@@ -89,7 +105,7 @@ def talk(
     config = PPOConfig(**options)
     model = source or adopt_module(initial_model(TINY, TOKENIZER, 0))
     roles = open_roles(config, model, 11, pool_of or inline(), sources={"critic": scalar()})
-    scorer, environment = scorer or Even(), environment or sometimes
+    scorer, environment = scorer or Even(), environment or Seen(sometimes)
     return OnPolicy(config, Talk(config), roles, PROMPTS, scorer, 11, environment=environment)
 
 
@@ -194,16 +210,16 @@ def test_tokens_are_counted_by_the_rule_and_reserved() -> None:
     for members in groups.values():
         spent += len(members[0].prompt_tokens)
         for sample in members:
-            tokens, at = sample.tokens, _seen_at(sample.tokens)
-            spent += len(tokens) if at is None else len(tokens) - len(SEEN) + len(sample.prompt_tokens) + at + len(SEEN)
+            spent += len(sample.tokens)
     ((asked, _),) = recipe._algorithm.credited[2:]  # type: ignore[attr-defined]
     assert report.tokens == spent + 2 * sum(asked.lengths), "policy and critic train on all of it"
 
 
 def test_the_most_that_turns_cost() -> None:
-    """Three responses of 20 with observations of 4 between: read 5, 29, 53; generated 60; two samples share the 5."""
+    """Three responses of 20 with observations of 4 between; two samples share the prompt of 5."""
     source = PromptSource(4, 2, 20, turns=3, observed=4)
-    assert source.sampling(5) == 5 + 2 * (29 + 53 + 60)
+    assert source.sampling(5) == 5 + 2 * (60 + 8)
+    assert source.sampling(5, again=True) == 5 + 2 * (60 + 29 + 53), "without sessions, 29 and 53 are read"
     assert source.document(5) == 5 + 60 + 8
 
 
@@ -460,12 +476,11 @@ def test_what_the_limit_cut_does_not_go_on() -> None:
     """There is no end after which somebody could speak."""
     asked: list[Trajectory] = []
 
-    def always(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[tuple[int, ...] | None]:
-        asked.extend(samples)
-        return [SEEN for _ in samples]
+    def always(sample: Trajectory) -> Observed:
+        asked.append(sample)
+        return SEEN
 
-    recipe = talk(max_new_tokens=6)
-    recipe._ahead.environment = always
+    recipe = talk(max_new_tokens=6, environment=Seen(always))
     report, samples = told(recipe, 0)
     assert asked
     assert not any(sample.truncated for sample in asked)
@@ -477,48 +492,32 @@ def test_what_the_limit_cut_does_not_go_on() -> None:
 
 
 def test_turns_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-    first_turn, others = RolloutWorker.feed, RolloutWorker.generate
+    seeds: dict[bool, set[int]] = {}
+    begun: set[str] = set()
+    submit = NativeRollout.submit
 
-    def feed(self: RolloutWorker, prompts: Any, sampling: Any, samples: int) -> Any:
-        seeds.append(sampling.seed)
-        return first_turn(self, prompts, sampling, samples)
+    def noted(engine: NativeRollout, work: Sequence[Generation]) -> None:
+        for one in work:
+            seeds.setdefault(one.session in begun, set()).add(one.sampling.seed)
+            begun.add(one.session)
+        submit(engine, work)
 
-    def generate(self: RolloutWorker, prompts: Any, sampling: Any, samples: int) -> Any:
-        seeds.append(sampling.seed)
-        return others(self, prompts, sampling, samples)
-
-    monkeypatch.setattr(RolloutWorker, "feed", feed)
-    monkeypatch.setattr(RolloutWorker, "generate", generate)
+    monkeypatch.setattr(NativeRollout, "submit", noted)
     talk().step(0, quiet(0))
-    *first, second = seeds
-    assert len(set(first)) == 1
-    assert first[0] != second
+    first, second = (seeds[later] for later in (False, True))
+    assert len(first) == len(second) == 1
+    assert first != second
 
 
-def test_audit_24_a_step_reports_what_the_engine_took_for_all_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: Counter[str] = Counter()
-    first_turn, others, calls = RolloutWorker.feed, RolloutWorker.generate, []
-
-    def feed(self: RolloutWorker, *given: Any) -> Iterator[Rollouts]:
-        for found in first_turn(self, *given):
-            counts.update(found.counts)
-            yield found
-
-    def generate(self: RolloutWorker, *given: Any) -> Rollouts:
-        found = others(self, *given)
-        counts.update(found.counts)
-        calls.append(found.counts["prefilled_tokens"])
-        return found
-
-    monkeypatch.setattr(RolloutWorker, "feed", feed)
-    monkeypatch.setattr(RolloutWorker, "generate", generate)
+def test_audit_24_a_step_reports_what_the_engine_took_for_all_of_its_turns() -> None:
+    """Each prompt once, and of a further turn the observation and the token before it, and nothing else."""
     recipe = talk()
     for step in range(2):
-        counts.clear()
-        took = recipe.step(step, quiet(step)).took
-        assert {name: took[name] for name in took if name.startswith("rollout/")} == engine_metrics(counts)
-        assert took["rollout/prefilled_tokens"] > calls[step] > 0
+        report, samples = told(recipe, step)
+        further = sum(_seen_at(sample.tokens) is not None for sample in samples)
+        prompts = sum(map(len, {tuple(sample.prompt_tokens) for sample in samples}))
+        assert further > 0
+        assert report.took["rollout/prefilled_tokens"] == prompts + further * (len(SEEN) + 1)
 
 
 def test_a_fault_of_a_further_turn_names_its_sample_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +536,6 @@ def test_a_fault_of_a_further_turn_names_its_sample_and_prompt(monkeypatch: pyte
     monkeypatch.setattr(NativeRollout, "completed", twice)
     with pytest.raises(EngineError, match=r"got sample [012] of prompt [0-3] twice; fix the engine"):
         talk().step(0, quiet(0))
-    first, second = ({(one.key, one.sample) for one in work} for work in asked)
-    assert second < first, "some go on, each by its own name"
+    first, *others = ({(one.key, one.sample) for one in work} for work in asked)
+    assert set().union(*others) < first, "some go on, each by its own name"
     assert {key for key, _ in first} == {0, 1, 2, 3}
-    assert {sample for _, sample in second} > {0}

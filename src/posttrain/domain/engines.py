@@ -23,7 +23,11 @@ GROUPS: Final = {field: f"posttrain.{field}_engines" for field in OWN_ENGINES}  
 ENGINE: Final = "engine:"  # prefix of an installed engine's name in the `code` of a manifest: `engine:rollout/fast`
 # field → what an engine may provide → what a stage needs it for
 PROVIDED: Final[Mapping[str, Mapping[str, str]]] = {
-    ROLLOUT_ENGINE: {"stop": "stop strings", "views": "weights that arrive from other processes"},
+    ROLLOUT_ENGINE: {
+        "stop": "stop strings",
+        "views": "weights that arrive from other processes",
+        "sessions": "samples with several turns, without reading earlier turns again",
+    },
     TRAIN_ENGINE: {"ranks": "several ranks", "values": "a critic or a reward model"},
 }
 
@@ -38,7 +42,7 @@ class EngineSpec:
     """
 
     open: str
-    provides: tuple[str, ...] = ()  # rollout: stop, views; train: ranks, values
+    provides: tuple[str, ...] = ()  # rollout: stop, views, sessions; train: ranks, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,22 @@ def refuse_unfit(field: str, name: str, needs: Mapping[str, bool]) -> None:
         return
     engine = installed_engine(field, name)
     for need, what in PROVIDED[field].items():
-        if needs[need] and need not in engine.spec.provides:
+        if needs.get(need) and need not in engine.spec.provides:
             raise InputError(
                 f"{field}.engine: {engine.plugin} does not provide {need}, which the stage needs for {what}; choose "
                 "another engine"
             )
+
+
+def holds_sessions(name: str) -> bool:
+    """Return whether a rollout engine keeps what it has read of a sample until the sample's next turn.
+
+    Raises:
+        InputError: see `installed_engine`.
+    """
+    if name in OWN_ENGINES[ROLLOUT_ENGINE]:
+        return name != "module"
+    return "sessions" in installed_engine(ROLLOUT_ENGINE, name).spec.provides
 
 
 def engines_in(params: Mapping[str, Any]) -> Iterator[str]:

@@ -175,14 +175,9 @@ class Trajectory:
 
     @property
     def read_again(self) -> int:
-        """The number of tokens that responses after the first one read: each reads all earlier tokens."""
-        read, found, first = 0, 0, True
-        for segment in self.segments:
-            if segment.source == "sampled":
-                found += 0 if first else read
-                first = False
-            read += len(segment.tokens)
-        return found
+        """The tokens that an engine without sessions reads again: for each later response, all until the one before."""
+        each = zip(accumulate(len(segment.tokens) for segment in self.segments), self.segments[:-1], strict=False)
+        return sum(end for end, segment in each if segment.source == "sampled")
 
     def went_on(self, observed: Sequence[int], answered: Trajectory) -> Trajectory:
         """Return the sequence with an observation and the response to it appended.

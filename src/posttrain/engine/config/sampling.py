@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from posttrain.domain.engines import ROLLOUT_ENGINE
+from posttrain.domain.engines import ROLLOUT_ENGINE, holds_sessions
 from posttrain.domain.kinds import Load, RowNeeds
 from posttrain.domain.placement import ROLE_NAME
 from posttrain.domain.rewards import reward_slots
@@ -152,12 +152,17 @@ class SamplingConfig(TrainingConfig):
         """Return the planner's factors; none while the number of steps is unknown."""
         if not self.steps:
             return {}
-        samples, steps, turns = self.samples, self.steps, self.turns_most
+        samples, steps, turns, again = (
+            self.samples,
+            self.steps,
+            self.turns_most,
+            not holds_sessions(self.rollout.engine),
+        )
         return {
             "steps": steps,
             "documents": steps * samples,
-            "prompts": steps * (self.prompts_per_step + (turns - 1) * samples),  # read for every further turn
-            **({"again": steps * samples * self.read_again} if turns > 1 else {}),
+            "prompts": steps * (self.prompts_per_step + (turns - 1) * samples * again),
+            **({"again": steps * samples * self.read_again} if turns > 1 and again else {}),
             "trained": steps * self.trained_samples * self.passes,
             "max_new_tokens": self.response_tokens,
             **({"rounds": self.rounds} if self.rounds > 1 else {}),
@@ -236,11 +241,9 @@ class SamplingConfig(TrainingConfig):
 
     @property
     def read_again(self) -> int:
-        """The maximum number of tokens that the later turns of a sample read in addition to the prompt.
-
-        Each turn reads all earlier responses and observations.
-        """
-        return sum(turn * (self.max_new_tokens + self.observed_most) for turn in range(1, self.turns_most))
+        """The maximum tokens that later turns of a sample read again, without its prompt, if there are no sessions."""
+        each = self.max_new_tokens + self.observed_most
+        return sum(turn * each - self.observed_most for turn in range(1, self.turns_most))
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return the policy, the rollout, and the reward if there is one."""

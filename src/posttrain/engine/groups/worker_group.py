@@ -127,7 +127,8 @@ class Feed(Generic[K, R]):
         handle: the group's handle.
         call: calls the generator method on a rank, with or without new items.
         method: the method's name, for errors and the record.
-        covers: returns the rank of an answer, and the keys of the items that the answer covers.
+        covers: returns the rank of an answer, the keys of the items that it covers, and whether the rank rests: it does
+            nothing more until it is sent something.
         batch: the first items, split by cost.
     """
 
@@ -136,7 +137,7 @@ class Feed(Generic[K, R]):
         handle: GroupHandle,
         call: Callable[[int, K], Flow[R]],
         method: str,
-        covers: Callable[[R], tuple[int, Iterable[int]]],
+        covers: Callable[[R], tuple[int, Iterable[int], bool]],
         batch: K,
     ) -> None:
         self._handle, self._call, self._method, self._covers = handle, call, method, covers
@@ -145,7 +146,7 @@ class Feed(Generic[K, R]):
         self._coming: list[list[K]] = [[batch.select_items(shard)] for shard in assignment.shards]
         self._given: list[list[K]] = [[] for _ in ranks]
         self._left: list[set[int]] = [set() for _ in ranks]  # by rank: keys of items that were sent and not answered
-        self._given_to = list(handle.backend.processes)
+        self._given_to, self._rests = list(handle.backend.processes), [False for _ in ranks]
         self._added, self._silent, self._imbalance = 0, 0.0, assignment.imbalance
         self._flows: dict[int, Flow[R]] = {}
         self._took = [Answer(0, time.time(), 0.0) for _ in ranks]
@@ -156,13 +157,28 @@ class Feed(Generic[K, R]):
         """Whether all items were answered."""
         return not (self._flows or any(self._left) or any(self._coming))
 
+    @property
+    def resting(self) -> bool:
+        """Whether all ranks that have unanswered items rest."""
+        return not (self.ended or self._flows or any(self._coming))
+
     def add(self, batch: K) -> None:
         """Add items, all to one rank; successive calls use successive ranks."""
         self._coming[self._added % len(self._coming)].append(batch)
         self._added += 1
 
+    def rank_of(self, key: int) -> int | None:
+        """Return the rank that has an unanswered item; None: its process was lost, and the item is sent again."""
+        return next((rank for rank, left in enumerate(self._left) if key in left), None)
+
+    def send(self, rank: int, batch: K) -> None:
+        """Send a batch without items to a rank. It is not sent again if the process is lost."""
+        self._coming[rank].append(batch)
+
     def take(self, timeout: float) -> list[R]:
         """Return the answers that have arrived; wait at most `timeout` seconds for the first one.
+
+        If all ranks rest, return immediately.
 
         Raises:
             DeadlineError: no answer arrived within the group's deadline.
@@ -172,6 +188,8 @@ class Feed(Generic[K, R]):
         begin, found = time.perf_counter(), list[R]()
         while not (found or self.ended):
             self._call_ranks()
+            if not self._flows:
+                break
             left = timeout - (time.perf_counter() - begin)
             try:
                 found = self._handle.backend.take(list(self._flows.values()), max(0.0, min(left, _TURN)))
@@ -181,7 +199,7 @@ class Feed(Generic[K, R]):
             self._settle(found)
             if left <= 0:
                 break
-        self._silent = 0.0 if found or self.ended else self._silent + time.perf_counter() - begin
+        self._silent = 0.0 if found or not self._flows else self._silent + time.perf_counter() - begin
         if self._silent > self._handle.deadline:
             role, deadline = self._handle.role, self._handle.deadline
             self._handle.backend.give_up(f"{role} did not answer {self._method}")
@@ -201,8 +219,8 @@ class Feed(Generic[K, R]):
             if coming:
                 self._left[rank].update(coming[0].keys)
                 self._given[rank].append(coming[0])
-                self._flows[rank] = self._call(rank, coming.pop(0))
-            elif self._left[rank]:
+                self._flows[rank], self._rests[rank] = self._call(rank, coming.pop(0)), False
+            elif self._left[rank] and not self._rests[rank]:
                 self._flows[rank] = self._call(rank, self._given[rank][-1].select_items(()))
 
     def _ask_again(self, rank: int) -> None:
@@ -210,11 +228,12 @@ class Feed(Generic[K, R]):
         rests = [(batch, [at for at, key in enumerate(batch.keys) if key in left]) for batch in given]
         self._coming[rank][:0] = [batch.select_items(rest) for batch, rest in rests if rest]
         self._left[rank], self._given[rank] = set(), []
-        self._given_to[rank] = self._handle.backend.processes[rank]
+        self._given_to[rank], self._rests[rank] = self._handle.backend.processes[rank], False
 
     def _settle(self, found: Sequence[R]) -> None:
-        for rank, keys in map(self._covers, found):
+        for rank, keys, rests in map(self._covers, found):
             self._left[rank].difference_update(keys)
+            self._rests[rank] = rests
         for rank, flow in [(rank, flow) for rank, flow in self._flows.items() if flow.ended]:
             told, before = flow.taken(), self._took[rank]
             sizes = before.bytes_out + told.bytes_out, before.bytes_in + told.bytes_in
@@ -372,7 +391,7 @@ class WorkerGroup(Generic[W]):
 
     def feed(
         self,
-        covers: Callable[[R], tuple[int, Iterable[int]]],
+        covers: Callable[[R], tuple[int, Iterable[int], bool]],
         method: Callable[Concatenate[W, K, P], Iterator[R]],
         batch: K,
         *args: P.args,

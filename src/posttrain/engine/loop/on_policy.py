@@ -195,8 +195,7 @@ class OnPolicy:
         if self._most:
             return self._most
         rows = self.journal.peek(self._ahead.missing(step))
-        sampled = sum(self._algorithm.source.sampling(len(self._prompts[row].tokens)) for row in rows)
-        return sampled + self._training(step)
+        return sum(map(self._ahead.price, rows)) + self._training(step)
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
         """Train on the groups of the step, while the rollout samples further groups.

@@ -18,6 +18,9 @@ The groups of a running call arrive as they end, and are scored while other grou
 
     rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group arrives ─▶ groups, in order
 
+In samples with several turns, an environment observes each response as soon as it has ended, and the rank that has the
+sample continues it: no sample waits for another one.
+
 The data stream, never the clock, decides which groups are scored together and in which order they are passed on. The
 stretch that ends first is scored first: a long response delays only its own stretch.
 
@@ -32,8 +35,8 @@ A role stores the wide columns that it computes for a batch, and the batch gets 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -49,10 +52,10 @@ from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Held, Journal, read_held, write_held
 from posttrain.engine.recipes.algorithm import Algorithm, Column, RolloutAlgorithm, ScoredGroup
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
-from posttrain.engine.rollout.port import PromptBatch, Rollouts, SamplingParams
+from posttrain.engine.rollout.port import OpenSample, PromptBatch, Reply, Rollouts, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Group, Prompt, Trajectory
-from posttrain.engine.scores import Environment, Failed, Scorer, Stretch
+from posttrain.engine.samples import Group, Prompt
+from posttrain.engine.scores import Environment, Failed, Observed, Scorer, Stretch
 from posttrain.engine.trace import Trace
 from posttrain.engine.wide import RowsHandle, WideColumn, WideRows, joined
 from posttrain.pacing.admission import Buffer, Pace
@@ -60,8 +63,72 @@ from posttrain.sandbox.port import Score
 
 _PATIENCE = 60.0  # seconds between two reads of the feed, which has its own deadline
 _LOOK = 0.02  # seconds between two reads when scores or gradients may arrive
+_Told = Callable[[str, int, int, Trace], None]  # (the first failure, failed samples, observed samples, trace)
 Ask = Callable[[int, int, bool], bool]  # (spent tokens, further tokens, raise if over the budget)
 Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
+
+
+@final
+class Observations:
+    """The environment's observations in one call of the rollout, each begun when its response has ended.
+
+    Args:
+        environment: computes observations.
+        failed: called after the call if the environment failed for some samples.
+    """
+
+    def __init__(self, environment: Environment, failed: _Told) -> None:
+        self._environment, self._failed = environment, failed
+        self._running: dict[tuple[int, int], tuple[int, Future[Observed]]] = {}  # (key, sample) → turn, observation
+        self._samples: set[tuple[int, int]] = set()
+        self._faults: dict[tuple[int, int], str] = {}
+        self._count, self._began, self._waited = 0, 0.0, 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether an observation is running or was not replied to."""
+        return bool(self._running)
+
+    def begin(self, prompt: Prompt, sample: OpenSample) -> None:
+        """Begin to observe a sample."""
+        self._began = self._began or time.time()
+        observed = self._environment.begin(prompt, sample.so_far)
+        self._running[sample.key, sample.sample] = sample.turn, observed
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an observation while nothing is sampled."""
+        if self._running and not any(observed.done() for _, observed in self._running.values()):
+            begin = time.perf_counter()
+            self._environment.wait(seconds)
+            self._waited += time.perf_counter() - begin
+
+    def replies(self) -> list[Reply]:
+        """Return the replies to samples whose observations have ended since the last call."""
+        ended = [(place, *running) for place, running in self._running.items() if running[1].done()]
+        found: list[Reply] = []
+        for place, turn, answer in ended:
+            del self._running[place]
+            seen = answer.result()
+            self._count += 1
+            self._samples.add(place)
+            if isinstance(seen, Failed):
+                self._faults[place] = seen.line
+                found.append(Reply(*place, turn, None, seen.line))
+            else:
+                found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
+        return found
+
+    def tell(self, trace: Trace, batch: int) -> None:
+        """Report the observations of the call; their span is the time in which nothing was sampled.
+
+        Raises:
+            Exception: raised by `failed`.
+        """
+        if self._count:
+            told = {"observations": self._count, "samples": len(self._samples), "failed": len(self._faults)}
+            trace.sink(Span("environment", trace.step, self._began, self._waited, told | {"batch": batch}))
+        if self._faults:
+            self._failed(self._faults[min(self._faults)], len(self._faults), len(self._samples), trace)
 
 
 @final
@@ -80,7 +147,7 @@ class Incoming:
         early: whether groups are scored while the rollout works; otherwise they are scored after the rollout has ended.
         grows: whether prompts may be added during the call, because groups are kept or dropped while other groups are
             sampled.
-        went_on: runs the further turns of all groups before scoring, if samples have several turns.
+        observations: the environment's, if samples have several turns.
     """
 
     batch: int
@@ -92,13 +159,14 @@ class Incoming:
     together: int
     early: bool
     grows: bool = False
-    went_on: Callable[[list[Group], Trace], list[Group]] | None = None
+    observations: Observations | None = None
     counts: Counter[str] = field(default_factory=Counter)  # from the rollout's engine, see `RolloutEngine`
     _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
     _came: dict[int, Group] = field(default_factory=dict)
     _sampled: bool = False
     _stretches: list[range] = field(init=False)  # ranges of indices into `keys`
     _stretch: dict[int, int] = field(init=False)  # key → stretch
+    _place: dict[int, int] = field(init=False)  # key → its index in `keys`
     _lacking: Counter[int] = field(init=False)  # groups that have not arrived yet, by stretch
     _told: int = 0  # number of keys whose sampling a span covers
     _next: int = 0  # the next stretch to pass on
@@ -112,7 +180,8 @@ class Incoming:
         self._first = count = len(self.keys)
         size = self.together
         self._stretches = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        self._stretch = {key: place // size for place, key in enumerate(self.keys)}
+        self._place = {key: place for place, key in enumerate(self.keys)}
+        self._stretch = {key: place // size for key, place in self._place.items()}
         self._lacking = Counter(self._stretch.values())
 
     def add(self, key: int, prompt: Prompt) -> None:
@@ -121,6 +190,7 @@ class Incoming:
             self._sampled, self._begun, self._waits = False, (time.time(), time.perf_counter()), None
         self._stretch[key], self._lacking[len(self._stretches)] = len(self._stretches), 1
         self._stretches.append(range(len(self.keys), len(self.keys) + 1))
+        self._place[key] = len(self.keys)
         self.keys.append(key)
         self.prompts.append(prompt)
         self.feed.add(PromptBatch((tuple(prompt.tokens),), (key,)))
@@ -156,8 +226,11 @@ class Incoming:
         return self._scored(trace, wait=False), not self._sampled
 
     def _receive(self, trace: Trace, seconds: float) -> None:
+        seen = self.observations
         try:
-            came = self.feed.take(seconds)
+            came = self.feed.take(min(seconds, _LOOK) if seen and seen.any else seconds)
+            if seen:
+                self._reply(seen, came, seconds)
         except Exception:
             self._tell_failures(trace)
             raise
@@ -179,8 +252,22 @@ class Incoming:
         started, begin = self._begun
         trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, told))
         self._waits = time.time(), time.perf_counter()
-        if self.went_on:
-            self._came = {group.key: group for group in self.went_on(groups, trace)}
+        if seen:
+            seen.tell(trace, self.batch)
+
+    def _reply(self, seen: Observations, came: Sequence[Rollouts], seconds: float) -> None:
+        """Begin the observations of new responses, and send those that have ended to the ranks of their samples."""
+        for found in came:
+            for sample in found.waiting:
+                seen.begin(self.prompts[self._place[sample.key]], sample)
+        if self.feed.resting:
+            seen.wait(seconds)
+        replies: dict[int, list[Reply]] = {}
+        for reply in seen.replies():
+            if (rank := self.feed.rank_of(reply.key)) is not None:
+                replies.setdefault(rank, []).append(reply)
+        for rank, some in replies.items():
+            self.feed.send(rank, PromptBatch((), (), tuple(some)))
 
     def _tell_failures(self, trace: Trace) -> None:
         """Report failed scores of stretches that will not be passed on."""
@@ -239,7 +326,7 @@ class _BufferState:
 
 
 @final
-@dataclass(slots=True)
+@dataclass
 class Collector:
     """Keeps a stage's buffer as full as the admission policy allows.
 
@@ -304,6 +391,15 @@ class Collector:
             self._settle(trace, self._running)
             self._begin(step + 1, trace, reserve)
         self._taken = []
+
+    @cached_property
+    def reads_again(self) -> bool:
+        """Whether a later turn of a sample reads all earlier tokens again, because some engine keeps no sessions."""
+        return self.algorithm.source.turns > 1 and not all(self.roles.sampler.each(RolloutWorker.holds_sessions))
+
+    def price(self, row: int) -> int:
+        """Return the maximum tokens that the samples of a row's prompt cost."""
+        return self.algorithm.source.sampling(len(self.prompts[row].tokens), again=self.reads_again)
 
     def missing(self, step: int) -> int:
         """Return the number of prompts still to sample until the end of a step, without replacements."""
@@ -372,11 +468,11 @@ class Collector:
 
     def _begin(self, step: int, trace: Trace, reserve: Ask) -> None:
         """Start admitted prompts, unless a call is running."""
-        source, self._asked = self.algorithm.source, (step, reserve)
+        self._asked = step, reserve
         if self._running is None and (admitted := self.buffer.admit(step, self.version)):
             if admitted.again:
                 rows = self.journal.peek(self.missing(step))  # this call's prompts, and later prompts
-                more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
+                more = sum(map(self.price, rows))
                 if not reserve(self.spent, more, True):
                     return  # these groups are of the next step, which is rejected before it begins
             self._running = self._sampling(admitted.batch, admitted.count)
@@ -387,73 +483,40 @@ class Collector:
         chosen = tuple(self.prompts[row] for _, row in taken)
         self.buffer.start(keys, batch, self.version)
         asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
-        drawn = self._drawn(derive_seed(self.seed, "rollout"))  # positions in the stream never repeat
         longest = max(source.document(len(prompt)) for prompt in asked.tokens)
-        early = source.turns == 1 and (scorer is None or scorer.early)
+        early = scorer is None or scorer.early
+        seen = Observations(self.environment, self._tell_failed) if self.environment and source.turns > 1 else None
         return Incoming(
             batch,
             list(keys),
             list(chosen),
-            self.roles.sampler.feed(_covers, RolloutWorker.feed, asked, drawn, source.samples),
+            self.roles.sampler.feed(_covers, RolloutWorker.feed, asked, self._drawn(), source.samples, source.turns),
             source.samples,
             scorer,
             together=scorer.groups(count, longest * source.samples) if scorer else 1,
             early=early,
             grows=early and source.refills > 0,
-            went_on=partial(self._all_turns, chosen) if source.turns > 1 else None,
+            observations=seen,
         )
 
-    def _drawn(self, seed: int) -> SamplingParams:
-        source = self.algorithm.source
+    def _drawn(self) -> SamplingParams:
+        source, seed = self.algorithm.source, derive_seed(self.seed, "rollout")  # positions in the stream never repeat
         most, warmth = source.max_tokens, source.temperature
         return SamplingParams(max_new_tokens=most, temperature=warmth, seed=seed, stop=source.stop)
 
-    def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
-        """Sample one more response for every sample that the environment continues; return other samples unchanged."""
-        assert self.environment is not None
-        open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
-        with trace.span("environment") as span:
-            seen = self.environment([prompts[at] for at, _ in open_], [sample.last for _, sample in open_])
-            told = [(at, s, o) for (at, s), o in zip(open_, seen, strict=True) if o is not None]
-            failed = [(at, s, o.line) for at, s, o in told if isinstance(o, Failed)]
-            going = [(at, s, o) for at, s, o in told if not isinstance(o, Failed)]
-            span |= {"turn": turn, "samples": len(open_), "going on": len(going), "failed": len(failed)}
-        if failed:
-            self._tell_failed(failed[0][2], len(failed), len(open_), trace)
-            groups = _replaced(groups, {(at, s.index): s.last.ended("error", line) for at, s, line in failed})
-        if not going:
-            return list(groups)
-        asked = PromptBatch(
-            tuple((*s.last.prompt.tolist(), *s.last.response.tolist(), *o) for _, s, o in going),
-            tuple(groups[at].key for at, _, _ in going),
-            tuple(s.index for _, s, _ in going),
-        )
-        with trace.span("rollout") as span:
-            drawn = self._drawn(derive_seed(self.seed, "rollout", turn))
-            found = self.roles.sampler.map(RolloutWorker.generate, asked, drawn, 1)
-            span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "turn": turn}
-        self.counts.update(found.counts)
-        answers = zip(going, found.trajectories, strict=True)
-        return _replaced(groups, {(at, s.index): s.last.went_on(o, answer) for (at, s, o), answer in answers})
-
-    def _tell_failed(self, line: str, failed: int, asked: int, trace: Trace) -> None:
+    def _tell_failed(self, line: str, failed: int, observed: int, trace: Trace) -> None:
         """Report a failed environment once, if no scorer reports it.
 
         Raises:
             InputError: the environment failed for all samples, and no scorer counts failures.
         """
-        many = f"{line}; {failed} of {asked} samples end there"
-        if self.scorer is None and failed == asked:
+        many = f"{line}; {failed} of {observed} samples end there"
+        if self.scorer is None and failed == observed:
             raise InputError(many)
         if self.scorer is None and not self._told:
             self._told = True
             line = f"{many} and are not trained on; later failures are counted in turns/errors"
             trace.sink(Note(line, time.time(), "warning"))
-
-    def _all_turns(self, prompts: Sequence[Prompt], groups: list[Group], trace: Trace) -> list[Group]:
-        for turn in range(1, self.algorithm.source.turns):
-            groups = self._went_on(groups, prompts, turn, trace)
-        return groups
 
     def _settle(self, trace: Trace, running: Incoming) -> None:
         """Wait for the running call, and keep or drop its groups."""
@@ -478,7 +541,7 @@ class Collector:
 
     def _keep(self, running: Incoming, groups: Sequence[ScoredGroup]) -> None:
         for group in groups:
-            self.spent += group.tokens
+            self.spent += group.tokens + (group.read_again if self.reads_again else 0)
             verdict = self.algorithm.keep(group)
             if verdict is None:
                 self.buffer.complete(group.group.key, group)
@@ -494,13 +557,13 @@ class Collector:
         If the budget may be too small for a replacement, the replacement waits until the cost of the other groups is
         known.
         """
-        (step, reserve), source = self._asked, self.algorithm.source
+        step, reserve = self._asked
         admitted = self.buffer.admit(step, self.version) if running.grows else None
         if admitted is None or admitted.batch != running.batch:
             return
         going = [self.journal.row(entry.key) for entry in self._pace(step).held if not entry.ready]
         rows = [*going, *self.journal.peek(self.missing(step))]
-        if not reserve(self.spent, sum(source.sampling(len(self.prompts[row].tokens)) for row in rows), False):
+        if not reserve(self.spent, sum(map(self.price, rows)), False):
             return
         for key, row in self.journal.take(admitted.count):
             self.buffer.start((key,), running.batch, self.version)
@@ -511,21 +574,8 @@ class Collector:
         self._running = None
 
 
-def _covers(found: Rollouts) -> tuple[int, list[int]]:
-    return found.provenance.rank, [group.key for group in found.groups]
-
-
-def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:
-    """Return the groups with the last sequences of some samples replaced; `last` maps (group, sample) to a sequence."""
-    return [
-        replace(
-            group,
-            samples=tuple(
-                replace(s, sequences=(*s.sequences[:-1], last.get((at, s.index), s.last))) for s in group.samples
-            ),
-        )
-        for at, group in enumerate(groups)
-    ]
+def _covers(found: Rollouts) -> tuple[int, list[int], bool]:
+    return found.provenance.rank, [group.key for group in found.groups], found.idle
 
 
 def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:

@@ -40,10 +40,16 @@ class PromptSource:
     stop: tuple[str, ...] = ()  # strings that end a response
     trained: int | None = None  # maximum samples of a prompt that become documents; None: all
 
-    def sampling(self, prompt: int) -> int:
-        """Return the maximum tokens that a prompt's samples cost, by the rule of `jobs.Progress`."""
-        again = sum(prompt + turn * (self.max_tokens + self.observed) for turn in range(1, self.turns))
-        return prompt + self.samples * (self.turns * self.max_tokens + again)
+    def sampling(self, prompt: int, *, again: bool = False) -> int:
+        """Return the maximum tokens that a prompt's samples cost, by the rule of `jobs.Progress`.
+
+        Args:
+            prompt: tokens of the prompt.
+            again: whether each turn reads all earlier tokens again.
+        """
+        response = self.max_tokens + self.observed
+        read = sum(prompt + turn * response - self.observed for turn in range(1, self.turns)) if again else 0
+        return prompt + self.samples * (self.turns * response - self.observed + read)
 
     def document(self, prompt: int) -> int:
         """Return the maximum tokens of a sample, including its prompt of `prompt` tokens."""
@@ -100,9 +106,13 @@ class ScoredGroup:
 
     @property
     def tokens(self) -> int:
-        """The prompt's tokens, once, the generated tokens, and the tokens that further responses read again."""
-        again = sum(sample.last.read_again for sample in self.group.samples)
-        return len(self.prompt.tokens) + again + sum(sample.generated for sample in self.group.samples)
+        """The prompt's tokens, once, and the tokens of the responses and of the observations between them."""
+        return len(self.prompt.tokens) + sum(len(answer) - len(answer.prompt) for answer in self.answers)
+
+    @property
+    def read_again(self) -> int:
+        """The tokens that an engine without sessions reads again for further responses."""
+        return sum(answer.read_again for answer in self.answers)
 
     def scored(self, scores: tuple[Score, ...]) -> ScoredGroup:
         """Return the same samples with these scores."""

@@ -268,20 +268,46 @@ class RolloutEngine(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """The environment's reply to a response: an observation, after which the policy responds again, or the end."""
+
+    key: int
+    sample: int
+    turn: int  # number of responses that the sample has
+    observed: tuple[int, ...] | None  # tokens; None: the sample has ended
+    fault: str = ""  # why the environment failed: one line; the sample has then ended with the status `error`
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenSample:
+    """A sample that waits for a reply to its last response."""
+
+    key: int
+    sample: int
+    so_far: Trajectory
+
+    @property
+    def turn(self) -> int:
+        """The number of responses that the sample has."""
+        return len(self.so_far.turns)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Prompts to sample from: `PromptBatch(tokens=((1, 5, 9),), keys=(388,))`.
+    """Prompts to sample from: `PromptBatch(tokens=((1, 5, 9),), keys=(388,))`, and replies to samples of earlier ones.
 
     Random numbers are a function of key and sample, so a prompt gets the same responses on any rank and in any batch.
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    keys: tuple[int, ...]  # positions in the data stream; they repeat only if samples continue independently
-    first: tuple[int, ...] = ()  # number of each prompt's first sample if samples continue independently; else 0
+    keys: tuple[int, ...]  # positions in the data stream
+    replies: tuple[Reply, ...] = ()  # only of `feed`
 
     def __post_init__(self) -> None:
-        if len(self.keys) != len(self.tokens) or len(self.first) not in (0, len(self.tokens)):
-            given = f"{len(self.keys)} and {len(self.first)}"
-            raise InputError(f"keys and first samples must be one per prompt ({len(self.tokens)}), got {given}")
+        if len(self.keys) != len(self.tokens):
+            raise InputError(f"keys must be one per prompt ({len(self.tokens)}), got {len(self.keys)}")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -292,9 +318,8 @@ class PromptBatch:
         return tuple(len(prompt) for prompt in self.tokens)
 
     def select_items(self, items: Sequence[int], /) -> PromptBatch:
-        """Return the prompts with these indices, in this order; the result may be empty."""
-        first = tuple(self.first[i] for i in items) if self.first else ()
-        return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items), first)
+        """Return the prompts with these indices, in this order, without replies; the result may be empty."""
+        return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items))
 
 
 @final
@@ -305,6 +330,8 @@ class Rollouts:
     groups: tuple[Group, ...]
     provenance: Provenance = field(default_factory=Provenance)
     counts: Mapping[str, int] = field(default_factory=dict)  # `RolloutEngine.counts` for these groups
+    waiting: tuple[OpenSample, ...] = ()  # samples that have begun to wait for a reply
+    idle: bool = False  # whether everything that is left on the rank waits for replies
 
     @classmethod
     def gather(cls, parts: Sequence[Rollouts], shards: Sequence[Sequence[int]], /) -> Rollouts:

@@ -42,7 +42,8 @@ from posttrain.engine.rollout.port import (
     SamplingParams,
     prompt_segments,
 )
-from posttrain.engine.samples import Group, Ints, Trajectory, groups_of
+from posttrain.engine.rollout.turns import Conversations
+from posttrain.engine.samples import Ints, Trajectory, groups_of
 from posttrain.engine.weights.stream import (
     Attestation,
     AttestedWeights,
@@ -55,11 +56,11 @@ from posttrain.engine.weights.stream import (
     exchange,
 )
 
-_CALLS = count()  # numbers calls, to recognise late answers to earlier calls
+CALLS = count()  # numbers calls, to recognise late answers to earlier calls
 PATIENCE = 3600.0  # seconds without any answer after which the call fails
 _ROUNDING = 1e-3  # maximum of a log-probability, which rounding may make positive
 _LOOK = 0.25  # seconds between two offers of more prompts if no response ends
-_Rows = dict[int, dict[int, Trajectory]]  # key → sample number → its answer
+_GLANCE = 0.05  # the same, of replies to responses
 _Answered = list[tuple[Generation, Trajectory]]
 
 
@@ -81,7 +82,6 @@ def generate(
     sampling: SamplingParams,
     prompt_keys: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
-    first: Sequence[int] | None = None,
     version: str = "",
     patience: float = PATIENCE,
 ) -> list[Trajectory]:
@@ -92,7 +92,6 @@ def generate(
         prompt_keys: [prompts] keys from which random numbers are derived; by default 0, 1, 2 …. With stable keys, a
             prompt gets the same responses in any batch.
         limits: [prompts * samples] maximum tokens of each response, at most `max_new_tokens`.
-        first: [prompts] the number of each prompt's first sample; 0 by default.
         version: the policy version that must have sampled.
 
     Raises:
@@ -104,9 +103,7 @@ def generate(
         IntegrityError: a different version answered; another component re-pointed weights that a zero-copy engine
             reads.
     """
-    work = plan_generations(
-        prompts, samples, sampling, prompt_keys, limits, first, context_length=engine.context_length
-    )
+    work = plan_generations(prompts, samples, sampling, prompt_keys, limits, context_length=engine.context_length)
     found = {asked.id: answer for some in answers(engine, work, version, patience) for asked, answer in some}
     return [found[generation.id] for generation in work]
 
@@ -137,6 +134,7 @@ def answers(
                 prompts |= {tokens: segment.tokens for tokens, segment in prompt_segments(more).items()}
                 engine.submit(more)
                 waiting |= {generation.id: generation for generation in more}
+                end = time.monotonic() + patience
             found: list[tuple[Generation, Trajectory]] = []
             for done in _next(engine, waiting, patience, end, look):
                 asked = _asked(engine.name, done, waiting, known)
@@ -160,7 +158,6 @@ def plan_generations(
     sampling: SamplingParams,
     prompt_keys: Sequence[int] | None,
     limits: Sequence[int] | None = None,
-    first: Sequence[int] | None = None,
     *,
     context_length: int,
 ) -> list[Generation]:
@@ -182,9 +179,6 @@ def plan_generations(
         raise InputError(
             f"limits must be {rows} numbers in 1..{sampling.max_new_tokens}, got {len(bounds)} numbers: {bounds[:4]}…"
         )
-    begin = tuple(first or (0,) * len(prompts))
-    if len(begin) != len(prompts):
-        raise InputError(f"first samples must be one per prompt ({len(prompts)}), got {len(begin)}")
     for index, prompt in enumerate(prompts):
         longest = max(bounds[index * samples : (index + 1) * samples])
         if len(prompt) == 0:
@@ -194,7 +188,7 @@ def plan_generations(
                 f"prompt {index} and its response must fit in the context of {context_length} tokens, got "
                 f"{len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
             )
-    call = next(_CALLS)
+    call = next(CALLS)
     return [
         Generation(
             f"{call}.{place}.{sample}",
@@ -202,7 +196,7 @@ def plan_generations(
             keys[place],
             sampling,
             bounds[place * samples + sample],
-            begin[place] + sample,
+            sample,
         )
         for place, tokens in enumerate(tuple(prompt) for prompt in prompts)
         for sample in range(samples)
@@ -390,7 +384,7 @@ class RolloutWorker:
         self._patience = patience
         self._rank, self._version = context.rank, PolicyVersion()
         self._open: Generator[_Answered, Sequence[Generation], None] | None = None  # of `feed`
-        self._rows: _Rows = {}  # of the unanswered prompts of `feed`
+        self._fed: Conversations | None = None  # what `feed` has not passed on
         self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
 
@@ -493,46 +487,60 @@ class RolloutWorker:
             samples=samples,
             sampling=sampling,
             prompt_keys=prompts.keys,
-            first=prompts.first,
             version=str(self._version),
             patience=self._patience,
         )
         return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
 
-    def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
-        """Add prompts to the unanswered prompts, and yield groups as they end, or no groups if none ends for a moment.
+    def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int, turns: int = 1) -> Iterator[Rollouts]:
+        """Add prompts and replies, and yield what has ended since, or nothing if nothing ends for a moment.
 
-        Unanswered prompts stay, paused until the next call.
+        Unfinished groups stay, paused until the next call. All calls until the last group have equal arguments, except
+        for `prompts`.
+
+        Args:
+            turns: maximum number of responses of a sample. Samples with fewer that have not reached their limit wait
+                for replies (`Rollouts.waiting`).
 
         Raises:
             InputError, EngineError, SilentError, JobFailedError, IntegrityError: see the function `generate` above.
         """
         _refuse_truncated(sampling)
-        if prompts.first:
-            raise InputError("samples that continue cannot be fed; call generate instead of feed")
         engine, work, before = self._engine, list[Generation](), self._engine.counts()
         if len(prompts):
             work = plan_generations(
                 prompts.tokens, samples, sampling, prompts.keys, context_length=engine.context_length
             )
-        if not (work or self._rows):
+        fed = self._fed = self._fed or Conversations(samples, turns, sampling)
+        work = fed.begin(prompts.keys, work) + fed.replied(prompts.replies, next(CALLS))
+        if not fed.any:
             return
-        self._rows |= {key: {} for key in prompts.keys}
         try:
-            if self._open is None:
-                self._open = answers(engine, work, str(self._version), self._patience, _LOOK)
-                found = next(self._open)
-            else:
-                found = self._open.send(work)
+            if fed.sampling:
+                fed.take(self._answers(work, _LOOK if turns == 1 else _GLANCE))
+            groups, waiting, over = fed.passed()
+            engine.release(over)
         except BaseException:
-            self._open = None
-            self._rows.clear()
+            self._open = self._fed = None
             raise
-        groups = _whole(self._rows, found, samples)
-        if not self._rows:
+        if self._open and not fed.sampling:
             self._open.close()
             self._open = None
-        yield Rollouts(groups, Provenance(role="rollout", rank=self._rank), self._counted(before))
+        if not fed.any:
+            self._fed = None
+        told = Provenance(role="rollout", rank=self._rank)
+        yield Rollouts(groups, told, self._counted(before), waiting, idle=not fed.sampling)
+
+    def holds_sessions(self) -> bool:
+        """See `RolloutEngine.holds_sessions`."""
+        return self._engine.holds_sessions
+
+    def _answers(self, work: Sequence[Generation], look: float) -> _Answered:
+        """Submit work to the engine; return the answers that have arrived, after waiting for a moment."""
+        if self._open is not None:
+            return self._open.send(work)
+        self._open = answers(self._engine, work, str(self._version), self._patience, look)
+        return next(self._open)
 
     def _counted(self, before: Mapping[str, int]) -> dict[str, int]:
         return {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
@@ -552,15 +560,6 @@ class RolloutWorker:
         held = dict(self._module.named_parameters())
         for shard in bucket.shards():
             put(held, shard)
-
-
-def _whole(rows: _Rows, found: Sequence[tuple[Generation, Trajectory]], samples: int) -> tuple[Group, ...]:
-    """Return the groups whose last sample is in `found`, and remove them from `rows`."""
-    for asked, answer in found:
-        rows[asked.key][asked.sample] = answer
-    whole = [key for key in dict.fromkeys(asked.key for asked, _ in found) if len(rows[key]) == samples]
-    ended = {key: rows.pop(key) for key in whole}
-    return groups_of([ended[key][sample] for key in whole for sample in range(samples)], whole, samples)
 
 
 def _refuse_truncated(sampling: SamplingParams) -> None:
