@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import signal
 import socket
+import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,14 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
 
 @pytest.fixture(params=["fake", "process", "8 at a time"])
-def observer(request: pytest.FixtureRequest, tmp_path: Path, opened: Opener) -> Observer:
+def observer(
+    request: pytest.FixtureRequest, tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> Observer:
     if request.param != "fake":
         return opened(8 if request.param == "8 at a time" else 1)
-    return ScriptedObserver(vars(SourceFileLoader("guess", str(tmp_path / "guess.py")).load_module())["observe"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "guess", raising=False)
+    return ScriptedObserver(importlib.import_module("guess").observe)
 
 
 class TestEvery:
