@@ -38,7 +38,7 @@ class TestTrust:
     def test_what_cannot_be_confined_is_refused_with_nothing_written(self, world: World, verb: str) -> None:
         result = world(verb, "run.yaml")
         assert result.exit_code == 2
-        assert "rewards must be confined, which is not possible here: no namespaces" in result.stderr
+        assert "rewards and observe must be confined, which is not possible here: no namespaces" in result.stderr
         assert "posttrain init --rewards trusted" in result.stderr
         assert world.json("ls")["runs"] == []
 
