@@ -317,24 +317,6 @@ def test_what_comes_late_is_no_answer_to_the_next_call() -> None:
         generate(silent, PROMPTS, samples=2, sampling=SAMPLING, patience=0)
 
 
-def test_samples_that_go_on_are_named_by_their_prompt_and_draw_by_it() -> None:
-    """A further turn asks for samples one by one, by the same names and from the same random numbers as together."""
-    engine = NativeRollout(model_of("qwen3"))
-    together = generate(engine, [[5, 4]], samples=3, sampling=SAMPLING, prompt_keys=[388])
-    one_by_one = generate(engine, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=[2, 0])
-    assert [a.response.tolist() for a in one_by_one] == [together[at].response.tolist() for at in (2, 0)]
-    hostile = HostileRollout(lambda done: [*done, *done[1:2]])
-    with pytest.raises(EngineError, match="got sample 1 of prompt 388 twice"):
-        generate(hostile, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=[0, 1])
-    batch = PromptBatch(((5, 4), (5, 4)), (388, 388), (2, 0))
-    assert batch.select_items([1]) == PromptBatch(((5, 4),), (388,), (0,))
-    for odd in ([0], [0, 0, 0]):
-        with pytest.raises(InputError, match=r"first samples must be one per prompt \(2\)"):
-            generate(engine, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=odd)
-    with pytest.raises(InputError, match=r"one per prompt \(2\), got 2 and 1"):
-        PromptBatch(((5, 4), (5, 4)), (388, 388), (2,))
-
-
 def test_an_honest_engine_is_believed() -> None:
     found = generate(HostileRollout(list), PROMPTS, samples=2, sampling=SAMPLING)
     assert [answer.response.tolist() for answer in found] == [[9, 8, 7, 6]] * 4

@@ -171,7 +171,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for one in feed(self, *given):
             found.extend("group" for _ in one.groups)
             yield one
-        if not self._rows:
+        if self._fed is None:
             found.append("ended")
 
     def fill(self: FrozenWorker, batch: Any, column: str, need: Any) -> Any:

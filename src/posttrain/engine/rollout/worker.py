@@ -514,6 +514,7 @@ class RolloutWorker:
         fed = self._fed = self._fed or Conversations(samples, turns, sampling)
         work = fed.begin(prompts.keys, work) + fed.replied(prompts.replies, next(CALLS))
         if not fed.any:
+            self._fed = None
             return
         try:
             if fed.sampling:
@@ -526,10 +527,9 @@ class RolloutWorker:
         if self._open and not fed.sampling:
             self._open.close()
             self._open = None
-        if not fed.any:
-            self._fed = None
+        self._fed = fed if fed.any else None
         told = Provenance(role="rollout", rank=self._rank)
-        yield Rollouts(groups, told, self._counted(before), waiting, idle=not fed.sampling)
+        yield Rollouts(groups, told, self._counted(before), waiting, idle=fed.any and not fed.sampling)
 
     def holds_sessions(self) -> bool:
         """See `RolloutEngine.holds_sessions`."""
