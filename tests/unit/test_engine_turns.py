@@ -6,7 +6,9 @@ import itertools
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from late_calls import Late
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar
 from test_engine_training import Desk, stop_after
 
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import Fact, Note, Sample
 from posttrain.engine.algorithms.objectives import Totals, kl_estimate
 from posttrain.engine.assembly import open_roles
@@ -43,6 +45,7 @@ from posttrain.sandbox.port import RewardError, Score, ScriptedObserver, Scripte
 from posttrain.sandbox.process import WeightedReward
 
 SEEN = (7, 8, 9)
+TURNS: dict[str, Any] = {"turns": 2, "observation_tokens": 4}
 LOSS_ESTIMATORS = ("k2", "k3", "k3-corrected")
 
 
@@ -314,6 +317,65 @@ def test_an_algorithm_of_turns_needs_an_environment() -> None:
 def test_turns_and_their_tokens_go_together(turns: int, observation: int) -> None:
     with pytest.raises(ValueError, match=f"be set together, got turns {turns} and observation_tokens {observation}"):
         DataflowConfig(data="d", recipe="m:A", steps=1, turns=turns, observation_tokens=observation)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"observe_timeout": 0, **TURNS}, "observe_timeout\n  Input should be greater than 0"),
+        ({"observe_concurrency": 0, **TURNS}, "observe_concurrency\n  Input should be greater than or equal to 1"),
+        ({"observe_concurrency": 1025, **TURNS}, "observe_concurrency\n  Input should be less than or equal to 1024"),
+        ({"observe_timeout": 5.0}, "observe_timeout needs turns >= 2, got turns 1; set turns, or remove observe_time"),
+        ({"observe_concurrency": 2}, "observe_concurrency needs turns >= 2, got turns 1"),
+    ],
+)
+def test_an_observers_limits_are_checked(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        DataflowConfig(data="d", recipe="m:A", steps=1, **fields)
+
+
+def test_an_observers_limits_are_written_only_if_they_are_set() -> None:
+    usual = DataflowConfig(data="d", recipe="m:A", steps=1, **TURNS, observe_timeout=60, observe_concurrency=1)
+    assert not {"observe_timeout", "observe_concurrency"} & usual.model_dump(mode="json").keys()
+    other = usual.model_copy(update={"observe_timeout": 5.0, "observe_concurrency": 9}).model_dump(mode="json")
+    assert (other["observe_timeout"], other["observe_concurrency"]) == (5.0, 9)
+
+
+class Slow:
+    """An observer whose calls end when the test says so."""
+
+    notes, where = (), "observe (slow.py:1)"
+
+    def __init__(self) -> None:
+        self.answers: list[futures.Future[str | None]] = []
+
+    def begin(self, row: Any, responses: Sequence[str]) -> futures.Future[str | None]:
+        self.answers.append(futures.Future())
+        return self.answers[-1]
+
+    def close(self) -> None:
+        raise AssertionError("the caller closes it")
+
+
+def test_an_environment_waits_for_the_first_of_its_observations() -> None:
+    said = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
+    slow = Slow()
+    environment = TextEnvironment(slow, TOKENIZER, 8)
+    environment.wait(1e6)  # none is running
+    one, two = (environment.begin(PROMPTS[0], said) for _ in range(2))
+    environment.wait(0.0)
+    assert [one.done(), two.done()] == [False, False]
+    waits = threading.Thread(target=environment.wait, args=(1e6,))
+    waits.start()
+    slow.answers[1].set_result("sort")
+    waits.join()
+    assert two.done()
+    assert not one.done()
+    assert two.result() == TOKENIZER.encode("sort", add_special_tokens=False)
+    slow.answers[0].set_exception(InfrastructureError("killed"))
+    environment.wait(1e6)
+    with pytest.raises(InfrastructureError):
+        one.result()
 
 
 def test_what_is_observed_is_text_of_a_bounded_length() -> None:

@@ -68,6 +68,18 @@ class TestTrust:
         assert world("plan", "run.yaml").exit_code == 0, world("plan", "run.yaml").stderr
 
     @pytest.mark.usefixtures("unconfined")
+    @pytest.mark.parametrize("turns", ["", ", turns: 2, observation_tokens: 4"])
+    def test_a_run_that_observes_needs_a_cell(self, world: World, turns: str) -> None:
+        text = (world.root / "run.yaml").read_text()
+        begin, end = text.index("  grpo:"), text.index("  evaluate:")
+        talk = f'  talk: {{kind: dataflow, recipe: "talk:Talk", model: sft, data: train, steps: 1{turns}}}\n'
+        world.write("talk.py", "class Talk:\n    pass\n")
+        world.write("run.yaml", (text[:begin] + talk + text[end:]).replace("model: grpo", "model: talk"))
+        result = world("plan", "run.yaml")
+        assert result.exit_code == (2 if turns else 0), result.stderr
+        assert ("stages talk: rewards and observe must be confined" in result.stderr) == bool(turns)
+
+    @pytest.mark.usefixtures("unconfined")
     def test_doctor_tells(self, world: World) -> None:
         [check] = [check for check in world.json("doctor") if check["name"] == "rewards"]
         assert (check["state"], check["finding"]) == ("warn", "no namespaces (Operation not permitted)")
