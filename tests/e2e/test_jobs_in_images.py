@@ -218,7 +218,7 @@ def test_without_a_server_it_makes_the_same(plain: dict[str, str], empty: Workbe
     judged = run_file(podman.image)
     judged |= {"rewards": {"length": "reward:length"}, "stages": {"mine": {**STAGE, "reward": "length"}}}
     empty.write("judged.yaml", judged)
-    assert "rewards must be confined" in empty.run("plan", "judged.yaml", code=2).error
+    assert "rewards and observe must be confined" in empty.run("plan", "judged.yaml", code=2).error
 
 
 @pytest.fixture

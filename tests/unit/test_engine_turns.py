@@ -8,7 +8,9 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +22,7 @@ from late_calls import Late
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar
 from test_engine_training import Desk, stop_after
 
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import Fact, Note, Sample
 from posttrain.engine.algorithms.advantages import rloo
 from posttrain.engine.algorithms.objectives import Totals, kl_estimate
@@ -43,10 +45,11 @@ from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, 
 from posttrain.engine.scores import Failed, Observed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
-from posttrain.sandbox.port import RewardError, Score, ScriptedReward
+from posttrain.sandbox.port import RewardError, Score, ScriptedObserver, ScriptedReward
 from posttrain.sandbox.process import WeightedReward
 
 SEEN = (7, 8, 9)
+TURNS: dict[str, Any] = {"turns": 2, "observation_tokens": 4}
 LOSS_ESTIMATORS = ("k2", "k3", "k3-corrected")
 
 
@@ -320,6 +323,65 @@ def test_turns_and_their_tokens_go_together(turns: int, observation: int) -> Non
         DataflowConfig(data="d", recipe="m:A", steps=1, turns=turns, observation_tokens=observation)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"observe_timeout": 0, **TURNS}, "observe_timeout\n  Input should be greater than 0"),
+        ({"observe_concurrency": 0, **TURNS}, "observe_concurrency\n  Input should be greater than or equal to 1"),
+        ({"observe_concurrency": 1025, **TURNS}, "observe_concurrency\n  Input should be less than or equal to 1024"),
+        ({"observe_timeout": 5.0}, "observe_timeout needs turns >= 2, got turns 1; set turns, or remove observe_time"),
+        ({"observe_concurrency": 2}, "observe_concurrency needs turns >= 2, got turns 1"),
+    ],
+)
+def test_an_observers_limits_are_checked(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        DataflowConfig(data="d", recipe="m:A", steps=1, **fields)
+
+
+def test_an_observers_limits_are_written_only_if_they_are_set() -> None:
+    usual = DataflowConfig(data="d", recipe="m:A", steps=1, **TURNS, observe_timeout=60, observe_concurrency=1)
+    assert not {"observe_timeout", "observe_concurrency"} & usual.model_dump(mode="json").keys()
+    other = usual.model_copy(update={"observe_timeout": 5.0, "observe_concurrency": 9}).model_dump(mode="json")
+    assert (other["observe_timeout"], other["observe_concurrency"]) == (5.0, 9)
+
+
+class Slow:
+    """An observer whose calls end when the test says so."""
+
+    notes, where = (), "observe (slow.py:1)"
+
+    def __init__(self) -> None:
+        self.answers: list[futures.Future[str | None]] = []
+
+    def begin(self, row: Any, responses: Sequence[str]) -> futures.Future[str | None]:
+        self.answers.append(futures.Future())
+        return self.answers[-1]
+
+    def close(self) -> None:
+        raise AssertionError("the caller closes it")
+
+
+def test_an_environment_waits_for_the_first_of_its_observations() -> None:
+    said = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
+    slow = Slow()
+    environment = TextEnvironment(slow, TOKENIZER, 8)
+    environment.wait(1e6)  # none is running
+    one, two = (environment.begin(PROMPTS[0], said) for _ in range(2))
+    environment.wait(0.0)
+    assert [one.done(), two.done()] == [False, False]
+    waits = threading.Thread(target=environment.wait, args=(1e6,))
+    waits.start()
+    slow.answers[1].set_result("sort")
+    waits.join()
+    assert two.done()
+    assert not one.done()
+    assert two.result() == TOKENIZER.encode("sort", add_special_tokens=False)
+    slow.answers[0].set_exception(InfrastructureError("killed"))
+    environment.wait(1e6)
+    with pytest.raises(InfrastructureError):
+        one.result()
+
+
 def test_what_is_observed_is_text_of_a_bounded_length() -> None:
     said = Trajectory(
         (
@@ -334,7 +396,7 @@ def test_what_is_observed_is_text_of_a_bounded_length() -> None:
         return answers.pop(0)
 
     answers: list[Any] = ["sort", None, "0123456789", "", 5]
-    environment = TextEnvironment(observe, TOKENIZER, 4)
+    environment = TextEnvironment(ScriptedObserver(observe), TOKENIZER, 4)
     found = [environment.begin(prompt, said).result() for prompt in PROMPTS[:2]]
     assert found[0] is not None
     assert TOKENIZER.decode(found[0]) == "sort"
@@ -361,7 +423,7 @@ def test_an_observation_that_fails_ends_its_own_sample_and_no_other() -> None:
     notes: list[str] = []
     reward = ScriptedReward(lambda call: [float(len(text)) for text in call.completions])
     scorer = RewardScorer(reward, TOKENIZER, errors_max=0.9, tell=notes.append)
-    recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe = talk(scorer=scorer, environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
     facts: list[Fact] = []
     report = recipe.step(0, Trace(facts.append, 0))
     samples = [fact for fact in facts if isinstance(fact, Sample)]
@@ -384,7 +446,7 @@ def test_an_observation_that_fails_ends_its_own_sample_and_no_other() -> None:
 def test_more_failures_than_may_be_end_the_stage() -> None:
     reward = ScriptedReward(lambda call: [1.0 for _ in call.completions])
     scorer = RewardScorer(reward, TOKENIZER)
-    recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe = talk(scorer=scorer, environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
     with pytest.raises(RewardError, match=r"observe: test_engine_turns.py:\d+ raised KeyError.* so far failed"):
         recipe.step(0, quiet(0))
 
@@ -417,12 +479,12 @@ def half_a_pair(row: Any, responses: Sequence[str]) -> str:
         (through_a_library, r"observe: test_engine_turns\.py:\d+ raised JSONDecodeError: Expecting"),
         (ends, r"observe: test_engine_turns\.py:\d+ raised SystemExit: 0; fix"),
         (rude, r"observe: test_engine_turns\.py:\d+ raised RudeError: its text cannot be read; fix"),
-        (half_a_pair, r"observe: \S+:\d+ raised \w+: .*; fix it, or the row$"),
+        (half_a_pair, r"observe \(\S+:\d+\) must return text that can be tokenised, got \w+: .*; fix it, or the row$"),
     ],
 )
 def test_whatever_observe_does_is_one_line_of_one_sample(observe: Any, line: str) -> None:
     said = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
-    failed = TextEnvironment(observe, TOKENIZER, 4).begin(PROMPTS[0], said).result()
+    failed = TextEnvironment(ScriptedObserver(observe), TOKENIZER, 4).begin(PROMPTS[0], said).result()
     assert isinstance(failed, Failed)
     assert re.match(line, failed.line)
     assert "\n" not in failed.line
@@ -431,7 +493,11 @@ def test_whatever_observe_does_is_one_line_of_one_sample(observe: Any, line: str
 def test_with_weights_a_failure_leaves_each_rewards_own_metrics() -> None:
     one, two = (ScriptedReward(lambda call: [float(len(text)) for text in call.completions]) for _ in range(2))
     scorer = RewardScorer(WeightedReward({"one": (1.0, one), "two": (0.5, two)}), TOKENIZER, errors_max=0.9)
-    metrics = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8)).step(0, quiet(0)).metrics
+    metrics = (
+        talk(scorer=scorer, environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
+        .step(0, quiet(0))
+        .metrics
+    )
     assert metrics["turns/errors"] == metrics["reward/errors"] > 0
     assert metrics["reward/one/errors"] == metrics["reward/two/errors"] == 0, "they scored what was there"
     assert metrics["reward/one/mean"] == metrics["reward/two/mean"] > 0
@@ -441,7 +507,7 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     def always(row: Any, responses: Sequence[str]) -> str | None:
         raise ValueError("no server")
 
-    recipe = talk(environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe = talk(environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8))
     recipe._ahead.scorer = None
     groups = recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
     ends = [answer.status for group in groups for answer in group.answers]
@@ -449,14 +515,14 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     batch = pack(groups)
     assert batch is not None
     assert len(batch) == sum(status != "error" for status in ends)
-    recipe = talk(environment=TextEnvironment(always, TOKENIZER, 8))
+    recipe = talk(environment=TextEnvironment(ScriptedObserver(always), TOKENIZER, 8))
     recipe._ahead.scorer = None
     with pytest.raises(InputError, match=r"no server; fix it, or the row; (\d+) of \1 samples end there"):
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 
 def test_where_nobody_scores_a_failure_is_told_once() -> None:
-    recipe, facts = talk(environment=TextEnvironment(stumbles, TOKENIZER, 8)), list[Fact]()
+    recipe, facts = talk(environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8)), list[Fact]()
     recipe._ahead.scorer = None
     for step in range(2):
         recipe._ahead._tell_failed("observe: it broke", 1, 3, Trace(facts.append, step))

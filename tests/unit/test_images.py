@@ -247,15 +247,15 @@ def test_an_edited_lock_measures_nothing_that_its_stages_do_not(world: World) ->
 
 
 def test_rewards_that_nothing_confines_in_an_image_need_a_workspace_that_trusts_them(world: World) -> None:
-    assert "rewards run unconfined, because the workspace trusts them: in an image" in world.ok(
+    assert "rewards and observe run unconfined, because the workspace trusts them: in an image" in world.ok(
         "plan", naming(world, IMAGE)
     )
     world.ok("init", "--rewards", "confined")
     refused = world("plan", naming(world, IMAGE))
     assert refused.exit_code == 2
     assert (
-        "rewards must be confined, which is not possible here: in an image, rewards can access everything that their "
-        "job can access" in refused.stderr
+        "rewards and observe must be confined, which is not possible here: in an image, rewards can access everything "
+        "that their job can access" in refused.stderr
     )
 
 

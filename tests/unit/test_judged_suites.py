@@ -375,7 +375,7 @@ def test_an_evaluation_alone_needs_the_cell_too(plans: Plans, monkeypatch: pytes
         suite_of()(raw)
         raw["stages"] = {"evaluate": {**raw["stages"]["evaluate"], "model": "base"}}
 
-    assert "stages evaluate: rewards must be confined, which is not possible here" in plans.refused(change)
+    assert "stages evaluate: rewards and observe must be confined, which is not possible here" in plans.refused(change)
 
 
 def test_a_baseline_is_scored_by_the_same_reward(plans: Plans) -> None:

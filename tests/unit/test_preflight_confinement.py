@@ -38,7 +38,7 @@ class TestTrust:
     def test_what_cannot_be_confined_is_refused_with_nothing_written(self, world: World, verb: str) -> None:
         result = world(verb, "run.yaml")
         assert result.exit_code == 2
-        assert "rewards must be confined, which is not possible here: no namespaces" in result.stderr
+        assert "rewards and observe must be confined, which is not possible here: no namespaces" in result.stderr
         assert "posttrain init --rewards trusted" in result.stderr
         assert world.json("ls")["runs"] == []
 
@@ -66,6 +66,18 @@ class TestTrust:
         begin, end = text.index("  grpo:"), text.index("  evaluate:")
         world.write("run.yaml", (text[:begin] + text[end:]).replace("model: grpo", "model: sft"))
         assert world("plan", "run.yaml").exit_code == 0, world("plan", "run.yaml").stderr
+
+    @pytest.mark.usefixtures("unconfined")
+    @pytest.mark.parametrize("turns", ["", ", turns: 2, observation_tokens: 4"])
+    def test_a_run_that_observes_needs_a_cell(self, world: World, turns: str) -> None:
+        text = (world.root / "run.yaml").read_text()
+        begin, end = text.index("  grpo:"), text.index("  evaluate:")
+        talk = f'  talk: {{kind: dataflow, recipe: "talk:Talk", model: sft, data: train, steps: 1{turns}}}\n'
+        world.write("talk.py", "class Talk:\n    pass\n")
+        world.write("run.yaml", (text[:begin] + talk + text[end:]).replace("model: grpo", "model: talk"))
+        result = world("plan", "run.yaml")
+        assert result.exit_code == (2 if turns else 0), result.stderr
+        assert ("stages talk: rewards and observe must be confined" in result.stderr) == bool(turns)
 
     @pytest.mark.usefixtures("unconfined")
     def test_doctor_tells(self, world: World) -> None:

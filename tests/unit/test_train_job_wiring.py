@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from checkpoints import latest_checkpoint
 from test_train_job import ROWS, TINY, Shop, model_digest, run
 
-from posttrain.domain.errors import FailureClass
+from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.jobs import InputBlob, JobResult, Metric, Note, Progress
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import Deadlines
@@ -96,6 +98,63 @@ class TestReward:
         result = run(shop.grpo("broken"))
         refused(result, FailureClass.BAD_INPUT, "ZeroDivisionError")
         assert result.tokens == 0
+
+
+TALK = """
+import os
+from functools import partial
+
+from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.recipes.algorithm import Update
+from posttrain.engine.recipes.dataflow import Dataflow
+
+
+class Talk(Dataflow):
+    def observe(self, row, responses):
+        if len(responses[0]) % 2:
+            raise ValueError(f"{self.config.settings['word']} {'HUSH' in os.environ} {os.getcwd()}")
+        return row["answer"]
+
+    def credit(self, batch):
+        return batch.with_columns(advantages=batch.spread(batch.column("reward")))
+
+    def updates(self, step):
+        return (Update("policy", partial(PolicyObjective, clip_low=0.2, clip_high=0.2)),)
+"""
+
+
+class TestObserver:
+    def test_observe_runs_in_a_cell_as_the_stage_says(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HUSH", "secret")
+        calls = watched(monkeypatch, rewards, "ProcessObserver")
+        shop.put("recipe", TALK, source="talk.py", entry="Talk")
+        params = {
+            "model": "model", "data": "data", "reward": "reward", "recipe": "talk:Talk", "settings": {"word": "told"},
+            "turns": 2, "observation_tokens": 2, "observe_timeout": 77.5, "observe_concurrency": 3, "steps": 1,
+            "prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4, "reward_errors_max": 1.0,
+        }  # fmt: skip
+        attempt = shop.attempt("talk", "dataflow", params, ["model", "data", "reward", "recipe"])
+        result = run(attempt)
+        assert result.status == "succeeded", result.failure
+        [(_, named)] = calls
+        assert (named["timeout"], named["concurrency"], named["confined"]) == (77.5, 3, True)
+        assert {attempt.path, shop.root / "cache", shop.root / "blobs"} <= {*named["hidden"]}
+        facts = attempt.facts()[0]
+        lines = {fact.message.partition(" raised ")[2].partition(";")[0] for fact in facts if isinstance(fact, Note)}
+        assert lines == {"ValueError: told False /tmp"}
+        assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+    def test_an_observe_that_cannot_be_confined_is_refused_unless_it_is_trusted(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = watched(monkeypatch, rewards, "ProcessObserver")
+        config = SimpleNamespace(observe_timeout=9.0, observe_concurrency=1)
+        for trusted in (False, True):
+            order = SimpleNamespace(inputs={}, kind="grpo", params={}, trust_rewards=trusted, cache_dir=str(shop.root))
+            job = SimpleNamespace(order=order, folder=shop.root, blobs=shop.blobs)
+            with pytest.raises(InputError, match="observe: ValidationError"), ExitStack() as stack:
+                rewards.open_observer(job, config, "observe", stack)  # type: ignore[arg-type]
+        assert [named["confined"] for _, named in calls] == [True, False]
 
 
 class TestDeadlines:

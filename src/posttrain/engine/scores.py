@@ -8,13 +8,11 @@ An environment returns the observation between two responses of a policy: a tool
 next state.
 """
 
-import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol, final
 
 from transformers import PreTrainedTokenizerBase
@@ -26,10 +24,13 @@ from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.sandbox.port import (
+    ObserveError,
+    Observer,
     RewardCall,
     RewardError,
     RewardFunction,
     Score,
+    error_line,
     probe_call,
     refuse_failures,
     try_out,
@@ -38,7 +39,6 @@ from posttrain.sandbox.port import (
 from posttrain.sandbox.protocol import AnswerError, refuse_places
 
 _STRETCHES = 8  # maximum number of stretches per call of the rollout
-Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
 
 
 def _held_against(trajectory: Trajectory, score: Score) -> Score:
@@ -342,72 +342,52 @@ class Environment(Protocol):
 
 @final
 class TextEnvironment:
-    """An environment built from a function over texts: `observe(row, responses)` returns the next observation or None.
+    """An environment built from an observer of texts: `observe(row, responses)` returns the next observation or None.
 
     An observation is tokenised unchanged, including marks of a chat template; no tokens are added.
 
     Args:
-        observe: receives the row, and the texts of the policy's responses so far, in order.
+        observer: receives the row, and the texts of the policy's responses so far, in order; closed by the caller.
         tokenizer: the policy's tokenizer.
         most: maximum tokens of an observation.
     """
 
-    def __init__(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
-        self._observe, self._tokenizer, self._most = observe, tokenizer, most
+    def __init__(self, observer: Observer, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+        self._observer, self._tokenizer, self._most = observer, tokenizer, most
+        self._running: set[futures.Future[str | None]] = set()
 
     def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
         """See `Environment`; if `observe` raises, or returns no text or too many tokens, the other samples continue."""
-        found = self._next(prompt, sample)
-        return Future(lambda: found, lambda: True)
+        said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
+        answer = self._observer.begin(prompt.row, said)
+        self._running.add(answer)
+        return Future(lambda: self._seen(answer), answer.done)
 
     def wait(self, seconds: float) -> None:
-        """See `Environment`; every observation ends immediately."""
+        """See `Environment`; also returns if an observation has ended since the last call, or if none is running."""
+        self._running = futures.wait(self._running, seconds, futures.FIRST_COMPLETED).not_done
 
-    def _next(self, prompt: Prompt, sample: Trajectory) -> Observed:
-        said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
+    def _seen(self, answer: futures.Future[str | None]) -> Observed:
         try:
-            seen = self._observe(prompt.row, said)
-            if seen is None:
-                return None
-            if not isinstance(seen, str):
-                return Failed(f"{self._where} must return text or None, got {type(seen).__name__}; fix it")
+            seen = answer.result()
+        except ObserveError as error:
+            return Failed(str(error))
+        if seen is None:
+            return None
+        where = self._observer.where
+        try:
             tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
-        except (Exception, SystemExit) as error:  # after any error, the other samples continue
-            return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix it, or the row")
+        except Exception as error:  # for instance, of half a surrogate pair
+            return Failed(
+                f"{where} must return text that can be tokenised, got {error_line(error)}; fix it, or the row"
+            )
         if not tokens:
             return Failed(
-                f"{self._where} must return non-empty text or None, got {seen[:60]!r}; return None to end the sample"
+                f"{where} must return non-empty text or None, got {seen[:60]!r}; return None to end the sample"
             )
         if len(tokens) > self._most:
             return Failed(
-                f"{self._where} must return at most {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
+                f"{where} must return at most {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
                 "observation_tokens of the stage, or shorten it"
             )
         return tokens
-
-    @property
-    def _where(self) -> str:
-        """Return the place for messages: `observe (guess.py:7)`."""
-        return f"observe ({self._defined})"
-
-    @property
-    def _defined(self) -> str:
-        """Return the line of the function's definition: `guess.py:7`."""
-        code = getattr(inspect.unwrap(self._observe), "__code__", None)
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "of no file"
-
-    def _place(self, error: BaseException) -> str:
-        """Return the innermost frame in the folder of `observe`, or its definition: `guess.py:12`."""
-        code = getattr(inspect.unwrap(self._observe), "__code__", None)
-        folder = Path(code.co_filename).parent if code else None
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
-        return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
-
-
-def _line(error: BaseException) -> str:
-    """Return `ValueError: text` without line breaks, even if the exception's text cannot be read."""
-    try:
-        said = str(error)
-    except Exception:
-        said = "its text cannot be read"
-    return " ".join(f"{type(error).__name__}: {said}".encode("utf-8", "replace").decode().split())[:300].rstrip(": ")

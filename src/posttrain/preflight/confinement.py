@@ -77,15 +77,15 @@ def confinement(cache: Path | None = None) -> Confinement:
 
 
 def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[str]:
-    """Yield notes for a person about the confinement of a run's rewards.
+    """Yield notes for a person about the confinement of a run's rewards and `observe` methods.
 
     Raises:
-        InputError: the rewards cannot be confined, and the workspace does not trust them.
+        InputError: they cannot be confined, and the workspace does not trust them.
     """
     here, imaged = list[str](), list[str]()
     for stage in planned.manifest.stages:
         contract = planned.contracts.get(stage.name)
-        if contract and any(kind == "reward" for kind, _ in contract.inputs.values()):
+        if contract and (contract.params.get("turns", 1) > 1 or "reward" in dict(contract.inputs.values())):
             (imaged if planned.manifest.image_of(stage) else here).append(stage.name)
     if here:
         yield from _judged(here, confinement(workspace.root / "cache"), trusted=workspace.trusts_rewards)
@@ -170,11 +170,11 @@ def _import_key(order: Mapping[str, Any]) -> str:
 def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> Iterator[str]:
     if not found.whole and not trusted:
         raise InputError(
-            f"stages {', '.join(stages)}: rewards must be confined, which is not possible here: "
+            f"stages {', '.join(stages)}: rewards and observe must be confined, which is not possible here: "
             f"{'; '.join(found.notes)}; {_REMEDY}"
         )
     if not found.whole:
-        yield f"rewards run unconfined, because the workspace trusts them: {'; '.join(found.notes)}"
+        yield f"rewards and observe run unconfined, because the workspace trusts them: {'; '.join(found.notes)}"
 
 
 def _machine() -> str:

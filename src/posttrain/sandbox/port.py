@@ -1,14 +1,21 @@
-"""The port of rewards, and a fake reward.
+"""The ports of rewards and of `observe` methods, and a fake of each.
 
-Every implementation of a reward receives a call and returns one score per completion. The fake reward is a Python
-callable in the caller's process, for tests of code that uses rewards; it cannot be killed.
+Every implementation of a reward receives a call and returns one score per completion. Every implementation of an
+observer receives a row and the policy's responses, and returns the text of the next observation. The fakes are Python
+callables in the caller's process, for tests of code that uses rewards and observers; they cannot be killed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from posttrain.domain.errors import InputError, JobFailedError
@@ -272,4 +279,118 @@ class ScriptedReward:
 
     def close(self) -> None:
         """See `RewardFunction.close`."""
+        self._closed = True
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+
+MAX_OBSERVED = 2 * 2**20  # bytes of an observation as JSON
+Observe = Callable[[Mapping[str, Any], Sequence[str]], Any]
+
+
+class ObserveError(Exception):
+    """One call of `observe` failed; the message is one line."""
+
+
+class Observer(Protocol):
+    """Calls a user's `observe(row, responses)`, possibly several times concurrently.
+
+    The result of a call does not depend on other calls or on the order of calls. A call that raises, returns neither
+    text nor None, returns more than `MAX_OBSERVED` bytes, takes longer than the time-out or ends its process raises
+    `ObserveError` from its future; the other calls return their texts. `InfrastructureError` (the process is repeatedly
+    killed from outside) and `RewardError` (an answer to an unknown call) are raised from the futures of all calls that
+    have not ended, and from `begin`. `observe` is called again if its process ends before it returns, so it must be a
+    function of its arguments. `close` may be called twice; `begin` after `close` is an `InputError`.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for users about the execution, e.g. that the network could not be cut off."""
+
+    @property
+    def where(self) -> str:
+        """The definition of `observe`, for errors: `observe (guess.py:7)`."""
+
+    def begin(self, row: Mapping[str, Any], responses: Sequence[str]) -> Future[str | None]:
+        """Begin a call; the result is the next observation, or None if the sample has ended.
+
+        Args:
+            row: the row of the data set: JSON values.
+            responses: the texts of the policy's responses so far, in order.
+        """
+
+    def close(self) -> None:
+        """Release all resources; calls that have not ended raise InputError."""
+
+
+def error_line(error: BaseException) -> str:
+    """Return `ValueError: text` without line breaks, even if the exception's text cannot be read."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "its text cannot be read"
+    return " ".join(f"{type(error).__name__}: {said}".encode("utf-8", "replace").decode().split())[:300].rstrip(": ")
+
+
+class ObserveFunction:
+    """A user's `observe`, asynchronous or not, whose every failure is an `ObserveError` with one line."""
+
+    def __init__(self, observe: Observe) -> None:
+        self._observe = observe
+        code = getattr(inspect.unwrap(observe), "__code__", None)
+        self._folder = Path(code.co_filename).parent if code else None
+        self._defined = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "of no file"
+        self.where = f"observe ({self._defined})"
+
+    def __call__(self, row: Mapping[str, Any], responses: Sequence[str]) -> str | None:
+        """Return the observation.
+
+        Raises:
+            ObserveError: see `Observer`.
+        """
+        try:
+            seen = self._observe(row, responses)
+            seen = asyncio.run(_awaited(seen)) if inspect.isawaitable(seen) else seen
+        except BaseException as error:  # after any error, the other samples continue
+            line = f"observe: {self._place(error)} raised {error_line(error)}; fix it, or the row"
+            raise ObserveError(line) from error
+        if seen is not None and not isinstance(seen, str):
+            raise ObserveError(f"{self.where} must return text or None, got {type(seen).__name__}; fix it")
+        if seen is not None and (size := len(json.dumps(seen))) > MAX_OBSERVED:
+            raise ObserveError(f"{self.where} must return at most {MAX_OBSERVED} bytes as JSON, got {size}; shorten it")
+        return seen
+
+    def _place(self, error: BaseException) -> str:
+        """Return the innermost frame in the folder of `observe`, or its definition: `guess.py:12`."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).parent == self._folder]
+        return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+class ScriptedObserver:
+    """Calls `observe` immediately, in this process."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, observe: Observe) -> None:
+        self._function, self._closed = ObserveFunction(observe), False
+        self.where = self._function.where
+
+    def begin(self, row: Mapping[str, Any], responses: Sequence[str]) -> Future[str | None]:
+        """See `Observer.begin`."""
+        if self._closed:
+            raise InputError("the observer is closed; open it again")
+        answer: Future[str | None] = Future()
+        try:
+            answer.set_result(self._function(row, responses))
+        except ObserveError as error:
+            answer.set_exception(error)
+        return answer
+
+    def close(self) -> None:
+        """See `Observer.close`."""
         self._closed = True

@@ -1,4 +1,4 @@
-"""Messages between job and reward worker, and the numbers in a reward's answer.
+"""Messages between job and worker, and the numbers in a reward's answer.
 
 A message is JSON after an 8-byte big-endian length, over a socket pair:
 
@@ -8,8 +8,14 @@ A message is JSON after an 8-byte big-endian length, over a socket pair:
     job:    {"id": 1, "op": "open", "file", "entry", "dialect"}   ─▶    {"id": 1, "dialect", "where"} | fault
     job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  {"id": 2, "answers": [answer, …]}, repeated,
                                                                         then {"id": 2, "end": true} | fault
+    job:    {"id": 1, "op": "observer", "build", "given", …}      ─▶    {"id": 1, "dialect": "", "where"} | fault
+    job:    {"id": 2, "op": "observe", "row", "responses"}        ─▶    {"id": 2, "seen": text | null}
+                                                                        | {"id": 2, "unseen": "one line"}
+    job:    {"id": 3, "op": "ping"}                               ─▶    {"id": 3, "end": true}
     answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
+
+Several observations may be open; their answers come in any order.
 
 The reward's code can also write to the socket, so the job trusts no message: an answer is bounded in bytes, must have
 one of these shapes and the id of the request; any other answer is malformed, and the job ends the worker. Job and
@@ -27,7 +33,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -201,7 +207,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The reward is loaded."""
+    """The reward or the observer is loaded."""
 
     dialect: str
     where: str  # file.py:12 (score)
@@ -227,7 +233,18 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """All completions of the request have been answered."""
+    """All completions of the request have been answered, or the worker answers a ping."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The answer to one call of `observe`: a text, None, or an error line."""
+
+    request: int
+    seen: str | None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +287,7 @@ class Redactor:
         return text
 
 
-Message = Ready | Opened | Answers | End | Fault
+Message = Ready | Opened | Answers | End | Observed | Fault
 
 
 def send(channel: Channel, value: Any) -> None:
@@ -310,8 +327,10 @@ def receive_request(channel: Channel) -> Any:
     return json.loads(_frame(channel, MAX_REQUEST))
 
 
-def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = lambda data: data) -> Message:
-    """Read one answer to the request `expected`.
+def receive(
+    channel: Channel, expected: Collection[int], clean: Callable[[bytes], bytes] = lambda data: data
+) -> Message:
+    """Read one answer to a request of `expected`.
 
     Args:
         clean: applied to the bytes before they are parsed.
@@ -328,10 +347,11 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
         ) from None
     if not isinstance(value, dict):
         raise MalformedError(f"a {type(value).__name__}, expected a JSON object")
-    if type(value.get("id")) is not int or value["id"] != expected:
+    if type(value.get("id")) is not int or value["id"] not in expected:
+        open_ = ", ".join(map(str, expected)) or "none"
         raise MalformedError(
-            f"request {value.get('id')!r:.40} while request {expected} was open, possibly from a process that the "
-            "reward forked"
+            f"request {value.get('id')!r:.40} while request {open_:.60} was open, possibly from a process that "
+            "its code forked"
         )
     return _message(value)
 
@@ -343,7 +363,11 @@ def _message(value: dict[str, Any]) -> Message:
     if keys == {"dialect", "where"}:
         return Opened(_text(value["dialect"]), _text(value["where"]))
     if keys == {"end"}:
-        return End()
+        return End(value["id"])
+    if keys == {"unseen"}:
+        return Observed(value["id"], None, _text(value["unseen"]))
+    if keys == {"seen"} and (value["seen"] is None or isinstance(value["seen"], str)):
+        return Observed(value["id"], value["seen"])
     if keys == {"fault", "message"} and value["fault"] in FAULTS:
         return Fault(value["fault"], _text(value["message"]))
     if keys == {"answers"} and isinstance(value["answers"], list):

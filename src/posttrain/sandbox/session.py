@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +38,9 @@ LIMITS: Mapping[str, int] = {
     "RLIMIT_FSIZE": 2**30,  # bytes per file written
     "RLIMIT_NOFILE": 256,
 }
+# in addition for each concurrent call of `observe`: a thread's stack and arena, an event loop
+_EACH = {"RLIMIT_AS": 256 * 2**20, "RLIMIT_NOFILE": 16}
+_ENGINE = {"RLIMIT_AS": 32 * 2**30}  # in addition for an observer, which imports torch
 MEMORY = 8 * 2**30  # bytes of all processes together, at most half of the machine's memory
 PROCESSES = 256  # processes and threads that the reward may have
 SCRATCH = 2**30  # bytes that the reward may write
@@ -47,10 +50,6 @@ PREFIX = "posttrain-cell-"
 END_TIMEOUT = 5.0  # seconds for the keeper to kill the reward's processes, before the keeper is killed
 START_TIMEOUT = 60.0  # seconds for a worker to start and to confine itself, on a busy machine
 PRINTED = 2**20  # bytes of the reward's output that are copied into the job's log
-_LIMITS = {
-    OVER_MEMORY: f"more than {MEMORY / 2**30:g} GiB of memory, or half of the machine's",
-    OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
-}
 _NOWHERE = b"\xff" * 8  # value of the marker before the first completion
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # from people or for lack of memory
 
@@ -65,27 +64,36 @@ class Provision:
 
 
 def lay_out(
-    scratch: Path, source: Path, name: str, *, whole: bool, hidden: Sequence[Path], provision: Provision
+    scratch: Path,
+    source: Path | None,
+    name: str,
+    *,
+    whole: bool = False,
+    hidden: Sequence[Path] = (),
+    provision: Provision,
+    concurrency: int = 0,
 ) -> CellPlan:
-    """Put the reward's source and files into a folder, and return the plan of its cell.
+    """Put the source and files of a reward or an observer into a folder, and return the plan of its cell.
 
     Args:
         scratch: an empty folder of the job.
-        source: the reward's file, or a blob named by its digest.
+        source: the file, or a blob named by its digest; None: the code is in an installed package.
         name: the file's name in the cell.
         whole: whether the reward is the source's whole folder.
         hidden: folders that a reward must not see.
         provision: declared files and hosts.
+        concurrency: the number of calls of `observe` at a time, for whose threads and files the limits leave room.
     """
     for folder in ("root", "source", "work"):
         (scratch / folder).mkdir()
     kit = scratch / "source"
-    if whole:
+    if source and whole:
         shutil.copytree(source.parent, kit, dirs_exist_ok=True)
-    elif source.suffix == ".py":
+    elif source and source.suffix == ".py":
         for module in source.parent.glob("*.py"):  # modules that the reward may import from its folder
             shutil.copyfile(module, kit / module.name)
-    shutil.copyfile(source, kit / name)
+    if source:
+        shutil.copyfile(source, kit / name)
     for given, path in provision.files.items():
         target = kit / given
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,9 +114,12 @@ def lay_out(
             for place in (folder.resolve() for folder in hidden)
             if not any(Path(path).is_relative_to(place) for path in readable)
         ],
-        limits=LIMITS,
+        limits={
+            name: value + concurrency * _EACH.get(name, 0) + (_ENGINE.get(name, 0) if concurrency else 0)
+            for name, value in LIMITS.items()
+        },
         memory=min(MEMORY, psutil.virtual_memory().total // 2),
-        processes=PROCESSES,
+        processes=PROCESSES + 2 * concurrency,  # an asynchronous call may need a thread in addition
         scratch_bytes=SCRATCH,
         hosts={host: address for word, (address, _) in places.items() if (host := word.rpartition(":")[0]) != LOOPBACK},
         ports=list(places.values()),
@@ -253,7 +264,7 @@ class Session:
         log: Log | None = None,
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._clean = protocol.Redactor(secrets)
+        self._clean, self._plan = protocol.Redactor(secrets), plan
         self._process, self._channel, self._output, self._marker = _start(plan, secrets)
         self._printed = threading.Thread(target=_copy, args=(self._output, log or Log(), self._clean), daemon=True)
         self._printed.start()
@@ -261,7 +272,7 @@ class Session:
         self._last = 0
         try:
             deadline = time.monotonic() + START_TIMEOUT
-            ready = self._receive(deadline)
+            ready = self.hear((0,), deadline)
             if not isinstance(ready, protocol.Ready):
                 raise NotConfinedError("its worker did not report that it is confined")
             self.confined, self.notes = ready.whole, ready.notes
@@ -286,16 +297,42 @@ class Session:
             protocol.MalformedError: an answer is malformed.
             ValueError, TypeError: the request is not JSON.
         """
-        self._last += 1
         self._marker[:] = _NOWHERE
-        deadline = _Deadline(self._channel, time.monotonic() + seconds)
-        with self._faults():
-            protocol.send(deadline, {**request, "id": self._last})
+        moment = time.monotonic() + seconds
+        request_id = self.tell(request, moment)
         while True:
-            answer = self._receive(deadline.moment)
+            answer = self.hear((request_id,), moment)
             yield answer
             if not isinstance(answer, protocol.Answers):
                 return
+
+    def tell(self, request: Mapping[str, Any], moment: float) -> int:
+        """Send a request; return its id.
+
+        Raises:
+            LateError: the worker did not read the request before `moment` (`time.monotonic`), and was killed.
+            EndedError: the worker has ended.
+            ValueError, TypeError: the request is not JSON.
+        """
+        self._last += 1
+        with self._faults():
+            protocol.send(_Deadline(self._channel, moment), {**request, "id": self._last})
+        return self._last
+
+    def hear(self, requests: Collection[int], moment: float) -> protocol.Message:
+        """Return the next message, which answers one of the requests.
+
+        Raises:
+            LateError: the message did not come before `moment` (`time.monotonic`), and the worker was killed.
+            EndedError: the worker has ended.
+            protocol.MalformedError: the message is malformed, or answers no such request.
+        """
+        with self._faults():
+            return protocol.receive(_Deadline(self._channel, moment), requests, self._clean)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a message arrives, or when the worker has ended."""
+        return self._channel.fileno()
 
     @property
     def at(self) -> int:
@@ -315,10 +352,6 @@ class Session:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._printed.join(END_TIMEOUT)  # writes the whole output before other lines
-
-    def _receive(self, moment: float) -> protocol.Message:
-        with self._faults():
-            return protocol.receive(_Deadline(self._channel, moment), self._last, self._clean)
 
     def _listeners(self, count: int, moment: float) -> list[socket.socket]:
         self._channel.settimeout(max(moment - time.monotonic(), 0.001))
@@ -342,8 +375,12 @@ class Session:
 
     def _ending(self) -> EndedError:
         code = self._process.returncode or 0
-        if code in _LIMITS:
-            return EndedError(f"used {_LIMITS[code]} and was killed", killed=False)
+        limits = {
+            OVER_MEMORY: f"more than {MEMORY / 2**30:g} GiB of memory, or half of the machine's",
+            OVER_PROCESSES: f"more than {self._plan.processes} processes and threads",
+        }
+        if code in limits:
+            return EndedError(f"used {limits[code]} and was killed", killed=False)
         number = -code if code < 0 else code - 128  # the keeper's exit codes follow the convention of shells
         how = f"signal {number}" if number > 0 else f"exit code {code}"
         return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in _OUTSIDE)

@@ -1,4 +1,4 @@
-"""The process in which a reward's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
+"""The process in which a reward's or an observer's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
 
 The worker uses only the standard library, so it starts in tens of milliseconds and has none of the job's data in
 memory. It first enters its cell (`sandbox.cell`) and reports this, then runs a loop: read a request from the socket
@@ -17,11 +17,14 @@ import json
 import linecache
 import mmap
 import os
+import pkgutil
 import random
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,9 +33,10 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
 from posttrain.sandbox.cell import CellPlan, enter
 from posttrain.sandbox.dialects import BATCHED, SINGLE, Binder, NoRewardError, as_function
+from posttrain.sandbox.port import ObserveError, ObserveFunction, error_line
 from posttrain.sandbox.protocol import AnswerError, Redactor, Spans, plain, receive_request, send, send_answers
 
-PACKAGES = Path(__file__).resolve().parents[3]  # the folder with the package posttrain
+PACKAGES = Path(__file__).resolve().parents[2]  # the folder with the package posttrain
 
 
 MAX_LINE = 900  # characters of an error
@@ -263,6 +267,61 @@ async def _awaited(answer: Any) -> Any:
     return await answer
 
 
+class Calls:
+    """Calls of an `observe`, up to `concurrency` of them at a time, each in a thread.
+
+    A single call at a time runs in the main thread, for libraries that need the main thread, with seeded generators.
+
+    Args:
+        channel: receives the answers, in the order in which they become available.
+        observe: the user's function.
+    """
+
+    def __init__(self, channel: socket.socket, observe: ObserveFunction, concurrency: int) -> None:
+        self.where = observe.where
+        self._channel, self._observe, self._sending, self._own = channel, observe, threading.Lock(), os.getpid()
+        self._threads = ThreadPoolExecutor(concurrency, "observe") if concurrency > 1 else None
+
+    @classmethod
+    def built(cls, channel: socket.socket, source: str, request: Mapping[str, Any]) -> "Calls":
+        """Build the observer that a request describes.
+
+        Raises:
+            ReportedError: the user's code cannot be imported, or raises.
+        """
+        sys.path.insert(0, source)
+        try:
+            observe = pkgutil.resolve_name(request["build"])(Path(source), **request["given"])
+            return cls(channel, ObserveFunction(observe), request["concurrency"])
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            said = str(error) if isinstance(error, InputError) else f"{error_line(error)} while it was constructed"
+            raise ReportedError("load", said[:MAX_LINE]) from error
+
+    def begin(self, request: Mapping[str, Any]) -> None:
+        """Begin the call of a request."""
+        if self._threads:
+            self._threads.submit(self._run, request)
+            return
+        SEEDS.sow(json.dumps([request["row"], request["responses"]]))
+        self._run(request)
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Send a message; in a process that the user's code forked, exit instead."""
+        _leave_forks(self._own)
+        with self._sending:
+            send(self._channel, message)
+
+    def _run(self, request: Mapping[str, Any]) -> None:
+        try:
+            answer = {"seen": self._observe(request["row"], request["responses"])}
+        except ObserveError as error:
+            if error.__cause__:
+                traceback.print_exception(error.__cause__)
+            answer = {"unseen": str(error)[:MAX_LINE]}
+        self.say({"id": request["id"], **answer})
+
+
 class Seeds(importlib.abc.MetaPathFinder):
     """Seeds the global generators, including those of a numpy that is imported during a call."""
 
@@ -306,6 +365,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
         source: the folder with the reward's file.
     """
     scorer: Scorer | None = None
+    calls: Calls | None = None
     own = os.getpid()
     while True:
         try:
@@ -314,9 +374,18 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
             return
         linecache.checkcache()
         try:
-            if request["op"] == "open":
+            if calls and request["op"] == "ping":
+                calls.say({"id": request["id"], "end": True})
+                continue
+            if calls:
+                calls.begin(request)
+                continue
+            if request["op"] == "observer":
+                calls = Calls.built(channel, source, request)
+                answers: Iterator[dict[str, Any]] = iter([{"dialect": "", "where": calls.where}])
+            elif request["op"] == "open":
                 scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"], marker)
-                answers: Iterator[dict[str, Any]] = iter([{"dialect": scorer.dialect, "where": scorer.where}])
+                answers = iter([{"dialect": scorer.dialect, "where": scorer.where}])
             elif request["op"] == "import":
                 try_import(Path(source, request["file"]), request["entry"])
                 answers = iter([{"dialect": "", "where": ""}])
@@ -324,7 +393,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
                 raise ReportedError("load", "no reward is open")
             else:
                 answers = _own(scorer.score(request), own)
-            if request["op"] in ("open", "import"):
+            if request["op"] in ("open", "import", "observer"):
                 send(channel, {"id": request["id"], **next(answers)})
             else:
                 send_answers(channel, request["id"], answers)

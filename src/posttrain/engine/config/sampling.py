@@ -259,6 +259,11 @@ class TurnsConfig(SamplingConfig):
 
     turns: Annotated[int, Field(ge=1, le=64)] = 1  # maximum responses of a sample
     observation_tokens: NonNegative = 0  # maximum tokens of an observation between two responses
+    # maximum seconds for one call of observe; a call that takes longer ends only its own sample
+    observe_timeout: Seconds = Field(default=60.0, exclude_if=(60.0).__eq__)
+    # maximum number of calls of observe at a time, in threads of one process; with more than 1, observe must be
+    # thread-safe and must not use the global random generators
+    observe_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=1, exclude_if=(1).__eq__)
 
     @model_validator(mode="after")
     def _turns_observe(self) -> Self:
@@ -267,6 +272,9 @@ class TurnsConfig(SamplingConfig):
                 f"turns and observation_tokens must be set together, got turns {self.turns} and observation_tokens "
                 f"{self.observation_tokens}; set both, or neither"
             )
+        for name in ("observe_timeout", "observe_concurrency"):
+            if self.turns == 1 and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs turns >= 2, got turns 1; set turns, or remove {name}")
         return self
 
     @property

@@ -12,11 +12,13 @@ budgeted, placed and traced like a built-in algorithm.
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.config import DataflowConfig
+from posttrain.domain.kinds import kind_of
+from posttrain.engine.config import DataflowConfig, TrainingConfig, named, training_config
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, Update
 from posttrain.engine.recipes.policy_gradient import Sampling
 
@@ -70,3 +72,31 @@ def load_dataflow(file: Path, entry: str) -> Entry:
         ) from error
     made: Entry = found
     return made
+
+
+def algorithm_of(kind: str, config: TrainingConfig, recipe: tuple[Path, str] | None) -> Any:
+    """Return a stage's algorithm: the user's own, or the algorithm of the stage's kind.
+
+    Args:
+        recipe: the file and the entry of the user's algorithm.
+
+    Raises:
+        InputError: see `load_dataflow`.
+    """
+    if recipe:
+        return load_dataflow(*recipe)(cast(DataflowConfig, config))
+    spec = kind_of(kind).algorithm
+    assert spec is not None, "a kind with a training configuration has an algorithm"
+    return named(spec.algorithm)(config)
+
+
+def observe_of(folder: Path, *, kind: str, params: Mapping[str, Any], recipe: Sequence[str]) -> Any:
+    """Return the method `observe` of a stage's algorithm, in the process that calls it (`sandbox.observer`).
+
+    Args:
+        folder: the folder of the user's file.
+        params: the stage's parameters.
+        recipe: the file's name and the entry of the user's algorithm; empty: the algorithm of the kind.
+    """
+    found = (folder / recipe[0], recipe[1]) if recipe else None
+    return algorithm_of(kind, training_config(kind, dict(params)), found).observe

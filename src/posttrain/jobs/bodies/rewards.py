@@ -1,8 +1,8 @@
-"""The reward functions of a stage, opened in their cells: one, or several with weights."""
+"""The user's code of a stage, opened in its cells: a reward function, several with weights, an `observe` method."""
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -10,8 +10,10 @@ from urllib.parse import unquote, urlsplit
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
 from posttrain.domain.rewards import reward_slots
+from posttrain.engine.config import TurnsConfig
 from posttrain.jobs.entry import Job
-from posttrain.sandbox.port import RewardFunction
+from posttrain.sandbox.observer import ProcessObserver
+from posttrain.sandbox.port import Observer, RewardFunction
 from posttrain.sandbox.process import ParallelReward, WeightedReward, open_reward
 from posttrain.sandbox.session import Provision
 
@@ -38,9 +40,54 @@ def open_rewards(
         [found] = opened.values()
     else:
         found = WeightedReward({name: (weight, opened[name]) for name, weight in reward.items()})
-    for note in found.notes:
-        job.sink(Note(note, time.time(), "warning"))
+    _tell(job, found.notes)
     return found
+
+
+def recipe_of(job: Job) -> tuple[Path, str] | None:
+    """Return the file and the entry of the user's algorithm; None: the stage's algorithm is that of its kind.
+
+    The source is written under its own name, so that workers can import it too.
+    """
+    if "recipe" not in job.order.inputs:
+        return None
+    meta = job.order.inputs["recipe"].meta
+    file = job.folder / "recipe" / str(meta["source"])
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(job.input("recipe").read_bytes())
+    return file, str(meta["entry"])
+
+
+def open_observer(job: Job, config: TurnsConfig, name: str, stack: ExitStack) -> Observer:
+    """Return the method `observe` of the stage's algorithm; report what could not be confined.
+
+    Args:
+        name: the method's name in errors.
+        stack: the exit stack that closes the observer.
+
+    Raises:
+        InputError, RewardError, InfrastructureError: see `ProcessObserver`.
+    """
+    recipe = recipe_of(job)
+    given = {"kind": job.order.kind, "params": dict(job.order.params)}
+    opened = ProcessObserver(
+        "posttrain.engine.recipes.dataflow:observe_of",
+        {**given, "recipe": [recipe[0].name, recipe[1]] if recipe else []},
+        timeout=config.observe_timeout,
+        concurrency=config.observe_concurrency,
+        source=recipe[0] if recipe else None,
+        name=name,
+        hidden=_workspace(job),
+        confined=not job.order.trust_rewards,
+    )
+    stack.callback(opened.close)
+    _tell(job, opened.notes)
+    return opened
+
+
+def _tell(job: Job, notes: Iterable[str]) -> None:
+    for note in notes:
+        job.sink(Note(note, time.time(), "warning"))
 
 
 def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int) -> RewardFunction:

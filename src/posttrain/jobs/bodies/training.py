@@ -27,20 +27,18 @@ from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
-from posttrain.domain.kinds import kind_of
 from posttrain.domain.rendering import check_labels, labels_of
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.roles import ROLLOUT, RoleSpec, with_models
 from posttrain.engine.assembly import PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
-    DataflowConfig,
     EvaluateConfig,
     InitModelConfig,
     RowsConfig,
     SamplingConfig,
     TrainingConfig,
-    named,
+    TurnsConfig,
     training_config,
 )
 from posttrain.engine.evaluation.evaluate import AccuracyProbe
@@ -67,7 +65,7 @@ from posttrain.engine.models.files import (
 )
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
-from posttrain.engine.recipes.dataflow import Entry, load_dataflow
+from posttrain.engine.recipes.dataflow import algorithm_of
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import (
@@ -82,7 +80,7 @@ from posttrain.engine.scores import (
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.machine import room_of, this_machine
-from posttrain.jobs.bodies.rewards import open_rewards
+from posttrain.jobs.bodies.rewards import open_observer, open_rewards, recipe_of
 from posttrain.jobs.entry import Job, failed, loading
 from posttrain.pacing.balance import TOKENS, CostModel
 from posttrain.planner.residency import infeasible
@@ -298,11 +296,7 @@ def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -
 
 def _algorithm(job: Job, config: TrainingConfig) -> Any:
     """Return the stage's algorithm: the user's own algorithm, or the algorithm of the stage's kind."""
-    if "recipe" in config.inputs():
-        return _dataflow(job)(cast(DataflowConfig, config))
-    spec = kind_of(job.order.kind).algorithm
-    assert spec is not None, "a kind with a training configuration has an algorithm"
-    return named(spec.algorithm)(config)
+    return algorithm_of(job.order.kind, config, recipe_of(job))
 
 
 def _from_rows(
@@ -368,7 +362,7 @@ def _on_policy(
         *(config, algorithm, roles, train, scorer, job.order.seed, _probe(job, config, tokenizer, context)),
         phase=job.order.kind,
         text=partial(response_text, tokenizer),
-        environment=_environment(config, algorithm, tokenizer),
+        environment=_environment(job, config, algorithm, tokenizer, stack),
     )
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
@@ -432,7 +426,11 @@ def _reward_function(
 
 
 def _environment(
-    config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
+    job: Job,
+    config: SamplingConfig,
+    algorithm: RolloutAlgorithm,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
 ) -> Environment | None:
     """Return the environment that observes between two responses; None if there is no environment."""
     observe = getattr(algorithm, "observe", None)
@@ -444,16 +442,11 @@ def _environment(
             else "an observe method; set turns to 2 or more"
         )
         raise InputError(f"{name} has turns {config.turns_most}, but has {there}")
-    return None if observe is None else TextEnvironment(observe, tokenizer, config.observed_most)
-
-
-def _dataflow(job: Job) -> Entry:
-    """Return the user's algorithm; its source is written under its own name, so workers can import it too."""
-    meta = job.order.inputs["recipe"].meta
-    file = job.folder / "recipe" / str(meta["source"])
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(job.input("recipe").read_bytes())
-    return load_dataflow(file, str(meta["entry"]))
+    if observe is None:
+        return None
+    name = f"observe of {type(algorithm).__name__}"
+    observer = open_observer(job, cast(TurnsConfig, config), name, stack)
+    return TextEnvironment(observer, tokenizer, config.observed_most)
 
 
 def _probe(job: Job, config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> AccuracyProbe | None:
