@@ -39,7 +39,7 @@ from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Journal
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.recipes.algorithm import PromptSource
+from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import TextEnvironment
@@ -110,7 +110,7 @@ def collector(words: str, prompts: int, turns: int, observed: str, limit: int) -
     algorithm.turns, algorithm.observed = turns, len(observed)
     roles = open_roles(config, adopt_module(module), 0, one_process())
     rows = [Prompt(tuple(tokenizer.encode(words[:1] * (1 + at % 5)))) for at in range(512)]
-    buffer = Buffer(InOrder(0), prompts, config.steps, 0)
+    buffer: Buffer[ScoredGroup] = Buffer(InOrder(0), prompts, config.steps, 0)
     return Collector(algorithm, roles, rows, None, 0, Journal(len(rows), 0), buffer), roles
 
 
