@@ -23,7 +23,7 @@ GROUPS: Final = {field: f"posttrain.{field}_engines" for field in OWN_ENGINES}  
 ENGINE: Final = "engine:"  # prefix of an installed engine's name in the `code` of a manifest: `engine:rollout/fast`
 # field → what an engine may provide → what a stage needs it for
 PROVIDED: Final[Mapping[str, Mapping[str, str]]] = {
-    ROLLOUT_ENGINE: {"stop": "stop strings", "views": "weights that arrive from other processes"},
+    ROLLOUT_ENGINE: {"stop": "stop strings", "attest": "weights that arrive from other processes"},
     TRAIN_ENGINE: {"ranks": "several ranks", "values": "a critic or a reward model"},
 }
 
@@ -38,7 +38,7 @@ class EngineSpec:
     """
 
     open: str
-    provides: tuple[str, ...] = ()  # rollout: stop, views; train: ranks, values
+    provides: tuple[str, ...] = ()  # rollout: stop, attest; train: ranks, values
 
 
 @dataclass(frozen=True, slots=True)
