@@ -71,10 +71,9 @@ class Prober:
             IntegrityError: the engine of a rank decodes with different weights.
             InputError: there are no texts.
         """
-        probe = (
-            self._latest if self._latest and self._latest.version == version else self._pose(policy, rollout, version)
-        )
-        self._latest, found = probe, rollout.at(ranks).each(RolloutWorker.probe, self.texts)
+        if self._latest is None or self._latest.version != version:
+            self._latest = self._pose(policy, rollout, version)
+        found, probe = rollout.at(ranks).each(RolloutWorker.probe, self.texts), self._latest
         return weakest(probe.verdict(f"rollout rank {rank}", one) for rank, one in zip(ranks, found, strict=True))
 
     def _pose(
@@ -85,10 +84,10 @@ class Prober:
         batch = TokenBatch.pack([Document(text[:1], text[1:], temperature=1.0) for text in self.texts])
         filled = policy.map(TrainWorker.fill, batch, "now", "logprobs")
         now = filled.column("now")[batch.response_mask].cpu().double().numpy()
-        kinds = [torch.finfo(entry.dtype).eps for entry in rollout.one(RolloutWorker.layout)]
-        rounding = tolerance(max(policy.one(TrainWorker.epsilon), *kinds))
+        dtypes = {entry.dtype for entry in rollout.one(RolloutWorker.layout) if entry.dtype.is_floating_point}
+        rounding = tolerance(max(policy.one(TrainWorker.epsilon), *(torch.finfo(dtype).eps for dtype in dtypes)))
         before = self._latest and (self._latest.version, self._latest.now)
-        return Probe(version, self.texts, now, before, rounding)
+        return Probe(version, now, before, rounding)
 
 
 @final

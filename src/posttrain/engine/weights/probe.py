@@ -11,8 +11,7 @@ at which the versions differ least (a quantised copy has such an error at every 
 of an attempt, the verdict is `undecided`, and only two checks remain: the digest of the tensors from which the engine
 takes its weights, and the engine's distance from v. The distance must be small in every case.
 
-The half of an engine's layers that is stale decides which version is nearer, so a probe does not detect a single stale
-layer; `rollout.contract` does.
+A probe does not detect a single stale layer of many, because the answer is then nearer v. `rollout.contract` does.
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ def weakest(found: Iterable[Attested]) -> Attested:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """The policy's log-probabilities of a challenge at one publication."""
+    """The policy's log-probabilities of a challenge, and those of the version before."""
 
     version: PolicyVersion
-    texts: Challenge
     now: Values  # under `version`
     before: tuple[PolicyVersion, Values] | None  # the version before it; None: unknown, so no verdict is "probe"
     rounding: float  # see `tolerance`
