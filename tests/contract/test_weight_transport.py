@@ -431,11 +431,11 @@ def test_an_engine_of_its_own_pool_that_can_prove_nothing_is_refused(tmp_path: P
     worker._engine = Proves(native, None)
     with pytest.raises(
         InputError,
-        match=r"engine native of rank 0 cannot attest its weights \(it has no weights\); use an engine that can",
+        match=r"it has no weights",
     ):
         apart.publish()
     worker._engine = Proves(native, adopt_module(worker._module))
-    with pytest.raises(InputError, match=r"attested with texts, got none; publish with texts"):
+    with pytest.raises(InputError, match=r"batch"):
         apart.publish()
 
 

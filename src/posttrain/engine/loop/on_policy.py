@@ -247,9 +247,8 @@ class OnPolicy:
 
     def publish_weights(self, version: PolicyVersion) -> Attested:
         """Publish the weights of the last update to the rollout, which must not be sampling."""
-        found = self.roles.publish(version)
         self._ahead.version = version.step
-        return found
+        return self.roles.publish(version)
 
     def rewind(self) -> None:
         """Drop the step's samples; a resumed job samples them again."""

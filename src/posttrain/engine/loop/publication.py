@@ -79,15 +79,17 @@ class Prober:
     def _pose(
         self, policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker], version: PolicyVersion
     ) -> Probe:
-        if not self.texts:
-            raise InputError("an engine that exposes no tensors is attested with texts, got none; publish with texts")
         batch = TokenBatch.pack([Document(text[:1], text[1:], temperature=1.0) for text in self.texts])
-        filled = policy.map(TrainWorker.fill, batch, "now", "logprobs")
-        now = filled.column("now")[batch.response_mask].cpu().double().numpy()
+        now = (
+            policy.map(TrainWorker.fill, batch, "now", "logprobs")
+            .column("now")[batch.response_mask]
+            .cpu()
+            .double()
+            .numpy()
+        )
         dtypes = {entry.dtype for entry in rollout.one(RolloutWorker.layout) if entry.dtype.is_floating_point}
         rounding = tolerance(max(policy.one(TrainWorker.epsilon), *(torch.finfo(dtype).eps for dtype in dtypes)))
-        before = self._latest and (self._latest.version, self._latest.now)
-        return Probe(version, now, before, rounding)
+        return Probe(version, now, self._latest and (self._latest.version, self._latest.now), rounding)
 
 
 @final

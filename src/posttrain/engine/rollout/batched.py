@@ -115,7 +115,7 @@ class BatchedEngine:
         Raises:
             InputError: always; a subclass with weights implements it.
         """
-        raise InputError(f"rollout engine {self.name} cannot score texts; use native or module")
+        raise InputError(f"rollout engine {self.name} can neither score texts nor attest weights; use native or module")
 
     def release(self, sessions: Collection[str]) -> None:
         """See `RolloutEngine.release`; nothing is held."""

@@ -28,7 +28,7 @@ class Bench:
     in_place = True  # whether weights change where the engine reads them; False: the engine loads each version
     turns = 3  # further turns of a session
     streams = True  # whether `progress` returns tokens before their answer
-    scores = True  # whether the engine has weights to score texts with
+    scores = True  # whether the engine has weights, to score texts with and to attest
     keeps = True  # whether the engine can keep keys and values of old weights (`keep_kv`)
     others: Sequence[str] = ()  # policies that the engine serves in addition to the one in training
     unheard: Collection[str] = ()  # tensors without effect on the answers to `prompts`, e.g. unused experts

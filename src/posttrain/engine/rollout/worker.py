@@ -464,15 +464,9 @@ class RolloutWorker:
         """Attest the tensors that this engine decodes with or, if it exposes none, those from which it takes them.
 
         Raises:
-            InputError: the engine cannot prove its weights.
+            InputError: the engine has neither tensors nor log-probabilities.
         """
-        try:
-            views = self._engine.attest(()).views
-        except InputError as error:
-            raise InputError(
-                f"rollout engine {self._engine.name} of rank {self._rank} cannot attest its weights ({error}); use an "
-                "engine that can, or place the rollout with the policy"
-            ) from error
+        views = self._engine.attest(()).views
         found = attest_views(module_views(self._module) if views is None else views)
         version, before = self._served or (None, None)
         return AttestedWeights(found, version, changed=found != before, exact=views is not None)
@@ -486,12 +480,12 @@ class RolloutWorker:
         found = [np.asarray(one, dtype=np.float64) for one in self._engine.attest(texts).logprobs]
         shapes, wanted = [one.shape for one in found], [(len(text),) for text in texts]
         values = np.concatenate([one[1:] for one in found]) if shapes == wanted else np.empty(0)
-        if shapes != wanted or not np.isfinite(values).all():
-            numbers = f"{sum(one.size for one in found)} numbers for {len(found)} texts"
-            got = numbers if shapes != wanted else f"{values[~np.isfinite(values)][0]}"
+        odd = int((~np.isfinite(values)).sum())
+        if shapes != wanted or odd:
             raise EngineError(
                 f"rollout engine {self._engine.name} of rank {self._rank} must attest with one finite log-probability "
-                f"for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got {got}; fix its attest"
+                f"for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got {sum(one.size for one in found)} "
+                f"numbers in {len(found)} texts, {odd} of them not finite; fix its attest"
             )
         return values
 

@@ -14,8 +14,6 @@ takes its weights, and the engine's distance from v. The distance must be small 
 A probe does not detect a single stale layer of many, because the answer is then nearer v. `rollout.contract` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -51,11 +49,10 @@ def challenge_of(prompts: Iterable[Sequence[int]]) -> Challenge:
     """
     texts, left = list[tuple[int, ...]](), _TOKENS
     for prompt in prompts:
-        text = (*prompt, prompt[0])[:left]
-        if len(text) < 2:
+        if left < 2:
             break
-        texts.append(text)
-        left -= len(text)
+        texts.append((*prompt, prompt[0])[:left])
+        left -= len(texts[-1])
     return tuple(texts)
 
 
@@ -100,8 +97,7 @@ class Probe:
                     "places where they differ most; the engine did not load the published weights: check its update, "
                     "and resume from the last checkpoint"
                 )
-        apart = float(np.sqrt(np.square(away).mean()))
-        limit = max(self.rounding, _SHARE * float(self.now.std()))
+        apart, limit = float(np.sqrt(np.square(away).mean())), max(self.rounding, _SHARE * float(self.now.std()))
         if apart > limit:
             raise IntegrityError(
                 f"{who} must decode with policy version {self.version}, got log-probabilities {apart:.3g} nats from "
