@@ -484,8 +484,8 @@ class RolloutWorker:
         if shapes != wanted or odd:
             raise EngineError(
                 f"rollout engine {self._engine.name} of rank {self._rank} must attest with one finite log-probability "
-                f"for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got {sum(one.size for one in found)} "
-                f"numbers in {len(found)} texts, {odd} of them not finite; fix its attest"
+                f"for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got "
+                f"{sum(one.size for one in found)} numbers in {len(found)} texts, {odd} of them not finite; fix its attest"
             )
         return values
 
