@@ -446,6 +446,6 @@ def test_an_answer_to_a_challenge_that_is_none_is_one_line(values: list[list[flo
     worker._engine.attest = lambda challenge: Proof(logprobs=[np.array(one) for one in values])
     odd = sum(bool(np.isnan(one).any()) for one in values)
     got = f"{sum(map(len, values))} numbers in {len(values)} texts, {odd} of them not finite"
-    line = rf"rank 0 must attest with one finite .* for each of 3 tokens in 1 texts, got {got}; fix its attest$"
+    line = rf"rank 0 must attest with one finite .* for each of 3 tokens in 1 texts, got {got}; fix it$"
     with pytest.raises(EngineError, match=line):
         worker.probe(((5, 9, 3),))

@@ -483,9 +483,9 @@ class RolloutWorker:
         odd = int((~np.isfinite(values)).sum())
         if shapes != wanted or odd:
             raise EngineError(
-                f"rollout engine {self._engine.name} of rank {self._rank} must attest with one finite log-probability "
-                f"for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got "
-                f"{sum(one.size for one in found)} numbers in {len(found)} texts, {odd} of them not finite; fix its attest"
+                f"rollout engine {self._engine.name} of rank {self._rank} must attest with one finite "
+                f"log-probability for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got "
+                f"{sum(one.size for one in found)} numbers in {len(found)} texts, {odd} of them not finite; fix it"
             )
         return values
 
