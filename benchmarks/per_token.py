@@ -22,15 +22,15 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from benchmarks.judging import at_most, judge
+from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
@@ -41,7 +41,7 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rollout.port import Completion, Delta, Generation, InFlight, PromptLogprobs
+from posttrain.engine.rollout.port import Completion, Delta, Generation, InFlight, PromptLogprobs, Proof
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scores import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
@@ -134,9 +134,9 @@ class Scripted:
         self._done: list[Completion] = []
         self._version = ""
 
-    def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return None: there are no weights."""
-        return None
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        """Raise InputError: there are no weights."""
+        raise InputError("the scripted engine has no weights")
 
     def counts(self) -> Mapping[str, int]:
         """Nothing."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
+import families
+import numpy as np
 from broken_rollouts import Honest, model
 from torch import Tensor
 
@@ -13,8 +15,8 @@ from posttrain.domain.errors import JobFailedError
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.port import Completion, Generation, InFlight
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.rollout.port import Completion, Generation, InFlight, Proof
+from posttrain.engine.samples import Floats, Trajectory
 
 
 class Undaunted(Honest):
@@ -42,15 +44,18 @@ class Copying(Honest):
     def __init__(self) -> None:
         self._inner = NativeRollout(adopt_module(deepcopy(model().module)))
 
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        return module_views(model().module)
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        return Proof(module_views(model().module))
 
 
 class Unfusing(Honest):
     """Shows a copy of one tensor, made for the looks of it."""
 
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        for name, held in self._inner.views():
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        return Proof(self._copied(self._inner._weights.views()))
+
+    def _copied(self, views: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, held in views:
             yield name, held.clone() if name.endswith("1.mlp.up_proj.weight") else held
 
 
@@ -63,8 +68,70 @@ class Frozen(Honest):
         norm = self._shown.final_norm.clone()
         self._inner._decoder._weights = replace(self._shown, final_norm=norm)
 
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        return self._shown.views()
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        return Proof(self._shown.views())
+
+
+class Hidden(Honest):
+    """Exposes no tensors, and keeps every promise."""
+
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        return Proof(logprobs=[self.proven(one.logprobs) for one in self._inner.score(challenge)])
+
+    def proven(self, logprobs: Floats) -> Floats:
+        return logprobs
+
+
+class Keeping(Hidden):
+    """Reports every version, and keeps the weights that it was opened with."""
+
+    def __init__(self) -> None:
+        self._own = adopt_module(deepcopy(model().module))
+        self._inner = NativeRollout(self._own)
+
+
+class Halfway(Keeping):
+    """Loads a version without its last layer."""
+
+    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
+        own = dict(self._own.module.named_parameters())
+        for name, held in model().module.named_parameters():
+            if ".layers.1." not in name:
+                own[name].data.copy_(held)
+        self._inner.update(policy, version, in_flight=in_flight)
+
+
+class Unrelated(Hidden):
+    """Has random weights."""
+
+    def __init__(self) -> None:
+        self._inner = NativeRollout(adopt_module(families.build("qwen3", seed=9)))
+
+
+class Undefined(Hidden):
+    """Answers a challenge with NaN."""
+
+    def proven(self, logprobs: Floats) -> Floats:
+        return logprobs * np.float32(np.nan)
+
+
+class Curt(Hidden):
+    """Leaves out the token that has no log-probability."""
+
+    def proven(self, logprobs: Floats) -> Floats:
+        return logprobs[1:]
+
+
+class Imitating(Hidden):
+    """Proves the weights of the policy, and decodes with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._truth = self._inner
+        self._inner = Unrelated()._inner
+
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        return Proof(logprobs=[one.logprobs for one in self._truth.score(challenge)])
 
 
 class Updating(Honest):

@@ -44,7 +44,7 @@ class Pair:
         assert self.rollout.view() == "neighbour"
 
     def size(self) -> int:
-        return sum(view.numel() * view.element_size() for _, view in self.rollout._engine.views() or ())
+        return sum(view.numel() * view.element_size() for _, view in self.rollout._engine.attest(()).views or ())
 
     def learn(self, step: int) -> None:
         mine = BATCH.select_items([dist.get_rank()])
@@ -60,7 +60,9 @@ class Pair:
         with HeldBytes() as held:
             self.rollout.exchange(max(counts))
         if altered:
-            next(iter(dict(self.rollout._engine.views() or ()).values())).view(-1)[:1].view(torch.uint8)[0] ^= 1
+            next(iter(dict(self.rollout._engine.attest(()).views or ()).values())).view(-1)[:1].view(torch.uint8)[
+                0
+            ] ^= 1
         return expected, self.rollout.attest(), held.peak
 
 

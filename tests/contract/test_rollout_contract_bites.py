@@ -10,6 +10,7 @@ import broken_rollouts
 import broken_weights
 import families
 import pytest
+from torch import Tensor
 
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
@@ -23,6 +24,7 @@ ENDED = Bites.test_a_response_ends_at_the_first_end_of_sequence_token
 WHOLE = Bites.test_log_probabilities_are_of_the_whole_distribution
 WARM = Bites.test_log_probabilities_are_at_the_temperature
 SHOWN = Bites.test_what_it_shows_is_what_it_decodes_with
+PROVEN = Bites.test_a_proof_is_of_the_weights_of_now
 FINITE = Bites.test_logits_that_are_not_finite_end_the_job
 PAUSED = Bites.test_weights_that_are_read_in_place_change_while_it_is_paused
 BEGUN = Bites.test_what_has_begun_goes_on_as_an_update_says
@@ -79,6 +81,12 @@ BROKEN: list[tuple[type[broken_rollouts.Honest], Callable[[Any], None], str]] = 
     (broken_weights.Copying, SHOWN, r"exposes model\.embed_tokens\.weight, but its answers do not change"),
     (broken_weights.Unfusing, SHOWN, r"exposes model\.layers\.1\.mlp\.up_proj\.weight, but its answers do not change"),
     (broken_weights.Frozen, SHOWN, r"exposes model\.norm\.weight, but its answers do not change"),
+    (broken_weights.Keeping, PROVEN, "a proof must be of all weights that are there, but is"),
+    (broken_weights.Halfway, PROVEN, "a proof must be of all weights that are there, but is"),
+    (broken_weights.Unrelated, PROVEN, "a proof must change with the weights"),
+    (broken_weights.Undefined, PROVEN, "must have finite log-probabilities, got"),
+    (broken_weights.Curt, PROVEN, "must have a number for each token"),
+    (broken_weights.Imitating, PROVEN, "must be of the weights that sample"),
     (broken_weights.Hasty, PAUSED, "was accepted by an engine that was not paused"),
     (broken_weights.Anybody, PAUSED, "of a policy that is not served was accepted"),
     (broken_weights.Lenient, BEGUN, "must be finished by the version that began it"),
@@ -100,6 +108,9 @@ class _Suite(RolloutEngineContract):
     def open_engine(self) -> RolloutEngine:
         return cast(RolloutEngine, self._engine())
 
+    def held(self) -> Sequence[Tensor]:
+        return [parameter.detach() for parameter in broken_rollouts.model().module.parameters()]
+
     def says(self, tokens: Sequence[int]) -> str | None:
         return str(families.tokenizer().decode(list(tokens), skip_special_tokens=False))
 
@@ -117,6 +128,10 @@ def test_every_promise_of_the_suite_is_broken_by_somebody() -> None:
     promises = {name for name in dir(RolloutEngineContract) if name.startswith("test_")}
     broken = {promise.__name__ for _, promise, _ in BROKEN}
     assert promises - broken == {"test_an_idle_engine_answers_at_once"}, "which only a wait of minutes could break"
+
+
+def test_an_engine_that_exposes_no_tensors_may_keep_every_promise() -> None:
+    PROVEN(_Suite(broken_weights.Hidden))
 
 
 class Batched(broken_weights.Hasty):

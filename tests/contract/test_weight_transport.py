@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import families
+import numpy as np
 import published_ranks
 import pytest
 import torch
@@ -24,10 +26,12 @@ from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.publication import Alias, Roles, transport
 from posttrain.engine.models.files import ModelSource
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.sharding import layout_of
 from posttrain.engine.roles.training import TrainWorker
-from posttrain.engine.rollout.port import PromptBatch, SamplingParams
-from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.rollout.port import PromptBatch, Proof, SamplingParams
+from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
+from posttrain.engine.rollout.worker import EngineError, RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
 from posttrain.engine.weights.stream import AdapterOnly, Bucket, PolicyVersion, carried
@@ -59,7 +63,7 @@ class Apart:
         self.roles.publish(PolicyVersion(0, self.step))
 
     def decoded(self) -> dict[str, Tensor]:
-        return {name: view.clone() for name, view in self.rollout._engine.views() or ()}
+        return {name: view.clone() for name, view in self.rollout._engine.attest(()).views or ()}
 
     def trained(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.policy.engine.model.module.named_parameters()}
@@ -226,14 +230,14 @@ def test_another_model_is_refused_before_anything_moves(tmp_path: Path) -> None:
     families.build("llama").save_pretrained(tmp_path / "other")
     pool = ResourcePool(InlineBackend(pool="rollout"))
     other = pool.start("rollout", RolloutWorker, ModelSource(tmp_path / "other", "float32"))
-    before = {name: view.clone() for name, view in other.one(lambda worker: worker)._engine.views() or ()}
+    before = {name: view.clone() for name, view in other.one(lambda worker: worker)._engine.attest(()).views or ()}
     with pytest.raises(
         IntegrityError,
         match=r"published weights must match the reader's model: .* (has shape .*, expected .*|is not in that model); "
         "give both roles the same model",
     ):
         replace(apart.roles, rollout=other).publish(PolicyVersion(0, 1))
-    assert same(before, dict(other.one(lambda worker: worker)._engine.views() or ()))
+    assert same(before, dict(other.one(lambda worker: worker)._engine.attest(()).views or ()))
 
 
 def test_the_readers_type_is_the_declared_one(tmp_path: Path) -> None:
@@ -245,7 +249,7 @@ def test_the_readers_type_is_the_declared_one(tmp_path: Path) -> None:
     policy.one(TrainWorker.update, BATCH, SupervisedObjective(Totals.of(BATCH)), step=0)
     Roles({"policy": policy}, rollout=rollout).publish(PolicyVersion(0, 1))
     held = dict(policy.one(lambda worker: worker).engine.model.module.named_parameters())
-    for name, view in rollout.one(lambda worker: worker)._engine.views():
+    for name, view in rollout.one(lambda worker: worker)._engine.attest(()).views:
         assert torch.equal(view, held[name].bfloat16())
 
 
@@ -276,7 +280,7 @@ class TestAdapters:
 
     def test_another_base_at_the_reader_is_refused(self, tmp_path: Path) -> None:
         apart = self.frozen(tmp_path)
-        flip(dict(apart.rollout._engine.views() or ())["model.layers.1.mlp.down_proj.weight"])
+        flip(dict(apart.rollout._engine.attest(()).views or ())["model.layers.1.mlp.down_proj.weight"])
         with pytest.raises(IntegrityError, match=r"1 tensors differ, first model\.layers\.1\.mlp\.down_proj"):
             apart.publish()
 
@@ -335,8 +339,8 @@ class Says:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def views(self) -> Any:
-        return self._views(self._engine.views())
+    def attest(self, challenge: Any) -> Proof:
+        return Proof(self._views(self._engine.attest(challenge).views))
 
 
 def test_an_engine_beside_its_policy_that_reads_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -350,7 +354,7 @@ def test_an_engine_beside_its_policy_that_reads_elsewhere_is_refused(tmp_path: P
     assert isinstance(way, Alias)
     way.publish(PolicyVersion(0, 1))
     worker: Any = rollout.one(lambda worker: worker)
-    (name, first), *rest = worker._engine.views()
+    (name, first), *rest = worker._engine.attest(()).views
     stale = first.detach().clone()
     worker._engine = Says(worker._engine, lambda views: [(name, stale), *rest])
     way.publish(PolicyVersion(0, 2))
@@ -364,12 +368,84 @@ def test_an_engine_beside_its_policy_that_reads_elsewhere_is_refused(tmp_path: P
     assert worker._version == PolicyVersion(0, 2)
 
 
-def test_an_engine_of_its_own_pool_that_cannot_say_what_it_decodes_with_is_refused(tmp_path: Path) -> None:
+class Proves:
+    """An engine that exposes no tensors, and answers a challenge with the scores of a model."""
+
+    def __init__(self, engine: Any, model: LanguageModel | None) -> None:
+        self._engine, self._model = engine, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def attest(self, challenge: Any) -> Proof:
+        if self._model is None:
+            raise InputError("it has no weights")
+        return Proof(logprobs=[one.logprobs for one in prompt_logprobs(self._model, challenge, 0)])
+
+
+TEXTS = ((5, 9, 3, 7, 8, 2, 5), (4, 6, 6, 4), (11, 3, 12, 6, 9, 11))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_engine_that_exposes_no_tensors_is_probed(dtype: str, stale: bool, tmp_path: Path) -> None:
+    apart = Apart(tmp_path, "qwen3", dtype)
+    apart.roles.prober.texts = TEXTS
+    worker: Any = apart.rollout
+    own = adopt_module(deepcopy(worker._module) if stale else worker._module)
+    worker._engine = Proves(worker._engine, own)
+    apart.step += 1
+    assert apart.roles.publish(PolicyVersion(0, 1)) == "undecided", "there is no version before"
+    assert apart.roles.publish(PolicyVersion(0, 2)) == "undecided", "nothing was learned"
+    apart.learn()
+    if not stale:
+        assert apart.roles.publish(PolicyVersion(0, 3)) == "probe"
+        return
+    with pytest.raises(IntegrityError) as caught:
+        apart.roles.publish(PolicyVersion(0, 3))
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith(
+        "rollout rank 0 must decode with policy version 0.3, got log-probabilities nearer version 0.2: "
+    )
+
+
+def test_weights_that_differ_on_the_way_to_a_probed_engine_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the digest of the tensors from which it takes its weights: the versions are equal, so no probe helps."""
+    apart = Apart(tmp_path, "qwen3", "float32")
+    apart.roles.prober.texts = TEXTS
+    worker: Any = apart.rollout
+    worker._engine = Proves(worker._engine, adopt_module(worker._module))
+    apart.publish()
+    in_transit(apart, monkeypatch)
+    with pytest.raises(IntegrityError, match="the weights were altered on the way; resume from the last checkpoint"):
+        apart.publish()
+
+
+def test_an_engine_of_its_own_pool_that_can_prove_nothing_is_refused(tmp_path: Path) -> None:
     apart = Apart(tmp_path, "qwen3", "float32")
     worker: Any = apart.rollout
-    worker._engine = Says(worker._engine, lambda views: None)
-    apart.learn()
+    native = worker._engine
+    worker._engine = Proves(native, None)
     with pytest.raises(
-        InputError, match=r"rollout engine native of rank 0 cannot attest its weights; use an engine that can"
+        InputError,
+        match=r"it has no weights",
     ):
         apart.publish()
+    worker._engine = Proves(native, adopt_module(worker._module))
+    with pytest.raises(InputError, match=r"batch"):
+        apart.publish()
+
+
+@pytest.mark.parametrize("values", [[[0.0, float("nan"), -1.0]], [[0.0, -1.0]], [[0.0, -1.0, -1.0], [0.0]], []])
+def test_an_answer_to_a_challenge_that_is_none_is_one_line(values: list[list[float]], tmp_path: Path) -> None:
+    worker: Any = Apart(tmp_path, "qwen3", "float32").rollout
+    worker._engine = Proves(worker._engine, None)
+    worker._engine.attest = lambda challenge: Proof(logprobs=[np.array(one) for one in values])
+    odd = sum(bool(np.isnan(one).any()) for one in values)
+    got = f"{sum(map(len, values))} numbers in {len(values)} texts, {odd} of them not finite"
+    line = rf"rank 0 must attest with one finite .* for each of 3 tokens in 1 texts, got {got}; fix it$"
+    with pytest.raises(EngineError, match=line):
+        worker.probe(((5, 9, 3),))

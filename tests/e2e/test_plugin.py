@@ -216,7 +216,7 @@ def test_a_run_trains_through_a_packages_engines(empty: Workbench, python: Path,
     empty.check(run_id)
 
     pip(python, "uninstall", "--yes", "--quiet", name)
-    lacking = {path: text.replace('provides=("stop", "views")', "provides=()") for path, text in sources.items()}
+    lacking = {path: text.replace('provides=("stop", "attest")', "provides=()") for path, text in sources.items()}
     pip(python, "install", "--no-index", "--no-deps", "--quiet", str(wheel(tmp_path, name, version, points, lacking)))
     refused = run("plan", "run.yaml")
     assert refused.returncode == 2

@@ -442,7 +442,7 @@ def test_an_engine_without_counts_is_refused_when_it_is_opened() -> None:
     model = adopt_module(initial_model(TINY, TOKENIZER, 0))
     config = GRPOConfig(data="d", reward="r", steps=1)
     with pytest.raises(
-        InputError, match=r"^rollout engine old lacks holds_sessions, views, counts, .*port\.RolloutEngine requires"
+        InputError, match=r"^rollout engine old lacks holds_sessions, attest, counts, .*port\.RolloutEngine requires"
     ):
         open_roles(config, model, 11, inline(), engine=Old())  # type: ignore[arg-type]
 

@@ -119,8 +119,8 @@ def test_an_unknown_engine_is_told_of_those_there_are(site: Path) -> None:
 LACKING: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {**GRPO, **FAST, "stop": ["x"]}, "rollout stop"),
     ("evaluate", {**SUITE, **FAST, "suites": {"h": {"data": "d"}, "i": {"data": "d", "stop": ["x"]}}}, "rollout stop"),
-    ("grpo", {**GRPO, **FAST, "placement": APART}, "rollout views"),
-    ("grpo", {**GRPO, **FAST, "placement": {"collocated": {"ranks": 2}}}, "rollout views"),
+    ("grpo", {**GRPO, **FAST, "placement": APART}, "rollout attest"),
+    ("grpo", {**GRPO, **FAST, "placement": {"collocated": {"ranks": 2}}}, "rollout attest"),
     ("sft", {**SFT, **TRAINED, "placement": {"collocated": {"ranks": 2}}}, "train ranks"),
     (
         "ppo",
@@ -161,7 +161,7 @@ BROKEN = [
     ("3", "must name an EngineSpec whose open is module:Name, got 3"),
     ('EngineSpec("no path")', "must name an EngineSpec whose open is module:Name"),
     ("EngineSpec(3)", "reading its EngineSpec raised TypeError"),
-    ('EngineSpec("a:B", ("stop", "speed"))', "provides must be some of stop, views, got speed"),
+    ('EngineSpec("a:B", ("stop", "speed"))', "provides must be some of stop, attest, got speed"),
     ("1 / 0", "raised ZeroDivisionError: division by zero; fix or uninstall it"),
 ]
 
@@ -327,7 +327,7 @@ def test_a_stages_engines_reach_its_workers(site: Path) -> None:
 def test_a_broken_engine_is_one_line_of_its_package(site: Path, opened: str) -> None:
     add(site, opened=opened)
     says = {
-        "Hollow": " lacks holds_sessions, views, counts, submit, completed, progress, score, release, abort, pause, ",
+        "Hollow": " lacks holds_sessions, attest, counts, submit, completed, progress, score, release, abort, pause, ",
         "Absent": ": loading ",
         "Raises": " raised ZeroDivisionError: division by zero; fix or uninstall it",
     }[opened]

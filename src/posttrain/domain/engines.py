@@ -25,7 +25,7 @@ ENGINE: Final = "engine:"  # prefix of an installed engine's name in the `code` 
 PROVIDED: Final[Mapping[str, Mapping[str, str]]] = {
     ROLLOUT_ENGINE: {
         "stop": "stop strings",
-        "views": "weights that arrive from other processes",
+        "attest": "weights that arrive from other processes",
         "sessions": "samples with several turns, without reading earlier turns again",
     },
     TRAIN_ENGINE: {"ranks": "several ranks", "values": "a critic or a reward model"},
@@ -42,7 +42,7 @@ class EngineSpec:
     """
 
     open: str
-    provides: tuple[str, ...] = ()  # rollout: stop, views, sessions; train: ranks, values
+    provides: tuple[str, ...] = ()  # rollout: stop, attest, sessions; train: ranks, values
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ class SamplingConfig(TrainingConfig):
     def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
         """See `StageConfig.engines`; only a rollout in the process of the whole policy reads the policy's weights."""
         policy, rollout = (self.placement.pool_of(role.name) for role in (POLICY, ROLLOUT))
-        needs = {"stop": bool(self.stop), "views": policy != rollout or policy.ranks > 1}
+        needs = {"stop": bool(self.stop), "attest": policy != rollout or policy.ranks > 1}
         return super().engines() | {ROLLOUT_ENGINE: (self.rollout.engine, needs)}
 
     @property

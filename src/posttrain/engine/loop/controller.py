@@ -287,8 +287,9 @@ class Controller:
 
     def _publish_weights(self) -> None:
         """Publish the weights of the last update, with which the next rollout samples."""
-        with Trace(self.sink, max(self._step - 1, 0)).span("weights"):
-            self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
+        with Trace(self.sink, max(self._step - 1, 0)).span("weights") as span:
+            attested = self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
+            span |= {"attested": attested} if attested else {}
         self.recorder.step = self._step
 
     def _probe(self) -> None:

@@ -32,6 +32,7 @@ from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scores import Environment, Scorer
 from posttrain.engine.trace import SampleTracer, StepReport, Trace, TraceBudget
+from posttrain.engine.weights.probe import Attested, challenge_of
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder
 from posttrain.sandbox.port import Score
@@ -153,6 +154,7 @@ class OnPolicy:
     ) -> None:
         self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(prompts), seed)
+        roles.prober.texts = challenge_of(prompt.tokens for prompt in prompts)
         self._algorithm, self._prompts, self._scorer, self._seed = algorithm, prompts, scorer, seed
         self._text = text
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
@@ -242,10 +244,10 @@ class OnPolicy:
             tokens, metrics, engine_metrics(ahead.counts) | ({"trace/dropped": float(left)} if left else {})
         )
 
-    def publish_weights(self, version: PolicyVersion) -> None:
+    def publish_weights(self, version: PolicyVersion) -> Attested:
         """Publish the weights of the last update to the rollout, which must not be sampling."""
-        self.roles.publish(version)
         self._ahead.version = version.step
+        return self.roles.publish(version)
 
     def rewind(self) -> None:
         """Drop the step's samples; a resumed job samples them again."""

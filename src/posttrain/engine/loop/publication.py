@@ -6,9 +6,15 @@
     attest: hash of own shards  ────────▶ sum: the expected hash
     bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
                                           compare ◀──────────────────── attest: hash of the decoder's weights
+    fill: scores of texts       ────────▶ verdict ◀──────────────────── probe: the engine's scores of these texts
 
 One version is published at a time, while no rank samples. If the hashes differ, the rollout's weights match no version,
 so the job fails, and the next attempt continues from the last checkpoint.
+
+The last line of the diagram is only for an engine that exposes no tensors (`weights.probe`). The hash is then of the
+tensors from which the engine takes its weights. The texts are the first prompts of the stage's data. The policy's
+scores of the version before are those of its publication; an attempt that continues from a checkpoint has none, so the
+verdict on its first publication is `undecided`.
 
 A rank that is replaced during a transfer lacks the earlier buckets, so the transfer starts again for all ranks. A rank
 that is replaced later gets the weights from a rank that samples with them or, if the policy has not learned since the
@@ -24,12 +30,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.port import WorkerLostError, nothing
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.sharding import Layout
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.weights.probe import Attested, Challenge, Probe, tolerance, weakest
 from posttrain.engine.weights.stream import Attestation, AttestedWeights, Bucket, PolicyVersion
 
 # a group that has the published weights, and the methods of its workers that attest and return the weights in buckets
@@ -37,19 +47,70 @@ _Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]
 
 
 @final
+@dataclass(slots=True)
+class Prober:
+    """Attests engines that expose no tensors.
+
+    Args:
+        texts: the challenge, the same at every publication of a stage.
+    """
+
+    texts: Challenge = ()
+    _latest: Probe | None = None
+
+    def verdict(
+        self,
+        policy: WorkerGroup[TrainWorker],
+        rollout: WorkerGroup[RolloutWorker],
+        version: PolicyVersion,
+        ranks: Collection[int],
+    ) -> Attested:
+        """Return the weakest verdict on these ranks of the rollout, which sample with `version`.
+
+        Raises:
+            IntegrityError: the engine of a rank decodes with different weights.
+            InputError: there are no texts.
+        """
+        if self._latest is None or self._latest.version != version:
+            self._latest = self._pose(policy, rollout, version)
+        found, probe = rollout.at(ranks).each(RolloutWorker.probe, self.texts), self._latest
+        return weakest(probe.verdict(f"rollout rank {rank}", one) for rank, one in zip(ranks, found, strict=True))
+
+    def _pose(
+        self, policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker], version: PolicyVersion
+    ) -> Probe:
+        batch = TokenBatch.pack([Document(text[:1], text[1:], temperature=1.0) for text in self.texts])
+        now = (
+            policy.map(TrainWorker.fill, batch, "now", "logprobs")
+            .column("now")[batch.response_mask]
+            .cpu()
+            .double()
+            .numpy()
+        )
+        dtypes = {entry.dtype for entry in rollout.one(RolloutWorker.layout) if entry.dtype.is_floating_point}
+        rounding = tolerance(max(policy.one(TrainWorker.epsilon), *(torch.finfo(dtype).eps for dtype in dtypes)))
+        return Probe(version, now, self._latest and (self._latest.version, self._latest.now), rounding)
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Alias:
     """The rollout reads the policy's memory: nothing is transferred."""
 
+    policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
+    prober: Prober
 
-    def publish(self, version: PolicyVersion) -> None:
+    def publish(self, version: PolicyVersion) -> Attested:
         """Publish the current policy: the rollout samples with it from now on.
 
         Raises:
             IntegrityError: a rollout rank decodes with different weights.
         """
-        self.rollout.each(RolloutWorker.samples_with, version)
+        found = self.rollout.each(RolloutWorker.samples_with, version)
+        if probed := [rank for rank, attested in enumerate(found) if attested == "probe"]:
+            found.append(self.prober.verdict(self.policy, self.rollout, version, probed))
+        return weakest(found)
 
 
 @final
@@ -60,8 +121,9 @@ class Buckets:
     policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
     neighbours: bool  # whether the rollout's ranks run in the policy's processes
+    prober: Prober
 
-    def publish(self, version: PolicyVersion) -> None:
+    def publish(self, version: PolicyVersion) -> Attested:
         """See `Alias.publish`."""
         published, ranks = None, range(self.rollout.ranks)
         while published is None:
@@ -69,7 +131,8 @@ class Buckets:
                 published = self._carry(version, self._learned, ranks)
             except WorkerLostError as lost:
                 self.rollout.replacing.replace(lost)
-        self.rollout.replacing.restore = partial(self._restore, version, published)
+        self.rollout.replacing.restore = partial(self._restore, version, published[0])
+        return published[1]
 
     @property
     def _learned(self) -> _Giver:
@@ -87,8 +150,8 @@ class Buckets:
 
     def _carry(
         self, version: PolicyVersion, giver: _Giver, ranks: Collection[int], published: Attestation | None = None
-    ) -> Attestation:
-        """Transfer weights from the giver to these ranks of the rollout; return their attestation.
+    ) -> tuple[Attestation, Attested]:
+        """Transfer weights from the giver to these ranks of the rollout; return their attestation and the verdict.
 
         Args:
             published: the required attestation; None: the attestation of the giver.
@@ -110,10 +173,12 @@ class Buckets:
         else:
             for _ in range(count):
                 readers.each(RolloutWorker.take, group.each_stored(bucket))
-        for rank, loaded in zip(ranks, readers.each(RolloutWorker.attest), strict=True):
+        found = list(zip(ranks, readers.each(RolloutWorker.attest), strict=True))
+        for rank, loaded in found:
             self._compare(version, rank, expected, loaded)
         readers.each(RolloutWorker.accept, version, expected)
-        return expected
+        probed = [rank for rank, loaded in found if not loaded.exact]
+        return expected, self.prober.verdict(self.policy, self.rollout, version, probed) if probed else "exact"
 
     def _complete(self, expected: Attestation, layout: Layout) -> None:
         missing = {entry.name for entry in layout} ^ expected.parts.keys()
@@ -141,14 +206,16 @@ class Buckets:
 WeightTransport = Alias | Buckets
 
 
-def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker]) -> WeightTransport:
+def transport(
+    policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker], prober: Prober | None = None
+) -> WeightTransport:
     """Return the transport between two roles, according to their placement.
 
     A rank that is replaced after this call gets its weights with the next published version.
     """
     rollout.replacing.restore = nothing
-    view = rollout.one(RolloutWorker.view)
-    return Alias(rollout) if view == "alias" else Buckets(policy, rollout, view == "neighbour")
+    view, prober = rollout.one(RolloutWorker.view), prober or Prober()
+    return Alias(policy, rollout, prober) if view == "alias" else Buckets(policy, rollout, view == "neighbour", prober)
 
 
 @final
@@ -164,6 +231,7 @@ class Roles:
     rollout: WorkerGroup[RolloutWorker] | None = None
     sleeps: bool = False  # whether frozen roles free their memory when their phase is over
     micro_batch_tokens: int = 0  # per rank; 0: unknown, so all documents are requested in one call
+    prober: Prober = field(default_factory=Prober)
 
     @property
     def made(self) -> WorkerGroup[TrainWorker]:
@@ -224,14 +292,14 @@ class Roles:
                 found |= _of_role(role, frozen.one(FrozenWorker.fallbacks))
         return found
 
-    def publish(self, version: PolicyVersion) -> None:
+    def publish(self, version: PolicyVersion) -> Attested:
         """Publish the current policy: the rollout samples with it from now on, after attesting the weights.
 
         Raises:
             IntegrityError: a rollout rank decodes with weights that differ from the published weights.
+            InputError: see `Prober.verdict`.
         """
-        if self.rollout is not None:
-            transport(self.made, self.rollout).publish(version)
+        return transport(self.made, self.sampler, self.prober).publish(version)
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write every learner's part of a checkpoint; return a map from file name to digest."""

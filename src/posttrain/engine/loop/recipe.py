@@ -25,6 +25,7 @@ from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Group, Prompt, Sample, Segment, Trajectory
 from posttrain.engine.trace import StepReport, Trace
 from posttrain.engine.weights.checkpoint import write_tensors
+from posttrain.engine.weights.probe import Attested
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.pacing.admission import Entry
 from posttrain.sandbox.port import Score
@@ -119,8 +120,8 @@ class Recipe(Protocol):
             reserve: called before the tokens of the step exceed what `max_tokens` returned.
         """
 
-    def publish_weights(self, version: PolicyVersion) -> None:
-        """Publish the current policy to the rollout under this version."""
+    def publish_weights(self, version: PolicyVersion) -> Attested | None:
+        """Publish the current policy to the rollout under this version; return how it was attested, if one samples."""
 
     def rewind(self) -> None:
         """Drop the work of a step that has not trained yet; a resumed job repeats it."""

@@ -29,10 +29,11 @@ from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, U
 from posttrain.engine.roles.port import Division, Update as Done
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.trace import SampleTracer, Trace
+from posttrain.engine.weights.probe import tolerance
 
-# k3 is about half the mean squared difference of two log-probabilities. Rounding explains differences of 8 times the
-# epsilon of the dtype in which layers compute (0.06 in bfloat16, 0.008 in float16), and of 1e-3 in any dtype.
-_ROUNDING, _EPSILONS = 5e-7, 8
+_ROUNDING = (
+    5e-7  # k3, about half the mean squared difference of two log-probabilities, that `tolerance` allows any dtype
+)
 _LOOK = 0.02  # seconds of other work between two polls of an update
 Meanwhile = Callable[[Trace, float], bool]
 
@@ -388,7 +389,7 @@ class Learning:
         if not self._compares or found <= _ROUNDING:
             return
         learner = next(iter(self._roles.learners.values()))
-        rounding = max(_ROUNDING, (_EPSILONS * learner.one(TrainWorker.epsilon)) ** 2 / 2)
+        rounding = tolerance(learner.one(TrainWorker.epsilon)) ** 2 / 2
         if found <= rounding:
             return
         line = (

@@ -1,13 +1,19 @@
 """An engine that decodes one batch at a time; work that arrives during a batch waits."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from posttrain.domain.errors import InputError
-from posttrain.engine.rollout.port import Completion, Delta, Generation, InFlight, PromptLogprobs, prompt_segments
+from posttrain.engine.rollout.port import (
+    Completion,
+    Delta,
+    Generation,
+    InFlight,
+    PromptLogprobs,
+    Proof,
+    prompt_segments,
+)
 from posttrain.engine.rollout.schedule import Intake, Row
 from posttrain.engine.samples import Floats, Ints
 
@@ -70,9 +76,9 @@ class BatchedEngine:
         """See `RolloutEngine.counts`; a batch has no counters."""
         return {}
 
-    def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """See `RolloutEngine.views`; a batch exposes no weights."""
-        return None
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        """See `RolloutEngine.attest`; a batch exposes no tensors."""
+        return Proof(logprobs=[one.logprobs for one in self.score(challenge)])
 
     def submit(self, work: Sequence[Generation]) -> None:
         """See `RolloutEngine.submit`."""
@@ -109,7 +115,7 @@ class BatchedEngine:
         Raises:
             InputError: always; a subclass with weights implements it.
         """
-        raise InputError(f"rollout engine {self.name} cannot score texts; use native or module")
+        raise InputError(f"rollout engine {self.name} can neither score texts nor attest weights; use native or module")
 
     def release(self, sessions: Collection[str]) -> None:
         """See `RolloutEngine.release`; nothing is held."""

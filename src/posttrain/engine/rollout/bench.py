@@ -5,12 +5,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.port import Delta, Generation, RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
 
 WAIT = 300.0  # seconds to wait for the next answer before the engine counts as hung
+APART = 1e-3  # allowed difference between the log-probabilities of sampling and of scoring
 _ROUNDING = 1e-4  # allowed difference of a log-probability between two paths of computation
 
 
@@ -26,10 +28,14 @@ class Bench:
     in_place = True  # whether weights change where the engine reads them; False: the engine loads each version
     turns = 3  # further turns of a session
     streams = True  # whether `progress` returns tokens before their answer
-    scores = True  # whether the engine has weights to score texts with
+    scores = True  # whether the engine has weights, to score texts with and to attest
     keeps = True  # whether the engine can keep keys and values of old weights (`keep_kv`)
     others: Sequence[str] = ()  # policies that the engine serves in addition to the one in training
     unheard: Collection[str] = ()  # tensors without effect on the answers to `prompts`, e.g. unused experts
+
+    def held(self) -> Sequence[Tensor]:
+        """Return the tensors from which engines that expose none take their weights when opened and at an update."""
+        return ()
 
     def open_engine(self) -> RolloutEngine:
         """Return a new engine, idle and not paused.

@@ -11,8 +11,9 @@ end. They have no reference model. They compare results that an engine returns a
 the same token has the same log-probability at a given temperature, however it was drawn.
 
 Weights: the tests check which weights an engine reads, when weights may change, and how begun responses continue. They
-change the tensors that an engine exposes, in place, and restore them. For an engine that exposes no tensors, they can
-check only the reported versions.
+change the tensors that an engine exposes, in place, and restore them. For an engine that exposes no tensors, they
+change `Bench.held` and compare the engine's proof with that of a new engine; without `held`, they can check only the
+reported versions, and that the engine samples with the log-probabilities of its proof.
 
 `bench.Bench` has the members that a subclass defines, and the helpers that query an engine; `contract_turns` has the
 tests of partial answers, sessions, scores and policies.
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.bench import WAIT, Bench, refuses, require, same
+from posttrain.engine.rollout.bench import APART, WAIT, Bench, refuses, require, same
 from posttrain.engine.rollout.contract_turns import PolicyContract, ScoreContract, SessionContract, StreamContract
 from posttrain.engine.rollout.port import Completion, Generation, InFlight, RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
@@ -177,7 +178,7 @@ class WeightContract(Bench):
 
     def shown(self, engine: RolloutEngine) -> list[tuple[str, Tensor]]:
         """Return the tensors that can be changed in place, each memory address once."""
-        views = engine.views() if self.in_place else None
+        views = engine.attest(()).views if self.in_place and self.scores else None
         places = {(held.data_ptr(), held.shape, held.stride()): (name, held) for name, held in views or ()}
         return list(places.values())
 
@@ -197,6 +198,39 @@ class WeightContract(Bench):
         self.tell(engine, _OLD)
         for asked, answer in self.ask(engine, work).items():
             same(asked, before[asked], answer, self.tolerance)
+
+    def test_a_proof_is_of_the_weights_of_now(self) -> None:
+        """A proof by log-probabilities: those of sampling, and those of an engine that is opened with these weights."""
+        engine = self.open_engine()
+        if not self.scores or engine.attest(()).views is not None:
+            return
+        self.tell(engine, _OLD)
+        before = self._proven(engine)
+        if not (held := self.held()):
+            return
+        with changed(held, _noisy):
+            self.tell(engine, _NEW)
+            found, fresh = self._proven(engine), self._proven(self.open_engine())
+        apart, moved = (max(abs(a - b) for a, b in zip(found, other, strict=True)) for other in (fresh, before))
+        require(apart <= self.rounding, f"a proof must be of all weights that are there, but is {apart:g} off")
+        require(moved > self.rounding, f"a proof must change with the weights, but changed by {moved:g}")
+
+    def _proven(self, engine: RolloutEngine) -> list[float]:
+        """Return the log-probabilities of the prompts in a proof, after checking the proof."""
+        work = self.work(samples=1, greedy=True)
+        answers = self.ask(engine, work)
+        texts = [(*asked.tokens, *answers[asked.id].response.tolist()) for asked in work]
+        found = [np.asarray(one) for one in engine.attest(texts).logprobs]
+        lengths = [one.shape for one in found]
+        require(
+            lengths == [(len(text),) for text in texts], f"a proof must have a number for each token, got {lengths}"
+        )
+        for asked, one in zip(work, found, strict=True):
+            require(bool(np.isfinite(one[1:]).all()), f"a proof must have finite log-probabilities, got {one.tolist()}")
+            apart = float(np.abs(one[len(asked.tokens) :] - answers[asked.id].logprobs).max())
+            require(apart <= APART, f"a proof must be of the weights that sample, but differs by {apart:g}")
+        told = engine.attest([(*prompt, prompt[0]) for prompt in self.prompts]).logprobs
+        return [float(value) for one in told for value in one[1:]]
 
     def test_logits_that_are_not_finite_end_the_job(self) -> None:
         """Tested for every way to choose tokens."""

@@ -6,13 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.engine.rollout.bench import WAIT, Bench, refuses, require, same
+from posttrain.engine.rollout.bench import APART, WAIT, Bench, refuses, require, same
 from posttrain.engine.rollout.port import Delta, Generation, RolloutEngine
 from posttrain.engine.samples import Trajectory
 
 _OBSERVED = (6, 4, 9)  # tokens that an environment answers with
 _READ = "prefilled_tokens", "preemptions"
-_APART = 1e-3  # allowed difference between the log-probabilities of sampling and of scoring
 
 
 class StreamContract(Bench):
@@ -184,7 +183,7 @@ class ScoreContract(Bench):
             none = np.isnan(found.logprobs[0]) and (found.top_tokens[0] == -1).all()
             require(bool(none), "the first token of a text must have no log-probability")
             apart = float(np.abs(found.logprobs[begin:] - answer.logprobs).max())
-            require(apart <= _APART, f"scores and sampling differ by {apart:g}")
+            require(apart <= APART, f"scores and sampling differ by {apart:g}")
             likeliest = found.top_tokens[begin:, 0].tolist() == answer.response.tolist()
             require(likeliest, "the likeliest token must be the one that greedy sampling draws")
             require(bool((found.top_logprobs[1:, 0] == found.top_logprobs[1:].max(1)).all()), "the likeliest is first")

@@ -147,6 +147,14 @@ def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """The proof of the weights with which an engine decodes: the tensors themselves, or their log-probabilities."""
+
+    views: Iterable[tuple[str, Tensor]] | None = None  # (name, tensor); None: the engine cannot expose its tensors
+    logprobs: Sequence[Floats] = ()  # without `views`: `PromptLogprobs.logprobs` of each text of the challenge
+
+
 class RolloutEngine(Protocol):
     """Samples responses from a policy; work and answers are streams.
 
@@ -186,11 +194,19 @@ class RolloutEngine(Protocol):
     def holds_sessions(self) -> bool:
         """Whether the engine keeps the keys and values of sessions; if not, it reads all tokens of a session again."""
 
-    def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return the tensors that the engine decodes with (not copies), unfused, by Hugging Face parameter names.
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        """Prove with which weights the engine decodes since the last update.
 
-        A tied tensor is returned under its first name, once for each place that reads it. None: the engine cannot
-        report its tensors.
+        An exact proof has the tensors (not copies), unfused, by Hugging Face parameter names. A tied tensor is
+        returned under its first name, once for each place that reads it. Any other proof, for example that of a server
+        or of a quantised copy, has log-probabilities: `Proof(logprobs=[one.logprobs for one in
+        self.score(challenge)])`.
+
+        Args:
+            challenge: texts, each of at least two tokens; without texts, only the kind of the proof is requested.
+
+        Raises:
+            InputError: the engine has neither tensors nor log-probabilities.
         """
 
     def counts(self) -> Mapping[str, int]:

@@ -10,6 +10,7 @@ log-probabilities that are not finite. On any such error, the call fails with a 
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import ClassVar, cast, final
 
@@ -28,7 +29,7 @@ from posttrain.engine.batch import Provenance
 from posttrain.engine.groups.port import RankContext, Stored
 from posttrain.engine.models.files import ModelSource, load_tokenizer
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.sharding import Layout, Shard, layout_of, put
+from posttrain.engine.models.sharding import Layout, Shard, layout_of, module_views, put
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
@@ -44,6 +45,7 @@ from posttrain.engine.rollout.port import (
 )
 from posttrain.engine.rollout.turns import Conversations
 from posttrain.engine.samples import Ints, Trajectory, groups_of
+from posttrain.engine.weights.probe import Attested, Challenge, Values
 from posttrain.engine.weights.stream import (
     Attestation,
     AttestedWeights,
@@ -407,13 +409,19 @@ class RolloutWorker:
         """See `Backbone.fallbacks`."""
         return dict(self._fallbacks)
 
-    def samples_with(self, version: PolicyVersion) -> str:
+    def samples_with(self, version: PolicyVersion) -> Attested:
         """Sample as `version` from now on. An alias first checks that it still reads the policy's memory.
+
+        The result is "probe" if a probe must attest the engine, and "none" if the engine can prove nothing.
 
         Raises:
             IntegrityError: the engine decodes with a tensor that is neither the policy's tensor nor equal to it.
         """
-        views = self._engine.views() if self._view == "alias" else None
+        found: Attested = "none"
+        views = None
+        with suppress(InputError):
+            views = self._engine.attest(()).views
+            found = "probe" if views is None else "exact"
         if views is not None and self._neighbour is not None:
             odd = differing_aliases(self._neighbour.export(), views)
             if odd:
@@ -422,7 +430,7 @@ class RolloutWorker:
                     f"tensors that are not version {version}'s: {odd[0]}; reopen the rollout engine"
                 )
         self._say(version)
-        return str(version)
+        return found
 
     def offer(self, layout: Layout) -> tuple[Attestation, int]:
         """Attest this rank's weights for replaced ranks of the rollout; see `WeightSource.attest`."""
@@ -447,22 +455,33 @@ class RolloutWorker:
         exchange(self._neighbour, count, self._put)
 
     def attest(self) -> AttestedWeights:
-        """Attest the weights that this engine decodes with, by its views.
+        """Attest the tensors that this engine decodes with or, if it exposes none, those from which it takes them.
 
         Raises:
-            InputError: the engine cannot report its weights.
+            InputError: the engine has neither tensors nor log-probabilities.
         """
-        views = self._engine.views()
-        if views is None:
-            raise InputError(
-                f"rollout engine {self._engine.name} of rank {self._rank} cannot attest its weights; use an engine "
-                "that can, or place the rollout with the policy"
+        views = self._engine.attest(()).views
+        found = attest_views(module_views(self._module) if views is None else views)
+        version, before = self._served or (None, None)
+        return AttestedWeights(found, version, changed=found != before, exact=views is not None)
+
+    def probe(self, texts: Challenge) -> Values:
+        """Return the engine's log-probabilities of every token of the texts except the first of each, [places].
+
+        Raises:
+            EngineError: a value is missing, left over or not finite.
+        """
+        found = [np.asarray(one, dtype=np.float64) for one in self._engine.attest(texts).logprobs]
+        shapes, wanted = [one.shape for one in found], [(len(text),) for text in texts]
+        values = np.concatenate([one[1:] for one in found]) if shapes == wanted else np.empty(0)
+        odd = int((~np.isfinite(values)).sum())
+        if shapes != wanted or odd:
+            raise EngineError(
+                f"rollout engine {self._engine.name} of rank {self._rank} must attest with one finite "
+                f"log-probability for each of {sum(map(len, texts))} tokens in {len(texts)} texts, got "
+                f"{sum(one.size for one in found)} numbers in {len(found)} texts, {odd} of them not finite; fix it"
             )
-        found = attest_views(views)
-        if self._served is None:
-            return AttestedWeights(found, None, changed=True)
-        version, before = self._served
-        return AttestedWeights(found, version, changed=found != before)
+        return values
 
     def accept(self, version: PolicyVersion, found: Attestation) -> str:
         """Accept the attested weights as `version`, and sample with it from now on."""

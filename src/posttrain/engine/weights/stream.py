@@ -421,8 +421,9 @@ class PolicyVersion:
 @final
 @dataclass(frozen=True, slots=True)
 class AttestedWeights:
-    """The weights that one rank of the rollout decodes with, as its engine attested them."""
+    """The tensors that one rank of the rollout decodes with, as its engine exposes them."""
 
     found: Attestation
     before: str | None  # the version before this one; None: unpublished weights
     changed: bool  # whether the weights differ from those of `before`
+    exact: bool  # False: the engine exposes no tensors, so these are the tensors from which it takes its weights

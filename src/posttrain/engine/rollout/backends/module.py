@@ -1,7 +1,7 @@
 """Decoding with any causal language model of transformers, using the model's forward and key-value cache."""
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from posttrain.engine.models.language_model import HALF, LanguageModel
 from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import BatchDecoding, Rows, StopStrings
-from posttrain.engine.rollout.port import Generation, PromptLogprobs
+from posttrain.engine.rollout.port import Generation, PromptLogprobs, Proof
 from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
 
 _DROP_SHARE = 0.15  # dropping rows copies the cache, so several rows are dropped at a time
@@ -37,9 +37,9 @@ class ModuleRollout(BatchedEngine):
         )
         self._model = model
 
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        """See `RolloutEngine.views`."""
-        return module_views(self._model.module)
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        """See `RolloutEngine.attest`."""
+        return Proof(module_views(self._model.module))
 
     def score(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogprobs]:
         """See `RolloutEngine.score`."""

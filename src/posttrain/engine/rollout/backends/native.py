@@ -45,6 +45,7 @@ from posttrain.engine.rollout.port import (
     KVShape,
     KVStore,
     PromptLogprobs,
+    Proof,
     prompt_segments,
 )
 from posttrain.engine.rollout.prompt_logprobs import prompt_logprobs
@@ -197,9 +198,9 @@ class NativeRollout:
         """See `RolloutEngine.counts`."""
         return dict(vars(self.counters))
 
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        """See `RolloutEngine.views`."""
-        return self._weights.views()
+    def attest(self, challenge: Sequence[Sequence[int]]) -> Proof:
+        """See `RolloutEngine.attest`."""
+        return Proof(self._weights.views())
 
     def submit(self, work: Sequence[Generation]) -> None:
         """See `RolloutEngine.submit`.
