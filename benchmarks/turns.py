@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from posttrain.sandbox.observer import ProcessObserver
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.judging import at_most, judge
@@ -45,6 +44,7 @@ from posttrain.engine.samples import Prompt
 from posttrain.engine.scores import TextEnvironment
 from posttrain.engine.trace import Trace
 from posttrain.pacing.admission import Buffer, InOrder
+from posttrain.sandbox.observer import ProcessObserver
 
 OBSERVED = 0.25  # seconds of an observation
 WORDS = {"short": "7", "long": "0123456789+-*/=();:,.<>? abcdefghijklmnopqrstuvwxyz"}  # of a uniform policy

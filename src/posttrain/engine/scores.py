@@ -9,6 +9,7 @@ next state.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,15 @@ from typing import Any, Protocol, final
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.domain.jobs import Span
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 from posttrain.engine.models.files import decode_response, decode_turn
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker
+from posttrain.engine.rollout.port import OpenSample, Reply
 from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import (
     ObserveError,
     Observer,
@@ -338,6 +342,70 @@ class Environment(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Return when a running observation ends, or after `seconds`."""
+
+
+@final
+class Observations:
+    """The environment's observations in one call of the rollout, each begun when its response has ended.
+
+    Args:
+        environment: computes observations.
+        failed: called after the call if the environment failed for some samples, with the first failure, the numbers of
+            failed and of observed samples, and the trace.
+    """
+
+    def __init__(self, environment: Environment, failed: Callable[[str, int, int, Trace], None]) -> None:
+        self._environment, self._failed = environment, failed
+        self._running: dict[tuple[int, int], tuple[int, Future[Observed]]] = {}  # (key, sample) → turn, observation
+        self._samples: set[tuple[int, int]] = set()
+        self._faults: dict[tuple[int, int], str] = {}
+        self._count, self._began, self._waited = 0, 0.0, 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether an observation is running or was not replied to."""
+        return bool(self._running)
+
+    def begin(self, prompt: Prompt, sample: OpenSample) -> None:
+        """Begin to observe a sample."""
+        self._began = self._began or time.time()
+        observed = self._environment.begin(prompt, sample.so_far)
+        self._running[sample.key, sample.sample] = sample.turn, observed
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an observation while nothing is sampled."""
+        if self._running and not any(observed.done() for _, observed in self._running.values()):
+            begin = time.perf_counter()
+            self._environment.wait(seconds)
+            self._waited += time.perf_counter() - begin
+
+    def replies(self) -> list[Reply]:
+        """Return the replies to samples whose observations have ended since the last call."""
+        ended = [(place, *running) for place, running in self._running.items() if running[1].done()]
+        found: list[Reply] = []
+        for place, turn, answer in ended:
+            del self._running[place]
+            seen = answer.result()
+            self._count += 1
+            self._samples.add(place)
+            if isinstance(seen, Failed):
+                self._faults[place] = seen.line
+                found.append(Reply(*place, turn, None, seen.line))
+            else:
+                found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
+        return found
+
+    def tell(self, trace: Trace, batch: int) -> None:
+        """Report the observations of the call; their span is the time in which nothing was sampled.
+
+        Raises:
+            Exception: raised by `failed`.
+        """
+        if self._count:
+            told = {"observations": self._count, "samples": len(self._samples), "failed": len(self._faults)}
+            trace.sink(Span("environment", trace.step, self._began, self._waited, told | {"batch": batch}))
+        if self._faults:
+            self._failed(self._faults[min(self._faults)], len(self._faults), len(self._samples), trace)
 
 
 @final

@@ -52,10 +52,10 @@ from posttrain.engine.loop.publication import Roles
 from posttrain.engine.loop.recipe import Held, Journal, read_held, write_held
 from posttrain.engine.recipes.algorithm import Algorithm, Column, RolloutAlgorithm, ScoredGroup
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
-from posttrain.engine.rollout.port import OpenSample, PromptBatch, Reply, Rollouts, SamplingParams
+from posttrain.engine.rollout.port import PromptBatch, Reply, Rollouts, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt
-from posttrain.engine.scores import Environment, Failed, Observed, Scorer, Stretch
+from posttrain.engine.scores import Environment, Observations, Scorer, Stretch
 from posttrain.engine.trace import Trace
 from posttrain.engine.wide import RowsHandle, WideColumn, WideRows, joined
 from posttrain.pacing.admission import Buffer, Pace
@@ -63,72 +63,8 @@ from posttrain.sandbox.port import Score
 
 _PATIENCE = 60.0  # seconds between two reads of the feed, which has its own deadline
 _LOOK = 0.02  # seconds between two reads when scores or gradients may arrive
-_Told = Callable[[str, int, int, Trace], None]  # (the first failure, failed samples, observed samples, trace)
 Ask = Callable[[int, int, bool], bool]  # (spent tokens, further tokens, raise if over the budget)
 Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
-
-
-@final
-class Observations:
-    """The environment's observations in one call of the rollout, each begun when its response has ended.
-
-    Args:
-        environment: computes observations.
-        failed: called after the call if the environment failed for some samples.
-    """
-
-    def __init__(self, environment: Environment, failed: _Told) -> None:
-        self._environment, self._failed = environment, failed
-        self._running: dict[tuple[int, int], tuple[int, Future[Observed]]] = {}  # (key, sample) → turn, observation
-        self._samples: set[tuple[int, int]] = set()
-        self._faults: dict[tuple[int, int], str] = {}
-        self._count, self._began, self._waited = 0, 0.0, 0.0
-
-    @property
-    def any(self) -> bool:
-        """Whether an observation is running or was not replied to."""
-        return bool(self._running)
-
-    def begin(self, prompt: Prompt, sample: OpenSample) -> None:
-        """Begin to observe a sample."""
-        self._began = self._began or time.time()
-        observed = self._environment.begin(prompt, sample.so_far)
-        self._running[sample.key, sample.sample] = sample.turn, observed
-
-    def wait(self, seconds: float) -> None:
-        """Wait for an observation while nothing is sampled."""
-        if self._running and not any(observed.done() for _, observed in self._running.values()):
-            begin = time.perf_counter()
-            self._environment.wait(seconds)
-            self._waited += time.perf_counter() - begin
-
-    def replies(self) -> list[Reply]:
-        """Return the replies to samples whose observations have ended since the last call."""
-        ended = [(place, *running) for place, running in self._running.items() if running[1].done()]
-        found: list[Reply] = []
-        for place, turn, answer in ended:
-            del self._running[place]
-            seen = answer.result()
-            self._count += 1
-            self._samples.add(place)
-            if isinstance(seen, Failed):
-                self._faults[place] = seen.line
-                found.append(Reply(*place, turn, None, seen.line))
-            else:
-                found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
-        return found
-
-    def tell(self, trace: Trace, batch: int) -> None:
-        """Report the observations of the call; their span is the time in which nothing was sampled.
-
-        Raises:
-            Exception: raised by `failed`.
-        """
-        if self._count:
-            told = {"observations": self._count, "samples": len(self._samples), "failed": len(self._faults)}
-            trace.sink(Span("environment", trace.step, self._began, self._waited, told | {"batch": batch}))
-        if self._faults:
-            self._failed(self._faults[min(self._faults)], len(self._faults), len(self._samples), trace)
 
 
 @final
