@@ -26,7 +26,6 @@ from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.rollout.port import OpenSample, Reply
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.trace import Trace
 from posttrain.sandbox.port import (
     ObserveError,
     Observer,
@@ -350,21 +349,24 @@ class Observations:
 
     Args:
         environment: computes observations.
-        failed: called after the call if the environment failed for some samples, with the first failure, the numbers of
-            failed and of observed samples, and the trace.
     """
 
-    def __init__(self, environment: Environment, failed: Callable[[str, int, int, Trace], None]) -> None:
-        self._environment, self._failed = environment, failed
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
         self._running: dict[tuple[int, int], tuple[int, Future[Observed]]] = {}  # (key, sample) → turn, observation
         self._samples: set[tuple[int, int]] = set()
         self._faults: dict[tuple[int, int], str] = {}
         self._count, self._began, self._waited = 0, 0.0, 0.0
 
     @property
-    def any(self) -> bool:
-        """Whether an observation is running or was not replied to."""
+    def running(self) -> bool:
+        """Whether an observation is running, or its reply was not returned."""
         return bool(self._running)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there was an observation."""
+        return self._began > 0
 
     def begin(self, prompt: Prompt, sample: OpenSample) -> None:
         """Begin to observe a sample."""
@@ -395,17 +397,16 @@ class Observations:
                 found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
         return found
 
-    def tell(self, trace: Trace, batch: int) -> None:
-        """Report the observations of the call; their span is the time in which nothing was sampled.
+    def span(self, step: int, batch: int) -> Span:
+        """Return the span of the call's observations; its seconds are those in which nothing was sampled."""
+        told = {"observations": self._count, "samples": len(self._samples), "failed": len(self._faults), "batch": batch}
+        return Span("environment", step, self._began, self._waited, told)
 
-        Raises:
-            Exception: raised by `failed`.
-        """
-        if self._count:
-            told = {"observations": self._count, "samples": len(self._samples), "failed": len(self._faults)}
-            trace.sink(Span("environment", trace.step, self._began, self._waited, told | {"batch": batch}))
-        if self._faults:
-            self._failed(self._faults[min(self._faults)], len(self._faults), len(self._samples), trace)
+    @property
+    def failures(self) -> tuple[str, int, int] | None:
+        """The failure of the first sample, and the numbers of failed and of observed samples; None: no failure."""
+        faults = self._faults
+        return (faults[min(faults)], len(faults), len(self._samples)) if faults else None
 
 
 @final

@@ -84,6 +84,7 @@ class Incoming:
         grows: whether prompts may be added during the call, because groups are kept or dropped while other groups are
             sampled.
         observations: the environment's, if samples have several turns.
+        failed: called after the call if the environment failed for some samples.
     """
 
     batch: int
@@ -96,6 +97,7 @@ class Incoming:
     early: bool
     grows: bool = False
     observations: Observations | None = None
+    failed: Callable[[str, int, int, Trace], None] | None = None
     counts: Counter[str] = field(default_factory=Counter)  # from the rollout's engine, see `RolloutEngine`
     _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
     _came: dict[int, Group] = field(default_factory=dict)
@@ -164,7 +166,7 @@ class Incoming:
     def _receive(self, trace: Trace, seconds: float) -> None:
         seen = self.observations
         try:
-            came = self.feed.take(min(seconds, _LOOK) if seen and seen.any else seconds)
+            came = self.feed.take(min(seconds, _LOOK) if seen and seen.running else seconds)
             if seen:
                 self._reply(seen, came, seconds)
         except Exception:
@@ -188,8 +190,10 @@ class Incoming:
         started, begin = self._begun
         trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, told))
         self._waits = time.time(), time.perf_counter()
-        if seen:
-            seen.tell(trace, self.batch)
+        if seen and seen.begun:
+            trace.sink(seen.span(trace.step, self.batch))
+        if seen and self.failed and (failures := seen.failures):
+            self.failed(*failures, trace)
 
     def _reply(self, seen: Observations, came: Sequence[Rollouts], seconds: float) -> None:
         """Begin the observations of new responses, and send those that have ended to the ranks of their samples."""
@@ -421,7 +425,7 @@ class Collector:
         asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
         longest = max(source.document(len(prompt)) for prompt in asked.tokens)
         early = scorer is None or scorer.early
-        seen = Observations(self.environment, self._tell_failed) if self.environment and source.turns > 1 else None
+        seen = Observations(self.environment) if self.environment and source.turns > 1 else None
         return Incoming(
             batch,
             list(keys),
@@ -433,6 +437,7 @@ class Collector:
             early=early,
             grows=early and source.refills > 0,
             observations=seen,
+            failed=self._tell_failed,
         )
 
     def _drawn(self) -> SamplingParams:
