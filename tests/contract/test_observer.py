@@ -439,9 +439,9 @@ class TestOpening:
     def test_code_that_cannot_be_built_is_bad_input(self, tmp_path: Path, source: str, words: str) -> None:
         (tmp_path / "guess.py").write_text(source)
         with pytest.raises(InputError, match=f"observe of Guess: {words}"):
-            ProcessObserver("guess:built", {}, timeout=9.0, source=tmp_path / "guess.py", name="observe of Guess")
+            ProcessObserver("guess:built", {}, timeout=PATIENCE, source=tmp_path / "guess.py", name="observe of Guess")
 
     def test_code_that_ends_its_process_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "guess.py").write_text("import os\nos._exit(4)\n")
         with pytest.raises(RewardError, match=r"ended its process \(exit code 4\).* while it was imported"):
-            ProcessObserver("guess:built", {}, timeout=9.0, source=tmp_path / "guess.py")
+            ProcessObserver("guess:built", {}, timeout=PATIENCE, source=tmp_path / "guess.py")
