@@ -245,9 +245,10 @@ class TestConcurrency:
 
 def expire(observer: ProcessObserver, do: str, answer: Future[str | None]) -> None:
     """Let the deadline of a call pass, as often as it is called, until the call has ended."""
-    until = threading.Event()
+    until, last = threading.Event(), time.monotonic() + PATIENCE
     answer.add_done_callback(lambda _: until.set())
     while not until.is_set():
+        assert time.monotonic() < last
         for call in list(observer._running.values()):
             if call.request["row"]["do"] == do:
                 call.due = 0.0
@@ -256,7 +257,9 @@ def expire(observer: ProcessObserver, do: str, answer: Future[str | None]) -> No
 
 
 def running(observer: ProcessObserver, count: int) -> None:
+    until = time.monotonic() + PATIENCE
     while len(observer._running) < count:
+        assert time.monotonic() < until
         threading.Event().wait(0.02)
 
 
@@ -332,13 +335,14 @@ class TestEnded:
         observer = opened(2)
         answers = [ask(observer, "hangs"), ask(observer, "hangs")]
         killed = set[int]()
-        while not answers[0].done():
+        while not answers[0].done() and len(killed) < 9:
             victim = worker_of(observer)
             if victim and len(observer._running) == 2 and victim.pid not in killed:
                 killed.add(victim.pid)
                 with suppress(psutil.NoSuchProcess):
                     victim.send_signal(signal.SIGKILL)
             threading.Event().wait(0.02)
+        assert answers[0].done()
         for answer in answers:
             assert isinstance(answer.exception(PATIENCE), InfrastructureError)
             assert "signal 9) instead of answering, 4 times in a row" in str(answer.exception())
@@ -439,9 +443,9 @@ class TestOpening:
     def test_code_that_cannot_be_built_is_bad_input(self, tmp_path: Path, source: str, words: str) -> None:
         (tmp_path / "guess.py").write_text(source)
         with pytest.raises(InputError, match=f"observe of Guess: {words}"):
-            ProcessObserver("guess:built", {}, timeout=9.0, source=tmp_path / "guess.py", name="observe of Guess")
+            ProcessObserver("guess:built", {}, timeout=PATIENCE, source=tmp_path / "guess.py", name="observe of Guess")
 
     def test_code_that_ends_its_process_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "guess.py").write_text("import os\nos._exit(4)\n")
         with pytest.raises(RewardError, match=r"ended its process \(exit code 4\).* while it was imported"):
-            ProcessObserver("guess:built", {}, timeout=9.0, source=tmp_path / "guess.py")
+            ProcessObserver("guess:built", {}, timeout=PATIENCE, source=tmp_path / "guess.py")

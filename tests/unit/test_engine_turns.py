@@ -329,7 +329,7 @@ def test_turns_and_their_tokens_go_together(turns: int, observation: int) -> Non
         ({"observe_timeout": 0, **TURNS}, "observe_timeout\n  Input should be greater than 0"),
         ({"observe_concurrency": 0, **TURNS}, "observe_concurrency\n  Input should be greater than or equal to 1"),
         ({"observe_concurrency": 1025, **TURNS}, "observe_concurrency\n  Input should be less than or equal to 1024"),
-        ({"observe_timeout": 5.0}, "observe_timeout needs turns >= 2, got turns 1; set turns, or remove observe_time"),
+        ({"observe_timeout": 50.0}, "observe_timeout needs turns >= 2, got turns 1; set turns, or remove observe_time"),
         ({"observe_concurrency": 2}, "observe_concurrency needs turns >= 2, got turns 1"),
     ],
 )
@@ -341,8 +341,8 @@ def test_an_observers_limits_are_checked(fields: dict[str, Any], words: str) -> 
 def test_an_observers_limits_are_written_only_if_they_are_set() -> None:
     usual = DataflowConfig(data="d", recipe="m:A", steps=1, **TURNS, observe_timeout=60, observe_concurrency=1)
     assert not {"observe_timeout", "observe_concurrency"} & usual.model_dump(mode="json").keys()
-    other = usual.model_copy(update={"observe_timeout": 5.0, "observe_concurrency": 9}).model_dump(mode="json")
-    assert (other["observe_timeout"], other["observe_concurrency"]) == (5.0, 9)
+    other = usual.model_copy(update={"observe_timeout": 50.0, "observe_concurrency": 9}).model_dump(mode="json")
+    assert (other["observe_timeout"], other["observe_concurrency"]) == (50.0, 9)
 
 
 class Slow:

@@ -75,6 +75,15 @@ ALLOWED = {
         "contract/test_reward_cell.py",
         'monkeypatch.setattr("posttrain.sandbox.process.LOAD_TIMEOUT", 1.0)',
     ): NEVER,
+    ("contract/test_observer.py", "await asyncio.sleep(0)"): "a turn of the loop",
+    ("contract/test_observer.py", 'monkeypatch.setattr("posttrain.sandbox.observer.PING_TIMEOUT", 1.0)'): NEVER,
+    ("contract/test_observer.py", "observer = opened(concurrency, timeout=0.5)"): NEVER,
+    ("contract/test_observer.py", "threading.Event().wait(0.02)"): POLL,
+    ("contract/test_observer.py", "until.wait(0.05)"): POLL,
+    (
+        "contract/test_observer.py",
+        "threading.Event().wait(0.5)",
+    ): "so that a call holds the lock before others are sent; the outcome is the same",
     ("contract/test_reward_cell.py", 'opened("import time\\ntime.sleep(600)\\n", timeout=0.5)'): NEVER,
     (
         "contract/test_reward_cell.py",

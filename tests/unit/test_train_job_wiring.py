@@ -148,7 +148,7 @@ class TestObserver:
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls = watched(monkeypatch, rewards, "ProcessObserver")
-        config = SimpleNamespace(observe_timeout=9.0, observe_concurrency=1)
+        config = SimpleNamespace(observe_timeout=90.0, observe_concurrency=1)
         for trusted in (False, True):
             order = SimpleNamespace(inputs={}, kind="grpo", params={}, trust_rewards=trusted, cache_dir=str(shop.root))
             job = SimpleNamespace(order=order, folder=shop.root, blobs=shop.blobs)

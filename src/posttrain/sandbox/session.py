@@ -114,16 +114,18 @@ def lay_out(
             for place in (folder.resolve() for folder in hidden)
             if not any(Path(path).is_relative_to(place) for path in readable)
         ],
-        limits={
-            name: value + concurrency * _EACH.get(name, 0) + (_ENGINE.get(name, 0) if concurrency else 0)
-            for name, value in LIMITS.items()
-        },
+        limits=_limits(concurrency),
         memory=min(MEMORY, psutil.virtual_memory().total // 2),
         processes=PROCESSES + 2 * concurrency,  # an asynchronous call may need a thread in addition
         scratch_bytes=SCRATCH,
         hosts={host: address for word, (address, _) in places.items() if (host := word.rpartition(":")[0]) != LOOPBACK},
         ports=list(places.values()),
     )
+
+
+def _limits(concurrency: int) -> dict[str, int]:
+    engine = _ENGINE if concurrency else {}
+    return {name: value + concurrency * _EACH.get(name, 0) + engine.get(name, 0) for name, value in LIMITS.items()}
 
 
 def source_file(path: Path, file: str = "") -> Path:
