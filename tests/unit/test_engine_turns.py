@@ -39,7 +39,8 @@ from posttrain.engine.recipes.policy_gradient import GroupBaseline
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.port import Completion, Generation
+from posttrain.engine.rollout.port import Completion, Generation, Reply, SamplingParams
+from posttrain.engine.rollout.turns import Conversations
 from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
 from posttrain.engine.scores import Failed, Observed, RewardScorer, TextEnvironment
@@ -691,6 +692,30 @@ def test_thirty_two_turns_read_each_token_once() -> None:
     counts = recipe._ahead.counts
     assert counts["prefilled_tokens"] + counts["decoded_tokens"] <= 1.1 * tokens
     assert recipe._ahead.spent == sum(group.tokens for group in groups) <= tokens
+
+
+def test_replies_to_turns_that_were_lost_are_ignored() -> None:
+    """A process that takes the place of a lost one is sent a reply to a turn that it has not sampled, or has again."""
+    sampling = SamplingParams(max_new_tokens=4, seed=3)
+    talks = Conversations(2, 2, sampling)
+    work = talks.begin([5], [Generation(f"0.0.{at}", (1, 5), 5, sampling, 4, at) for at in range(2)])
+    assert [one.session for one in work] == ["5.0", "5.1"]
+    early = Reply(5, 0, 1, (7,))
+    assert talks.replied([early], 1) == []
+    talks.take([(one, Trajectory.answer((1, 5), (8, 2), (-0.5, -0.5), truncated=False)) for one in work])
+    groups, waiting, over = talks.passed()
+    assert (groups, over, [(one.sample, one.turn) for one in waiting]) == ((), [], [(0, 1), (1, 1)])
+    assert talks.replied([Reply(5, 0, 2, (7,))], 2) == [], "of a turn that is still to come"
+    (asked,) = talks.replied([early, Reply(5, 1, 1, None, "it broke")], 3)
+    assert (asked.tokens, asked.sample, asked.session) == ((1, 5, 8, 2, 7), 0, "5.0")
+    assert talks.replied([early], 4) == [], "it was replied to"
+    assert (talks.sampling, talks.passed()[2]) == (1, ["5.1"])
+    talks.take([(asked, Trajectory.answer(asked.tokens, (9, 2), (-0.5, -0.5), truncated=False))])
+    (group,), _, over = talks.passed()
+    assert over == ["5.0"]
+    assert [sample.last.status for sample in group.samples] == ["ok", "error"]
+    assert group.samples[0].last.response.tolist() == [8, 2, 7, 9, 2]
+    assert not talks.any
 
 
 class Held:
