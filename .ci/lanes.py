@@ -69,7 +69,7 @@ SLOW = (
     Lane(
         "slow-engine", 7, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
         files=(
-            *_tests("contract", "cluster", "forkserver", "kv_stores", "reward_cell", "reward_contract",
+            *_tests("contract", "cluster", "forkserver", "kv_stores", "observer", "reward_cell", "reward_contract",
                     "reward_network", "rollout_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
                     "supported_models", "train_engine_contract", "weight_transport"),
             *_tests("e2e", "best", "distill", "forked_jobs", "models_out", "outside_models", "sizes", "turns"),

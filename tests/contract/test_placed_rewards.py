@@ -120,7 +120,7 @@ def test_the_job_believes_no_worker(pair: tuple[socket.socket, socket.socket], p
     said = b'{"id": 1, "answers": [{"at": 0, "score": 1.0, "components": {}, "placed": %s}]}' % placed.encode()
     theirs.sendall(struct.pack(">Q", len(said)) + said)
     with pytest.raises(MalformedError):
-        receive(ours, 1)
+        receive(ours, [1])
 
 
 def test_weights_weigh_what_was_earned_on_the_way(opened: Opener) -> None:

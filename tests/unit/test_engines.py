@@ -161,7 +161,7 @@ BROKEN = [
     ("3", "must name an EngineSpec whose open is module:Name, got 3"),
     ('EngineSpec("no path")', "must name an EngineSpec whose open is module:Name"),
     ("EngineSpec(3)", "reading its EngineSpec raised TypeError"),
-    ('EngineSpec("a:B", ("stop", "speed"))', "provides must be some of stop, attest, got speed"),
+    ('EngineSpec("a:B", ("stop", "speed"))', "provides must be some of stop, attest, sessions, got speed"),
     ("1 / 0", "raised ZeroDivisionError: division by zero; fix or uninstall it"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, scalar
-from test_engine_turns import SEEN, Talk, sometimes
+from test_engine_turns import SEEN, Seen, Talk, sometimes
 from test_train_job import Shop, model_digest, run
 
 from posttrain.cli.trace import token_table
@@ -129,7 +129,7 @@ def test_gae_over_rewards_of_turns(place: str) -> None:
     roles = open_roles(
         config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), sources={"critic": scalar()}
     )
-    recipe = OnPolicy(config, Talk(config), roles, PROMPTS, Placed(), 11, environment=sometimes)
+    recipe = OnPolicy(config, Talk(config), roles, PROMPTS, Placed(), 11, environment=Seen(sometimes))
     facts: list[Fact] = []
     recipe.step(0, Trace(facts.append, 0))
     ((asked, credited),) = recipe._algorithm.credited  # type: ignore[attr-defined]

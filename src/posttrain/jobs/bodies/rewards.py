@@ -49,7 +49,7 @@ def recipe_of(job: Job) -> tuple[Path, str] | None:
 
     The source is written under its own name, so that workers can import it too.
     """
-    if "recipe" not in job.order.inputs:
+    if "recipe" not in job.order.params:
         return None
     meta = job.order.inputs["recipe"].meta
     file = job.folder / "recipe" / str(meta["source"])
