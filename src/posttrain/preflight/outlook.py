@@ -137,7 +137,7 @@ def without_decay(manifest: Manifest) -> Iterator[str]:
     for stage in manifest.stages:
         gae, longest = stage.params.get("gae"), stage.params.get("max_new_tokens", 0)
         alpha = gae.get("alpha") if stage.kind in OWN and isinstance(gae, Mapping) else None
-        if alpha is not None and alpha * longest <= 1:
+        if alpha and longest and alpha * longest <= 1:
             yield (
                 f"{stage.name}: gae.alpha {alpha:g} makes λ 0 for responses of at most {1 / alpha:g} tokens, and "
                 f"max_new_tokens is {longest}, so every advantage is a one-step temporal difference; raise gae.alpha "

@@ -135,6 +135,8 @@ class ProcessObserver:
     def close(self) -> None:
         """Kill the worker and all its descendants; remove its scratch folder."""
         self._end(InputError(f"{self._name} is closed; open it again"))
+        if session := self._session:  # ends a wait for the rest of a message
+            session.close()
         if self._thread.ident:
             self._thread.join()
         self._scratch.close()
@@ -194,7 +196,7 @@ class ProcessObserver:
         if self._woken.fileno() in ready:
             self._woken.recv(1 << 16)
         if self._session and session in ready:
-            self._take(self._session.hear(self._running, max(due, time.monotonic() + PING_TIMEOUT)))
+            self._take(self._session.hear(self._running, time.monotonic() + PING_TIMEOUT))
         elif due <= time.monotonic():
             raise LateError
 
@@ -240,15 +242,18 @@ class ProcessObserver:
         that holds Python's lock. Then each running call is repeated alone.
         """
         assert self._session is not None, "a call is running"
-        alike = len(self._running) > 1 and not self._answers(self._session)
+        killed = self._session.fileno() < 0  # it did not read a call, or did not end an answer
+        alike = len(self._running) > 1 and (killed or not self._answers(self._session))
         late = [call for call in self._running.values() if call.due <= time.monotonic()]
-        if not (alike or late):
+        if not (alike or late or killed):
             return  # the late call has ended after all
         self._session.close()
         self._session = None
         if alike:
             self._suspect()
             return
+        for call in [] if late else list(self._running.values()):
+            self._fail(call, f"did not end its answer within {PING_TIMEOUT:g} s and was killed; fix it")
         for call in late:
             why = f"took longer than observe_timeout ({self._timeout:g} s) and was killed"
             self._fail(call, f"{why}; make it faster, or raise observe_timeout of the stage")
@@ -256,8 +261,6 @@ class ProcessObserver:
 
     def _answers(self, session: Session) -> bool:
         """Return whether the worker answers a ping; observations that arrive first are accepted."""
-        if session.fileno() < 0:  # it did not even read a call
-            return False
         moment = time.monotonic() + PING_TIMEOUT
         try:
             ping = session.tell({"op": "ping"}, moment)
@@ -277,11 +280,11 @@ class ProcessObserver:
                     self._refuse_kill(error, call.kills)
             time.sleep(_PAUSE)
             self._repeat()
-        elif len(self._running) > 1:
-            self._suspect()
-        else:
+        elif all(call.alone for call in self._running.values()):
             for call in list(self._running.values()):
                 self._fail(call, f"{error}; fix it, or the row")
+        else:  # also a single call, since a call that has been answered can be the cause
+            self._suspect()
 
     def _fail(self, call: _Call, why: str) -> None:
         self._running = {number: other for number, other in self._running.items() if other is not call}
@@ -311,6 +314,8 @@ class ProcessObserver:
     def _opened(self) -> Session:
         """Return the worker with the user's code loaded, starting it if necessary."""
         while self._session is None:
+            if self._fault:
+                raise self._fault
             try:
                 session = Session(self._plan, log=self._log)
                 try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from posttrain.domain.errors import InputError, JobFailedError
 
@@ -327,7 +327,7 @@ def error_line(error: BaseException) -> str:
     """Return `ValueError: text` without line breaks, even if the exception's text cannot be read."""
     try:
         said = str(error)
-    except Exception:
+    except BaseException:  # of a class of the user
         said = "its text cannot be read"
     return " ".join(f"{type(error).__name__}: {said}".encode("utf-8", "replace").decode().split())[:300].rstrip(": ")
 
@@ -351,14 +351,15 @@ class ObserveFunction:
         try:
             seen = self._observe(row, responses)
             seen = asyncio.run(_awaited(seen)) if inspect.isawaitable(seen) else seen
+            size = len(json.dumps(seen)) if issubclass(type(seen), str) else 0
         except BaseException as error:  # after any error, the other samples continue
             line = f"observe: {self._place(error)} raised {error_line(error)}; fix it, or the row"
             raise ObserveError(line) from error
-        if seen is not None and not isinstance(seen, str):
+        if seen is not None and not issubclass(type(seen), str):  # a mock may claim to be text
             raise ObserveError(f"{self.where} must return text or None, got {type(seen).__name__}; fix it")
-        if seen is not None and (size := len(json.dumps(seen))) > MAX_OBSERVED:
+        if size > MAX_OBSERVED:
             raise ObserveError(f"{self.where} must return at most {MAX_OBSERVED} bytes as JSON, got {size}; shorten it")
-        return seen
+        return cast(str | None, seen)
 
     def _place(self, error: BaseException) -> str:
         """Return the innermost frame in the folder of `observe`, or its definition: `guess.py:12`."""

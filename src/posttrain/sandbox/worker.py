@@ -25,6 +25,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -316,7 +317,7 @@ class Calls:
         try:
             answer = {"seen": self._observe(request["row"], request["responses"])}
         except ObserveError as error:
-            if error.__cause__:
+            with suppress(Exception):  # the user's code may have closed the output
                 traceback.print_exception(error.__cause__)
             answer = {"unseen": str(error)[:MAX_LINE]}
         self.say({"id": request["id"], **answer})
@@ -332,9 +333,11 @@ class Seeds(importlib.abc.MetaPathFinder):
         """Seed the generators from the scored text, so that a resumed run draws the same numbers."""
         self.now = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
         random.seed(self.now)
-        numpy = sys.modules.get("numpy.random")
+        numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
         if numpy is not None:
             numpy.seed(self.now)
+        if torch is not None:
+            torch.manual_seed(self.now)
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None

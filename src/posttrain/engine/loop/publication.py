@@ -57,6 +57,7 @@ class Prober:
 
     texts: Challenge = ()
     _latest: Probe | None = None
+    _oldest: Probe | None = None  # of the last decided verdict, or the first
 
     def verdict(
         self,
@@ -74,7 +75,9 @@ class Prober:
         if self._latest is None or self._latest.version != version:
             self._latest = self._pose(policy, rollout, version)
         found, probe = rollout.at(ranks).each(RolloutWorker.probe, self.texts), self._latest
-        return weakest(probe.verdict(f"rollout rank {rank}", one) for rank, one in zip(ranks, found, strict=True))
+        told = weakest(probe.verdict(f"rollout rank {rank}", one) for rank, one in zip(ranks, found, strict=True))
+        self._oldest = self._latest if told == "probe" or self._oldest is None else self._oldest
+        return told
 
     def _pose(
         self, policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker], version: PolicyVersion
@@ -89,7 +92,8 @@ class Prober:
         )
         dtypes = {entry.dtype for entry in rollout.one(RolloutWorker.layout) if entry.dtype.is_floating_point}
         rounding = tolerance(max(policy.one(TrainWorker.epsilon), *(torch.finfo(dtype).eps for dtype in dtypes)))
-        return Probe(version, now, self._latest and (self._latest.version, self._latest.now), rounding)
+        known = {one.version: one.now for one in (self._oldest, self._latest) if one}
+        return Probe(version, now, list(known.items()), rounding)
 
 
 @final
