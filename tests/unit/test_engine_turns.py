@@ -761,7 +761,8 @@ def test_whoever_is_observed_first_and_on_how_many_ranks_changes_no_bit(tmp_path
         again = sum(group.read_again for group in groups)
         assert again > 0
         assert recipe._ahead.spent == sum(group.tokens for group in groups) + (again if engine == "module" else 0)
+    assert said[0] == said[1]
     if engine == "native":
-        assert said[0] == said[1] == said[2]
-    else:
-        assert [[r for r, _ in one] for one in said[1:]] == [[r for r, _ in said[0]]] * 2
+        assert said[0] == said[2]
+    else:  # two ranks decode other batches
+        assert [response for response, _ in said[2]] == [response for response, _ in said[0]]

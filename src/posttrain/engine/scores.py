@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
 from transformers import PreTrainedTokenizerBase
 
@@ -363,6 +363,10 @@ class Observations:
         """Whether an observation is running, or its reply was not returned."""
         return bool(self._running)
 
+    def fresh(self) -> Self:
+        """Return the observations of further samples; none may be running."""
+        return type(self)(self._environment)
+
     @property
     def begun(self) -> bool:
         """Whether there was an observation."""
@@ -437,6 +441,7 @@ class TextEnvironment:
         self._running = futures.wait(self._running, seconds, futures.FIRST_COMPLETED).not_done
 
     def _seen(self, answer: futures.Future[str | None]) -> Observed:
+        self._running.discard(answer)
         try:
             seen = answer.result()
         except ObserveError as error:

@@ -85,7 +85,8 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
     here, imaged = list[str](), list[str]()
     for stage in planned.manifest.stages:
         contract = planned.contracts.get(stage.name)
-        if contract and (contract.params.get("turns", 1) > 1 or "reward" in dict(contract.inputs.values())):
+        turns = contract.params.get("turns") if contract else None
+        if contract and ((isinstance(turns, int) and turns > 1) or "reward" in dict(contract.inputs.values())):
             (imaged if planned.manifest.image_of(stage) else here).append(stage.name)
     if here:
         yield from _judged(here, confinement(workspace.root / "cache"), trusted=workspace.trusts_rewards)

@@ -192,6 +192,7 @@ class Incoming:
         self._waits = time.time(), time.perf_counter()
         if seen and seen.begun:
             trace.sink(seen.span(trace.step, self.batch))
+            self.observations = seen.fresh()
         if seen and self.failed and (failures := seen.failures):
             self.failed(*failures, trace)
 

@@ -9,8 +9,10 @@ A sample with several turns is one sequence, in which an environment replies to 
                       └─▶ waits for the reply ─▶ the end, or a fault ─▶ ended
                                    └─▶ an observation ─▶ the next generation, in the same session of the engine
 
-No sample waits for another one: the next turn of a sample begins as soon as its reply arrives. A group is passed on
-when all its samples have ended.
+No sample waits for another one: the next turn of a sample begins as soon as its reply arrives. The exception is an
+engine without sessions, which decodes the waiting generations as one batch. There, the next turns begin when all
+replies have arrived, so that no clock decides which samples are in a batch. A group is passed on when all its samples
+have ended.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,10 +34,12 @@ class Conversations:
         samples: number of samples of each prompt.
         turns: maximum number of responses of a sample.
         sampling: of the first turns; a later turn has its own seed, derived from this one and the turn.
+        together: whether next turns begin together.
     """
 
-    def __init__(self, samples: int, turns: int, sampling: SamplingParams) -> None:
-        self._samples, self._turns, self._sampling = samples, turns, sampling
+    def __init__(self, samples: int, turns: int, sampling: SamplingParams, *, together: bool = False) -> None:
+        self._samples, self._turns, self._sampling, self._together = samples, turns, sampling, together
+        self._ready: list[Generation] = []  # next turns that have not begun
         self._ended: dict[int, dict[int, Trajectory]] = {}  # key → sample → its sequence
         self._waiting: dict[_Place, Trajectory] = {}
         self._observed: dict[_Place, tuple[Trajectory, tuple[int, ...]]] = {}  # sequences that are being continued
@@ -47,6 +51,11 @@ class Conversations:
     def any(self) -> bool:
         """Whether there is a group."""
         return bool(self._ended)
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing can be sampled before a reply arrives."""
+        return bool(self._waiting) and not self.sampling
 
     def begin(self, keys: Collection[int], work: Sequence[Generation]) -> list[Generation]:
         """Begin groups; return their generations, with sessions if a sample has several turns."""
@@ -63,7 +72,6 @@ class Conversations:
         Args:
             call: a number for the ids of the generations.
         """
-        found: list[Generation] = []
         for reply in replies:
             place = reply.key, reply.sample
             so_far = self._waiting.get(place)
@@ -76,8 +84,14 @@ class Conversations:
             self._observed[place] = so_far, reply.observed
             tokens = (*so_far.prompt.tolist(), *so_far.response.tolist(), *reply.observed)
             drawn = replace(self._sampling, seed=derive_seed(self._sampling.seed, "turn", reply.turn))
-            words = f"{call}.{reply.key}.{reply.sample}", tokens, reply.key, drawn, drawn.max_new_tokens, reply.sample
-            found.append(Generation(*words, session=_session(*place)))
+            words = _session(*place), tokens, reply.key, drawn, drawn.max_new_tokens, reply.sample
+            self._ready.append(Generation(*words, session=_session(*place)))
+        if self._together and (self._waiting or self.sampling):
+            return []
+        found = [
+            replace(one, id=f"{call}.{one.id}") for one in sorted(self._ready, key=lambda one: (one.key, one.sample))
+        ]
+        self._ready = []
         self.sampling += len(found)
         return found
 

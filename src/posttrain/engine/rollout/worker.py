@@ -126,14 +126,15 @@ def answers(
     Raises:
         EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
     """
-    waiting, known = dict[str, Generation](), dict[str, Generation]()
-    prompts: dict[tuple[int, ...], Ints] = {}
+    waiting, known = dict[str, Generation](), dict[str, str]()
+    prompts: dict[str, Ints] = {}  # of the unanswered generations
     more: Sequence[Generation] | None = work
     end = time.monotonic() + patience
     try:
         while more or waiting:
             if more:
-                prompts |= {tokens: segment.tokens for tokens, segment in prompt_segments(more).items()}
+                segments = prompt_segments(more)
+                prompts |= {generation.id: segments[generation.tokens].tokens for generation in more}
                 engine.submit(more)
                 waiting |= {generation.id: generation for generation in more}
                 end = time.monotonic() + patience
@@ -141,7 +142,7 @@ def answers(
             for done in _next(engine, waiting, patience, end, look):
                 asked = _asked(engine.name, done, waiting, known)
                 found.append((asked, done.trajectory.sampled_with(temperature=asked.sampling.temperature)))
-                _check(engine.name, done.trajectory, asked, prompts[asked.tokens], version)
+                _check(engine.name, done.trajectory, asked, prompts.pop(asked.id), version)
             if found:
                 _check_numbers(engine.name, found)
                 end = time.monotonic() + patience
@@ -233,17 +234,17 @@ def _of_an_earlier_call(found: str, asked: str) -> bool:
     return all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
 
 
-def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: dict[str, Generation]) -> Generation:
-    """Return the generation of an answer and add it to `known`.
+def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: dict[str, str]) -> Generation:
+    """Return the generation of an answer and add it to `known`: id → sample, for messages.
 
     Raises:
         EngineError: the answer is unrequested or repeated.
     """
     if done.id in known or done.id not in waiting:  # messages name a sample by its prompt
-        what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id}, which was not requested"
+        what = f"{known[done.id]} twice" if done.id in known else f"{done.id}, which was not requested"
         raise EngineError(f"rollout engine {engine} must answer every sample once, got {what}; fix the engine")
-    known[done.id] = waiting[done.id]
-    return known[done.id]
+    known[done.id] = _sample(waiting[done.id])
+    return waiting[done.id]
 
 
 def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, version: str) -> None:
@@ -530,7 +531,7 @@ class RolloutWorker:
             work = plan_generations(
                 prompts.tokens, samples, sampling, prompts.keys, context_length=engine.context_length
             )
-        fed = self._fed = self._fed or Conversations(samples, turns, sampling)
+        fed = self._fed = self._fed or Conversations(samples, turns, sampling, together=not engine.holds_sessions)
         work = fed.begin(prompts.keys, work) + fed.replied(prompts.replies, next(CALLS))
         if not fed.any:
             self._fed = None
@@ -548,7 +549,7 @@ class RolloutWorker:
             self._open = None
         self._fed = fed if fed.any else None
         told = Provenance(role="rollout", rank=self._rank)
-        yield Rollouts(groups, told, self._counted(before), waiting, idle=fed.any and not fed.sampling)
+        yield Rollouts(groups, told, self._counted(before), waiting, idle=fed.resting)
 
     def holds_sessions(self) -> bool:
         """See `RolloutEngine.holds_sessions`."""
