@@ -39,6 +39,7 @@ SUITES = {
     "dispatch",
     "controller",
     "overlap",
+    "turns",
     "meanwhile",
     "logprobs",
     "per_token",

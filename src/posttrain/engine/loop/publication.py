@@ -92,7 +92,7 @@ class Prober:
         )
         dtypes = {entry.dtype for entry in rollout.one(RolloutWorker.layout) if entry.dtype.is_floating_point}
         rounding = tolerance(max(policy.one(TrainWorker.epsilon), *(torch.finfo(dtype).eps for dtype in dtypes)))
-        known = {one.version: one.now for one in (self._oldest, self._latest) if one}
+        known = {one.version: one.now for one in (self._latest, self._oldest) if one}
         return Probe(version, now, list(known.items()), rounding)
 
 
