@@ -30,9 +30,10 @@ SOURCE = textwrap.dedent('''
     """One observe that does what the row asks for."""
     import asyncio, gc, json, os, random, re, socket, sys, threading
     from pathlib import Path
+    from unittest.mock import Mock
 
     MEETING = {}  # number of calls → the barrier at which so many calls meet
-    marked = threading.Event()
+    marked, armed = threading.Event(), False
     running, most, lock = 0, 0, threading.Lock()
 
     def built(folder):
@@ -62,6 +63,15 @@ SOURCE = textwrap.dedent('''
 
     def number(row, responses):
         return 5
+
+    def mock(row, responses):
+        return Mock(spec=str)
+
+    def rude(row, responses):
+        class Rude(Exception):
+            def __str__(self):
+                sys.exit(3)
+        raise Rude
 
     def long(row, responses):
         return "\\x00" * row["n"]
@@ -105,8 +115,28 @@ SOURCE = textwrap.dedent('''
     def dies(row, responses):
         os._exit(3)
 
+    def dies_after_its_answer(row, responses):
+        global armed
+        armed = True
+        threading.Thread(target=lambda: (marked.wait(), os._exit(7))).start()
+        return "answered"
+
+    def innocent(row, responses):  # runs while a call that has answered ends the process
+        if armed:
+            marked.set()
+            threading.Event().wait()
+        return "innocent"
+
+    def begins_an_answer(row, responses):
+        next(s for s in gc.get_objects() if isinstance(s, socket.socket) and s.fileno() >= 0).sendall(b"\\0")
+        threading.Event().wait()
+
     def draws(row, responses):
         return str(random.random())
+
+    def draws_with_torch(row, responses):
+        import torch
+        return str(float(torch.rand(1)))
 
     def names_its_thread(row, responses):
         return str(threading.current_thread() is threading.main_thread())
@@ -197,7 +227,7 @@ class TestEvery:
         assert seen(observer, "waits", 3) == "waited 3"
 
     def test_a_failure_is_one_line_of_its_own_call(self, observer: Observer) -> None:
-        answers = {do: ask(observer, do) for do in ("raises", "through_a_library", "leaves", "number")}
+        answers = {do: ask(observer, do) for do in ("raises", "through_a_library", "leaves", "number", "mock", "rude")}
         answers |= {"long": ask(observer, "long", MAX_OBSERVED), "echo": ask(observer, "echo", 1, "x")}
         assert answers.pop("echo").result(PATIENCE) == "1: x"
         lines = {do: fault(answer) for do, answer in answers.items()}
@@ -209,6 +239,8 @@ class TestEvery:
         assert lines["through_a_library"].startswith(f"observe: guess.py:{place} raised JSONDecodeError: Expecting")
         assert "raised SystemExit: 0; fix it" in lines["leaves"]
         assert lines["number"] == f"{where} must return text or None, got int; fix it"
+        assert lines["mock"] == f"{where} must return text or None, got Mock; fix it"
+        assert "raised Rude: its text cannot be read; fix it" in lines["rude"]
         assert lines["long"].startswith(f"{where} must return at most {MAX_OBSERVED} bytes as JSON, got ")
 
     def test_a_text_of_the_longest_length_arrives(self, observer: Observer) -> None:
@@ -241,6 +273,10 @@ class TestConcurrency:
         assert first[0] != first[1]
         assert [seen(observer, "draws", n, "x") for n in (2, 1)] == first[::-1]
         assert seen(observer, "draws", 1, "y") not in first
+        seen(observer, "draws_with_torch", 1)  # imports it
+        first = [seen(observer, "draws_with_torch", n) for n in (1, 2)]
+        assert first[0] != first[1]
+        assert [seen(observer, "draws_with_torch", n) for n in (2, 1)] == first[::-1]
 
 
 def expire(observer: ProcessObserver, do: str, answer: Future[str | None]) -> None:
@@ -359,6 +395,35 @@ class TestEnded:
         line = f"{observer.where} ended its process (exit code 3) instead of answering; fix it, or the row"
         assert faults == [line, line]
         assert [answer.result(PATIENCE) for answer in others] == [f"free {n}" for n in range(3)]
+
+    def test_a_call_that_runs_alone_is_not_blamed_before_it_is_repeated(self, opened: Opener) -> None:
+        observer = opened(2)
+        assert seen(observer, "dies_after_its_answer") == "answered"
+        assert seen(observer, "innocent") == "innocent"
+
+    @pytest.mark.parametrize("others", [0, 2])
+    def test_an_answer_that_does_not_end_holds_up_nobody(
+        self, opened: Opener, monkeypatch: pytest.MonkeyPatch, others: int
+    ) -> None:
+        monkeypatch.setattr("posttrain.sandbox.observer.PING_TIMEOUT", 0.5)
+        observer = opened(4)
+        waiting = [ask(observer, "echo", n) for n in range(others)]
+        begun = ask(observer, "begins_an_answer")
+        assert "did not end its answer within 0.5 s and was killed; fix it" in fault(begun)
+        assert [answer.result(PATIENCE) for answer in waiting] == [f"{n}: " for n in range(others)]
+        assert seen(observer, "echo", 7) == "7: "
+
+    def test_closing_it_does_not_wait_for_the_rest_of_a_message(
+        self, opened: Opener, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("posttrain.sandbox.observer.PING_TIMEOUT", 10 * PATIENCE)
+        observer = opened(2)
+        begun, closing = ask(observer, "begins_an_answer"), threading.Thread(target=observer.close)
+        running(observer, 1)
+        closing.start()
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+        assert isinstance(begun.exception(PATIENCE), InputError)
 
     def test_closing_it_fails_the_running_calls_and_leaves_no_process(self, opened: Opener) -> None:
         observer = opened(2)

@@ -316,18 +316,17 @@ def test_what_is_advised_may_be_declared(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alpha", "tokens", "warned"), [(0.05, 20, True), (0.05, 21, False), (0.2, 4, True), (0.2, 8, False)]
+    ("alpha", "tokens", "most", "better"),
+    [(0.05, 20, "0", "1"), (0.05, 40, "0.5", "0.5"), (0.05, 41, None, ""), (0.2, 4, "0", "5")],
 )
 def test_plan_warns_of_responses_that_are_too_short_for_a_length_adaptive_lambda(
-    world: World, alpha: float, tokens: int, warned: bool
+    world: World, alpha: float, tokens: int, most: str | None, better: str
 ) -> None:
     vapo = f"kind: vapo, critic: {{warmup: 2}}, gae: {{alpha: {alpha}}}"
     world.write("run.yaml", RUN.replace("kind: grpo", vapo).replace("max_new_tokens: 8", f"max_new_tokens: {tokens}"))
     found = [line for line in world.json("plan", "run.yaml")["warnings"] if "gae.alpha" in line]
-    most = {0.05: 20, 0.2: 5}[alpha]
     line = (
-        f"grpo: gae.alpha {alpha} makes λ 0 for responses of at most {most} tokens, and max_new_tokens is {tokens}, so "
-        f"every advantage is a one-step temporal difference; raise gae.alpha above {1 / tokens:g}, or max_new_tokens "
-        f"above {most}"
+        f"grpo: gae.alpha {alpha} makes λ {most} for responses of max_new_tokens ({tokens}) and lower for shorter "
+        f"ones, so advantages are nearly one-step temporal differences; raise gae.alpha to about {better} (λ 0.95)"
     )
-    assert found == ([line] if warned else [])
+    assert found == ([line] if most else [])

@@ -23,7 +23,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InfrastructureError, InputError
-from posttrain.domain.jobs import Fact, Note, Sample
+from posttrain.domain.jobs import Fact, Note, Sample, Span
 from posttrain.engine.algorithms.advantages import rloo
 from posttrain.engine.algorithms.objectives import Totals, kl_estimate
 from posttrain.engine.assembly import open_roles
@@ -34,7 +34,7 @@ from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.files import ModelSource, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
+from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.policy_gradient import GroupBaseline
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
@@ -46,6 +46,7 @@ from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, 
 from posttrain.engine.scores import Failed, Observed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
+from posttrain.pacing.admission import Buffer, InOrder
 from posttrain.sandbox.port import RewardError, Score, ScriptedObserver, ScriptedReward
 from posttrain.sandbox.process import WeightedReward
 
@@ -692,6 +693,30 @@ def test_thirty_two_turns_read_each_token_once() -> None:
     counts = recipe._ahead.counts
     assert counts["prefilled_tokens"] + counts["decoded_tokens"] <= 1.1 * tokens
     assert recipe._ahead.spent == sum(group.tokens for group in groups) <= tokens
+
+
+def test_an_ended_observation_is_forgotten() -> None:
+    """Nobody waits while others are sampled: what was read must not stay until somebody does."""
+    said = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
+    environment = TextEnvironment(ScriptedObserver(lambda row, responses: "1"), TOKENIZER, 4)
+    assert [environment.begin(prompt, said).result() for prompt in PROMPTS[:3]]
+    assert not environment._running
+
+
+def test_a_step_reports_each_observation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if dropped groups are replaced after the others have ended."""
+    facts: list[Fact] = []
+    recipe = several(2, adopt_module(initial_model(TINY, TOKENIZER, 0)), Seen(sometimes), max_new_tokens=20)
+    source = recipe._algorithm.source
+    monkeypatch.setattr(Several, "source", replace(source, refills=3))
+    monkeypatch.setattr(Several, "keep", lambda self, group: Drop("it is odd") if group.group.key % 2 else None)
+    recipe._ahead.buffer = Buffer(InOrder(0), source.prompts, 3, 3)
+    begun: list[Trajectory] = []
+    recipe._ahead.environment = Seen(lambda sample: (begun.append(sample), sometimes(sample))[1])
+    recipe._ahead.scorer = None
+    recipe._ahead.collected(0, Trace(facts.append, 0), lambda spent, more, refuse: True)
+    spans = [fact for fact in facts if isinstance(fact, Span) and fact.name == "environment"]
+    assert sum(int(span.attributes["observations"]) for span in spans) == len(begun) > 0
 
 
 def test_replies_to_turns_that_were_lost_are_ignored() -> None:

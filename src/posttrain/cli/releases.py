@@ -103,7 +103,9 @@ def rollback(
     channel: Annotated[str, typer.Argument(autocompletion=lazily("channels"))],
     to: Annotated[
         str | None,
-        typer.Option(help="Release number, run id or model digest; default: the newest release not quarantined."),
+        typer.Option(
+            help="Release number, run id or model digest; default: the newest earlier one that is not quarantined."
+        ),
     ] = None,
     since: Annotated[
         int | None,
@@ -120,8 +122,8 @@ def rollback(
 ) -> None:
     """Point a channel back at an earlier release.
 
-    The channel then points at the release that --to names. Without --to, a rollback skips quarantined releases and
-    takes the newest other one; a quarantined release needs --to and --lift-quarantine. No gate is judged.
+    The channel then points at the release that --to names. Without --to, it points at the newest earlier
+    release that is not quarantined; a quarantined release needs --to and --lift-quarantine. No gate is judged.
     """
     lift = _reason(lift_quarantine)
     control = open_control()

@@ -119,7 +119,7 @@ def refuse_unfit(field: str, name: str, needs: Mapping[str, bool]) -> None:
         return
     engine = installed_engine(field, name)
     for need, what in PROVIDED[field].items():
-        if needs.get(need) and need not in engine.spec.provides:
+        if needs[need] and need not in engine.spec.provides:
             raise InputError(
                 f"{field}.engine: {engine.plugin} does not provide {need}, which the stage needs for {what}; choose "
                 "another engine"

@@ -133,15 +133,15 @@ def other_stops(manifest: Manifest) -> Iterator[str]:
 
 
 def without_decay(manifest: Manifest) -> Iterator[str]:
-    """Yield a line for each stage whose length-adaptive λ, 1 − 1/(α·length), is 0 for its longest response."""
+    """Yield a line for each stage whose length-adaptive λ, 1 − 1/(α·length), is at most ½ for its longest response."""
     for stage in manifest.stages:
         gae, longest = stage.params.get("gae"), stage.params.get("max_new_tokens", 0)
         alpha = gae.get("alpha") if stage.kind in OWN and isinstance(gae, Mapping) else None
-        if alpha and longest and alpha * longest <= 1:
+        if alpha and longest and alpha * longest <= 2:
             yield (
-                f"{stage.name}: gae.alpha {alpha:g} makes λ 0 for responses of at most {1 / alpha:g} tokens, and "
-                f"max_new_tokens is {longest}, so every advantage is a one-step temporal difference; raise gae.alpha "
-                f"above {1 / longest:.3g}, or max_new_tokens above {1 / alpha:g}"
+                f"{stage.name}: gae.alpha {alpha:g} makes λ {max(0.0, 1 - 1 / (alpha * longest)):.2g} for responses of "
+                f"max_new_tokens ({longest}) and lower for shorter ones, so advantages are nearly one-step temporal "
+                f"differences; raise gae.alpha to about {20 / longest:.2g} (λ 0.95)"
             )
 
 

@@ -62,8 +62,8 @@ class ProcessObserver:
     """An `observe` method in a worker process; the caller closes it when the job ends. See `Observer`.
 
     The method runs in a cell like a reward (`sandbox.process.open_reward`), without declared files, hosts and secrets.
-    With a concurrency of 1, the calls run in the main thread, and Python's and numpy's global generators are seeded
-    from the call. The worker and its descendants end when the observer is closed, and when the job ends.
+    With a concurrency of 1, the calls run in the main thread, and the global generators of Python, numpy and torch
+    are seeded from the call. The worker and its descendants end when the observer is closed, and when the job ends.
 
     Args:
         build: the function that returns the method, as `module:name`; it receives the folder of `source` in the cell,

@@ -350,7 +350,7 @@ class ObserveFunction:
         """
         try:
             seen = self._observe(row, responses)
-            seen = asyncio.run(_awaited(seen)) if inspect.isawaitable(seen) else seen
+            seen = asyncio.run(awaited(seen)) if inspect.isawaitable(seen) else seen
             size = len(json.dumps(seen)) if issubclass(type(seen), str) else 0
         except BaseException as error:  # after any error, the other samples continue
             line = f"observe: {self._place(error)} raised {error_line(error)}; fix it, or the row"
@@ -368,7 +368,8 @@ class ObserveFunction:
         return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
 
 
-async def _awaited(answer: Any) -> Any:
+async def awaited(answer: Any) -> Any:
+    """Return what an awaitable returns: `asyncio.run` accepts only coroutines."""
     return await answer
 
 

@@ -34,7 +34,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
 from posttrain.sandbox.cell import CellPlan, enter
 from posttrain.sandbox.dialects import BATCHED, SINGLE, Binder, NoRewardError, as_function
-from posttrain.sandbox.port import ObserveError, ObserveFunction, error_line
+from posttrain.sandbox.port import ObserveError, ObserveFunction, awaited
 from posttrain.sandbox.protocol import AnswerError, Redactor, Spans, plain, receive_request, send, send_answers
 
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder with the package posttrain
@@ -226,7 +226,7 @@ class Scorer:
             raise ReportedError("load", f"{self.where}: {error}") from error
         try:
             answer = self.function(**arguments)
-            return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+            return asyncio.run(awaited(answer)) if inspect.isawaitable(answer) else answer
         except BaseException as error:  # any error: the loop continues with the next completion
             traceback.print_exc()
             raise ReportedError("raised", f"{place(error, self.path)} raised {one_line(error)} on {subject}") from error
@@ -264,10 +264,6 @@ def _spans(call: Mapping[str, Any], index: int) -> Spans:
     return () if ids is None else [[0, len(ids[index])]]
 
 
-async def _awaited(answer: Any) -> Any:
-    return await answer
-
-
 class Calls:
     """Calls of an `observe`, up to `concurrency` of them at a time, each in a thread.
 
@@ -296,7 +292,7 @@ class Calls:
             return cls(channel, ObserveFunction(observe), request["concurrency"])
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            said = str(error) if isinstance(error, InputError) else f"{error_line(error)} while it was constructed"
+            said = str(error) if isinstance(error, InputError) else f"{one_line(error)} while it was constructed"
             raise ReportedError("load", said[:MAX_LINE]) from error
 
     def begin(self, request: Mapping[str, Any]) -> None:

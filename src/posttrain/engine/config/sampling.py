@@ -152,17 +152,13 @@ class SamplingConfig(TrainingConfig):
         """Return the planner's factors; none while the number of steps is unknown."""
         if not self.steps:
             return {}
-        samples, steps, turns, again = (
-            self.samples,
-            self.steps,
-            self.turns_most,
-            not holds_sessions(self.rollout.engine),
-        )
+        samples, steps = self.samples, self.steps
+        again = 0 if holds_sessions(self.rollout.engine) else self.turns_most - 1  # turns that read earlier ones again
         return {
             "steps": steps,
             "documents": steps * samples,
-            "prompts": steps * (self.prompts_per_step + (turns - 1) * samples * again),
-            **({"again": steps * samples * self.read_again} if turns > 1 and again else {}),
+            "prompts": steps * (self.prompts_per_step + again * samples),
+            **({"again": steps * samples * self.read_again} if again else {}),
             "trained": steps * self.trained_samples * self.passes,
             "max_new_tokens": self.response_tokens,
             **({"rounds": self.rounds} if self.rounds > 1 else {}),
@@ -198,7 +194,7 @@ class SamplingConfig(TrainingConfig):
     def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
         """See `StageConfig.engines`; only a rollout in the process of the whole policy reads the policy's weights."""
         policy, rollout = (self.placement.pool_of(role.name) for role in (POLICY, ROLLOUT))
-        needs = {"stop": bool(self.stop), "attest": policy != rollout or policy.ranks > 1}
+        needs = {"stop": bool(self.stop), "attest": policy != rollout or policy.ranks > 1, "sessions": False}
         return super().engines() | {ROLLOUT_ENGINE: (self.rollout.engine, needs)}
 
     @property

@@ -153,7 +153,7 @@ class EvaluateConfig(StageConfig):
 
     def engines(self) -> dict[str, tuple[str, dict[str, bool]]]:
         """See `StageConfig.engines`."""
-        needs = {"stop": any(suite.stop for suite in self.suites.values()), "attest": False}
+        needs = {"stop": any(suite.stop for suite in self.suites.values()), "attest": False, "sessions": False}
         return {ROLLOUT_ENGINE: (self.rollout.engine, needs)}
 
     @property

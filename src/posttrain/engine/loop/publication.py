@@ -83,13 +83,8 @@ class Prober:
         self, policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker], version: PolicyVersion
     ) -> Probe:
         batch = TokenBatch.pack([Document(text[:1], text[1:], temperature=1.0) for text in self.texts])
-        now = (
-            policy.map(TrainWorker.fill, batch, "now", "logprobs")
-            .column("now")[batch.response_mask]
-            .cpu()
-            .double()
-            .numpy()
-        )
+        filled = policy.map(TrainWorker.fill, batch, "now", "logprobs").column("now")
+        now = filled[batch.response_mask].cpu().double().numpy()
         dtypes = {entry.dtype for entry in rollout.one(RolloutWorker.layout) if entry.dtype.is_floating_point}
         rounding = tolerance(max(policy.one(TrainWorker.epsilon), *(torch.finfo(dtype).eps for dtype in dtypes)))
         known = {one.version: one.now for one in (self._latest, self._oldest) if one}

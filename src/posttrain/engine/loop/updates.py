@@ -31,9 +31,7 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.trace import SampleTracer, Trace
 from posttrain.engine.weights.probe import tolerance
 
-_ROUNDING = (
-    5e-7  # k3, about half the mean squared difference of two log-probabilities, that `tolerance` allows any dtype
-)
+_ROUNDING = 5e-7  # of k3, about half the mean squared difference of two log-probabilities, in float32
 _LOOK = 0.02  # seconds of other work between two polls of an update
 Meanwhile = Callable[[Trace, float], bool]
 

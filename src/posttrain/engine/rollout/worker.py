@@ -58,7 +58,7 @@ from posttrain.engine.weights.stream import (
     exchange,
 )
 
-CALLS = count()  # numbers calls, to recognise late answers to earlier calls
+_CALLS = count()  # numbers calls, to recognise late answers to earlier calls
 PATIENCE = 3600.0  # seconds without any answer after which the call fails
 _ROUNDING = 1e-3  # maximum of a log-probability, which rounding may make positive
 _LOOK = 0.25  # seconds between two offers of more prompts if no response ends
@@ -191,7 +191,7 @@ def plan_generations(
                 f"prompt {index} and its response must fit in the context of {context_length} tokens, got "
                 f"{len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
             )
-    call = next(CALLS)
+    call = next(_CALLS)
     return [
         Generation(
             f"{call}.{place}.{sample}",
@@ -315,12 +315,15 @@ def open_rollout(
         texts: decodes tokens to text, for stop strings; None: generations with stop strings are rejected.
 
     Raises:
-        InputError: the native decoder does not compute what the module computes; no package has the engine, or its
-            package is broken.
+        InputError: the native decoder does not compute what the module computes; no package has the engine, its
+            package is broken, or the engine lacks the sessions that it declares.
     """
     if name not in OWN_ENGINES[ROLLOUT_ENGINE]:
-        found = installed_engine(ROLLOUT_ENGINE, name).open(RolloutEngine, model, kv_cache, texts=texts)
-        return cast(RolloutEngine, found)
+        installed = installed_engine(ROLLOUT_ENGINE, name)
+        found = cast(RolloutEngine, installed.open(RolloutEngine, model, kv_cache, texts=texts))
+        if "sessions" in installed.spec.provides and not found.holds_sessions:
+            raise InputError(f"{installed.plugin} provides sessions, but its holds_sessions is False; fix one of them")
+        return found
     why = None if name == "module" else why_not_fusable(model.module)
     if name == "native" and why is not None:
         raise InputError(f"rollout.engine: native cannot decode this model: {why}; write auto or module")
@@ -532,7 +535,7 @@ class RolloutWorker:
                 prompts.tokens, samples, sampling, prompts.keys, context_length=engine.context_length
             )
         fed = self._fed = self._fed or Conversations(samples, turns, sampling, together=not engine.holds_sessions)
-        work = fed.begin(prompts.keys, work) + fed.replied(prompts.replies, next(CALLS))
+        work = fed.begin(prompts.keys, work) + fed.replied(prompts.replies, next(_CALLS))
         if not fed.any:
             self._fed = None
             return
