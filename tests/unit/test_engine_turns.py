@@ -706,7 +706,8 @@ def test_an_ended_observation_is_forgotten() -> None:
 def test_a_step_reports_each_observation_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if dropped groups are replaced after the others have ended."""
     facts: list[Fact] = []
-    recipe = several(2, adopt_module(initial_model(TINY, TOKENIZER, 0)), Seen(sometimes), max_new_tokens=20)
+    model, engine = adopt_module(initial_model(TINY, TOKENIZER, 0)), {"engine": "module"}  # its groups end together
+    recipe = several(2, model, Seen(sometimes), max_new_tokens=20, rollout=engine)
     source = recipe._algorithm.source
     monkeypatch.setattr(Several, "source", replace(source, refills=3))
     monkeypatch.setattr(Several, "keep", lambda self, group: Drop("it is odd") if group.group.key % 2 else None)
@@ -716,6 +717,7 @@ def test_a_step_reports_each_observation_once(monkeypatch: pytest.MonkeyPatch) -
     recipe._ahead.scorer = None
     recipe._ahead.collected(0, Trace(facts.append, 0), lambda spent, more, refuse: True)
     spans = [fact for fact in facts if isinstance(fact, Span) and fact.name == "environment"]
+    assert len(spans) > 1
     assert sum(int(span.attributes["observations"]) for span in spans) == len(begun) > 0
 
 
