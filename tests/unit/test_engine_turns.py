@@ -43,7 +43,7 @@ from posttrain.engine.rollout.port import Completion, Generation, Reply, Samplin
 from posttrain.engine.rollout.turns import Conversations
 from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
-from posttrain.engine.scores import Failed, Observed, RewardScorer, TextEnvironment
+from posttrain.engine.scores import Failed, Observed, RewardScorer, Stretch, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
 from posttrain.pacing.admission import Buffer, InOrder
@@ -703,22 +703,28 @@ def test_an_ended_observation_is_forgotten() -> None:
     assert not environment._running
 
 
+class Afterwards(Even):
+    """Scores when the rollout has ended."""
+
+    def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
+        scores = super().begin(prompts, trajectories, stretch)
+        return Future(scores.result, lambda: False)
+
+
 def test_a_step_reports_each_observation_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if dropped groups are replaced after the others have ended."""
+    """Dropped groups are replaced after the others have ended."""
     facts: list[Fact] = []
-    model, engine = adopt_module(initial_model(TINY, TOKENIZER, 0)), {"engine": "module"}  # its groups end together
-    recipe = several(2, model, Seen(sometimes), max_new_tokens=20, rollout=engine)
+    begun: list[Trajectory] = []
+    environment = Seen(lambda sample: (begun.append(sample), sometimes(sample))[1])
+    recipe = several(2, adopt_module(initial_model(TINY, TOKENIZER, 0)), environment, max_new_tokens=20)
     source = recipe._algorithm.source
     monkeypatch.setattr(Several, "source", replace(source, refills=3))
     monkeypatch.setattr(Several, "keep", lambda self, group: Drop("it is odd") if group.group.key % 2 else None)
-    recipe._ahead.buffer = Buffer(InOrder(0), source.prompts, 3, 3)
-    begun: list[Trajectory] = []
-    recipe._ahead.environment = Seen(lambda sample: (begun.append(sample), sometimes(sample))[1])
-    recipe._ahead.scorer = None
+    recipe._ahead.buffer, recipe._ahead.scorer = Buffer(InOrder(0), source.prompts, 3, 3), Afterwards()
     recipe._ahead.collected(0, Trace(facts.append, 0), lambda spent, more, refuse: True)
-    spans = [fact for fact in facts if isinstance(fact, Span) and fact.name == "environment"]
-    assert len(spans) > 1
-    assert sum(int(span.attributes["observations"]) for span in spans) == len(begun) > 0
+    spans = [fact for fact in facts if isinstance(fact, Span)]
+    assert [span.name for span in spans].count("rollout") == 2
+    assert sum(span.attributes["observations"] for span in spans if span.name == "environment") == len(begun) > 0
 
 
 def test_replies_to_turns_that_were_lost_are_ignored() -> None:
