@@ -31,8 +31,8 @@ from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import PageStore
-from posttrain.engine.rollout.port import Completion, PromptBatch, RolloutEngine, Rollouts, SamplingParams
-from posttrain.engine.rollout.worker import EngineError, RolloutWorker, SilentError, generate
+from posttrain.engine.rollout.port import Completion, Generation, PromptBatch, RolloutEngine, Rollouts, SamplingParams
+from posttrain.engine.rollout.worker import EngineError, RolloutWorker, SilentError, answers, generate
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.trace import Trace
 from posttrain.engine.weights.stream import PolicyVersion
@@ -320,6 +320,19 @@ def test_what_comes_late_is_no_answer_to_the_next_call() -> None:
 def test_an_honest_engine_is_believed() -> None:
     found = generate(HostileRollout(list), PROMPTS, samples=2, sampling=SAMPLING)
     assert [answer.response.tolist() for answer in found] == [[9, 8, 7, 6]] * 4
+
+
+def test_the_tokens_of_answered_generations_are_forgotten() -> None:
+    """While turns follow each other, the call goes on: what it keeps must not grow with their contexts."""
+    engine = ScriptedRollout(lambda prompt, sample: (9, 8))
+    turns = [[Generation(f"0.{turn}", tuple(range(4, 40 + turn)), 1, SAMPLING, 4)] for turn in range(5)]
+    stream = answers(engine, turns[0], "")
+    found = next(stream)
+    for turn in turns[1:]:
+        assert len(found) == 1
+        assert stream.gi_frame.f_locals["prompts"] == {}
+        found = stream.send(turn)
+    stream.close()
 
 
 def test_a_worker_refuses_answers_of_another_version_than_it_serves() -> None:

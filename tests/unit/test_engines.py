@@ -19,7 +19,7 @@ from posttrain.domain.engines import ENGINE, OWN_ENGINES, PROVIDED, engines_in
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import StageManifest, deciding, suite_evaluator
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.config import STAGE_CONFIGS, GRPOConfig, stage_config
+from posttrain.engine.config import STAGE_CONFIGS, DataflowConfig, GRPOConfig, stage_config
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.files import initial_model
 from posttrain.engine.models.language_model import adopt_module
@@ -321,6 +321,27 @@ def test_a_stages_engines_reach_its_workers(site: Path) -> None:
     assert roles.rollout is not None
     assert roles.rollout.one(lambda worker: type(worker._engine).__name__) == "Fast"
     assert roles.learners["policy"].one(lambda worker: type(worker.engine).__name__) == "Trained"
+
+
+def test_earlier_turns_are_planned_only_for_engines_without_sessions(site: Path) -> None:
+    """Three turns of 20 with observations of 4: the third reads 44 and the second 20 tokens again, and the prompt."""
+    talk: dict[str, Any] = {"data": "d", "recipe": "m:A", "steps": 2, "prompts_per_step": 3, "group_size": 5}
+    talk |= {"turns": 3, "observation_tokens": 4, "max_new_tokens": 20}
+
+    def work(engine: str) -> tuple[float, float]:
+        found = DataflowConfig(**talk, rollout={"engine": engine}).work()
+        return found["prompts"], found.get("again", 0)
+
+    add(site)
+    without = (2 * (3 + 2 * 15), 2 * 15 * (20 + 44))
+    assert [work(name) for name in ("auto", "native", "module", "fast")] == [(6, 0), (6, 0), without, without]
+    assert GRPOConfig(data="d", reward="r", steps=2, rollout={"engine": "module"}).work().get("again") is None
+
+
+def test_an_engine_has_the_sessions_that_it_declares(site: Path) -> None:
+    add(site, "sessions")
+    with pytest.raises(InputError, match=r"provides sessions, but its holds_sessions is False; fix one of them$"):
+        open_rollout(model(), name="fast")
 
 
 @pytest.mark.parametrize("opened", ["Hollow", "Absent", "Raises"])
