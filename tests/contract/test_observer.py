@@ -382,7 +382,7 @@ class TestEnded:
         for answer in answers:
             assert isinstance(answer.exception(PATIENCE), InfrastructureError)
             assert "signal 9) instead of answering, 4 times in a row" in str(answer.exception())
-        assert len(killed) == 4
+        assert len(killed) >= 4, "another process of the dying cell may be hit too"
         with pytest.raises(InfrastructureError):
             ask(observer, "echo")
 
@@ -405,11 +405,11 @@ class TestEnded:
     def test_an_answer_that_does_not_end_holds_up_nobody(
         self, opened: Opener, monkeypatch: pytest.MonkeyPatch, others: int
     ) -> None:
-        monkeypatch.setattr("posttrain.sandbox.observer.PING_TIMEOUT", 0.5)
+        monkeypatch.setattr("posttrain.sandbox.observer.PING_TIMEOUT", 1.0)
         observer = opened(4)
         waiting = [ask(observer, "echo", n) for n in range(others)]
         begun = ask(observer, "begins_an_answer")
-        assert "did not end its answer within 0.5 s and was killed; fix it" in fault(begun)
+        assert "did not end its answer within 1 s and was killed; fix it" in fault(begun)
         assert [answer.result(PATIENCE) for answer in waiting] == [f"{n}: " for n in range(others)]
         assert seen(observer, "echo", 7) == "7: "
 
