@@ -115,6 +115,9 @@ SOURCE = textwrap.dedent('''
     def dies(row, responses):
         os._exit(3)
 
+    def kills_itself(row, responses):
+        os.kill(os.getpid(), 9)
+
     def dies_after_its_answer(row, responses):
         global armed
         armed = True
@@ -369,22 +372,29 @@ class TestEnded:
 
     def test_one_that_is_killed_again_and_again_is_no_fault_of_the_code(self, opened: Opener) -> None:
         observer = opened(2)
-        answers = [ask(observer, "hangs"), ask(observer, "hangs")]
+        answers = [ask(observer, "hangs") for _ in range(4)]
         killed = set[int]()
-        while not answers[0].done() and len(killed) < 9:
+        while not answers[-1].done() and len(killed) < 19:
             victim = worker_of(observer)
-            if victim and len(observer._running) == 2 and victim.pid not in killed:
+            if victim and observer._running and victim.pid not in killed:
                 killed.add(victim.pid)
                 with suppress(psutil.NoSuchProcess):
                     victim.send_signal(signal.SIGKILL)
             threading.Event().wait(0.02)
-        assert answers[0].done()
-        for answer in answers:
-            assert isinstance(answer.exception(PATIENCE), InfrastructureError)
-            assert "signal 9) instead of answering, 4 times in a row" in str(answer.exception())
-        assert len(killed) >= 4, "another process of the dying cell may be hit too"
+        assert isinstance(answers[-1].exception(PATIENCE), InfrastructureError)
+        assert "signal 9) instead of answering, 10 times in a row" in str(answers[-1].exception())
+        assert len(killed) >= 10, "another process of the dying cell may be hit too"
         with pytest.raises(InfrastructureError):
             ask(observer, "echo")
+
+    def test_a_call_that_kills_its_process_fails_and_no_other(self, opened: Opener) -> None:
+        observer = opened(8)
+        assert seen(observer, "mark") == "marked"
+        others = [ask(observer, "held", n) for n in range(3)]
+        running(observer, 3)
+        faults = [fault(ask(observer, "kills_itself")) for _ in range(2)]
+        assert [line.rpartition(" instead of answering, ")[2] for line in faults] == ["3 times; fix it, or the row"] * 2
+        assert [answer.result(PATIENCE) for answer in others] == [f"free {n}" for n in range(3)]
 
     def test_the_call_that_ends_its_process_fails_and_no_other(self, opened: Opener) -> None:
         observer = opened(8)

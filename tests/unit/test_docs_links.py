@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ _CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
+@cache  # rendering fields.md takes a quarter of a second, and it links to itself 180 times
 def anchors(page: Path) -> set[str]:
     """What `page.md#…` may name: its headings, and the labels that it sets."""
     text = rendered(page)

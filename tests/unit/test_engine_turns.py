@@ -519,7 +519,9 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     assert len(batch) == sum(status != "error" for status in ends)
     recipe = talk(environment=TextEnvironment(ScriptedObserver(always), TOKENIZER, 8))
     recipe._ahead.scorer = None
-    with pytest.raises(InputError, match=r"no server; fix it, or the row; (\d+) of \1 samples end there"):
+    with pytest.raises(
+        InputError, match=r"no server; fix it, or the row \(turn 1 of prompt '.*'\); (\d+) of \1 samples end there"
+    ):
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 

@@ -36,6 +36,7 @@ from posttrain.sandbox.port import (
     error_line,
     probe_call,
     refuse_failures,
+    shortened,
     try_out,
     weighted,
 )
@@ -353,7 +354,8 @@ class Observations:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._running: dict[tuple[int, int], tuple[int, Future[Observed]]] = {}  # (key, sample) → turn, observation
+        # (key, sample) → the prompt, the turn, its observation
+        self._running: dict[tuple[int, int], tuple[Prompt, int, Future[Observed]]] = {}
         self._samples: set[tuple[int, int]] = set()
         self._faults: dict[tuple[int, int], str] = {}
         self._count, self._began, self._waited = 0, 0.0, 0.0
@@ -376,27 +378,27 @@ class Observations:
         """Begin to observe a sample."""
         self._began = self._began or time.time()
         observed = self._environment.begin(prompt, sample.so_far)
-        self._running[sample.key, sample.sample] = sample.turn, observed
+        self._running[sample.key, sample.sample] = prompt, sample.turn, observed
 
     def wait(self, seconds: float) -> None:
         """Wait for an observation while nothing is sampled."""
-        if self._running and not any(observed.done() for _, observed in self._running.values()):
+        if self._running and not any(observed.done() for *_, observed in self._running.values()):
             begin = time.perf_counter()
             self._environment.wait(seconds)
             self._waited += time.perf_counter() - begin
 
     def replies(self) -> list[Reply]:
         """Return the replies to samples whose observations have ended since the last call."""
-        ended = [(place, *running) for place, running in self._running.items() if running[1].done()]
+        ended = [(place, *running) for place, running in self._running.items() if running[-1].done()]
         found: list[Reply] = []
-        for place, turn, answer in ended:
+        for place, prompt, turn, answer in ended:
             del self._running[place]
             seen = answer.result()
             self._count += 1
             self._samples.add(place)
             if isinstance(seen, Failed):
-                self._faults[place] = seen.line
-                found.append(Reply(*place, turn, None, seen.line))
+                self._faults[place] = line = f"{seen.line} (turn {turn} of prompt {shortened(prompt.text)})"
+                found.append(Reply(*place, turn, None, line))
             else:
                 found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
         return found

@@ -43,7 +43,10 @@ from posttrain.sandbox.session import (
 
 ENGINE_TIMEOUT = 120.0  # seconds for importing the user's code and the engine, on a busy machine
 PING_TIMEOUT = 10.0  # seconds for a worker to answer a ping, on a busy machine
-_KILLED_MOST = 3  # consecutive kills from outside that are tolerated
+_KILLED_MOST = 3  # consecutive kills from outside that are tolerated while the worker is started
+_KILLED_ALONE = 3  # kills of the process of a call that runs alone, after which the call is the cause
+_KILLED_TOGETHER = 2  # kills after which each running call is repeated alone
+_UNANSWERED = 9  # consecutive kills without an answer that are tolerated
 _PAUSE = 0.2  # seconds before a restart
 
 
@@ -54,7 +57,7 @@ class _Call:
     request: Mapping[str, Any]
     answer: Future[str | None] = field(default_factory=Future)
     due: float = math.inf  # `time.monotonic`, while it runs
-    kills: int = 0  # of its process, from outside
+    kills: int = 0  # of its process, by a signal, since it runs alone or together
     alone: bool = False  # whether it must be the only running call
 
 
@@ -104,6 +107,7 @@ class ProcessObserver:
         self._session: Session | None = None
         self._log, self._scratch = Log(), Scratch()
         self._killed = 0  # in a row, while the worker was started
+        self._kills = 0  # in a row, without an answer
         self._lock = threading.Lock()  # guards the fault, and the queue's end
         self._fault: Exception | None = None  # raised by all calls that have not ended
         self._wake, self._woken = socket.socketpair()
@@ -227,6 +231,7 @@ class ProcessObserver:
     def _take(self, message: Message) -> None:
         if not isinstance(message, Observed):
             raise MalformedError("with a message that is not an observation")
+        self._kills = 0
         call = self._running.pop(message.request)
         if message.error is None:
             call.answer.set_result(message.seen)
@@ -271,18 +276,26 @@ class ProcessObserver:
         return True
 
     def _died(self, error: EndedError) -> None:
-        """Repeat the running calls, or find the call that ended its process."""
+        """Repeat the running calls, or find the call that ended its process.
+
+        A kill can come from the code or from outside: a call is the cause if its process is killed whenever it runs
+        alone, while other calls are answered.
+        """
         self._session = None
+        calls = list(self._running.values())
+        for call in calls if error.killed else ():
+            call.kills += 1
         if error.killed:
-            for call in self._running.values():
-                call.kills += 1
-                if call.kills > _KILLED_MOST:
-                    self._refuse_kill(error, call.kills)
+            self._kills += 1
+            if self._kills > _UNANSWERED:
+                self._refuse_kill(error, self._kills)
             time.sleep(_PAUSE)
+        alone = all(call.alone for call in calls)
+        if error.killed and all(call.kills < (_KILLED_ALONE if alone else _KILLED_TOGETHER) for call in calls):
             self._repeat()
-        elif all(call.alone for call in self._running.values()):
-            for call in list(self._running.values()):
-                self._fail(call, f"{error}; fix it, or the row")
+        elif alone:
+            for call in calls:
+                self._fail(call, f"{error}{f', {call.kills} times' if error.killed else ''}; fix it, or the row")
         else:  # also a single call, since a call that has been answered can be the cause
             self._suspect()
 
@@ -298,7 +311,7 @@ class ProcessObserver:
 
     def _suspect(self) -> None:
         for call in self._running.values():
-            call.alone = True
+            call.alone, call.kills = True, 0
         self._repeat()
 
     def _refuse_kill(self, error: EndedError, times: int) -> None:

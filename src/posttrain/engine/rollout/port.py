@@ -70,6 +70,11 @@ class SamplingParams:
         """Whether some tokens can never be drawn. Log-probabilities are always of the whole distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    @property
+    def distribution(self) -> tuple[float, ...]:
+        """What determines the probability of each token, given the logits."""
+        return self.greedy, self.temperature, self.top_k, self.top_p, self.min_p
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -46,11 +46,14 @@ def _absorb(state: Tensor, words: Tensor) -> Tensor:
     return _mix(state + (words + 1) * _signed(_GAMMA))
 
 
-def row_keys(seed: int, prompt_keys: Sequence[int], samples: Sequence[int], device: torch.device) -> Tensor:
-    """Return a key for each (seed, prompt key, sample), [rows] int64."""
+def row_keys(
+    seeds: int | Sequence[int], prompt_keys: Sequence[int], samples: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return a key for each (seed, prompt key, sample), [rows] int64; `seeds` is one for all rows, or [rows]."""
     prompts = torch.tensor([_signed(key) for key in prompt_keys], dtype=torch.int64, device=device)
     sample = torch.tensor(samples, dtype=torch.int64, device=device)
-    start = _mix(torch.tensor([_signed(seed)], dtype=torch.int64, device=device))
+    words = [_signed(seed) for seed in ([seeds] if isinstance(seeds, int) else seeds)]
+    start = _mix(torch.tensor(words, dtype=torch.int64, device=device))
     return _absorb(_absorb(start, prompts), sample)
 
 
@@ -147,11 +150,9 @@ def choose(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[T
 
 def generation_keys(work: Sequence[Generation]) -> list[int]:
     """Return the key of each generation's random numbers."""
-    if all(asked.sampling.seed == work[0].sampling.seed for asked in work):
-        seed, cpu = work[0].sampling.seed, torch.device("cpu")
-        found: list[int] = row_keys(seed, [asked.key for asked in work], [asked.sample for asked in work], cpu).tolist()
-        return found
-    return [key for asked in work for key in generation_keys([asked])]
+    seeds, keys, samples = zip(*((asked.sampling.seed, asked.key, asked.sample) for asked in work), strict=True)
+    found: list[int] = row_keys(seeds, keys, samples, torch.device("cpu")).tolist()
+    return found
 
 
 @final
@@ -180,13 +181,14 @@ class RowDraws:
         self._used = 0
 
     def _found_alike(self) -> list[tuple[SamplingParams, Tensor | None]]:
-        """Return the rows of each distinct sampling; None: all rows have the same sampling."""
-        if all(other is self._sampling[0] for other in self._sampling):
-            return [(self._sampling[0], None)]
-        alike: dict[SamplingParams, list[int]] = {}
+        """Return the rows of each distribution, with one of their samplings; None: all rows have the same one."""
+        first = self._sampling[0]
+        if all(other is first or other.distribution == first.distribution for other in self._sampling):
+            return [(first, None)]
+        alike: dict[tuple[float, ...], list[int]] = {}
         for row, params in enumerate(self._sampling):
-            alike.setdefault(params, []).append(row)
-        return [(params, torch.tensor(rows, device=self._device)) for params, rows in alike.items()]
+            alike.setdefault(params.distribution, []).append(row)
+        return [(self._sampling[rows[0]], torch.tensor(rows, device=self._device)) for rows in alike.values()]
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these rows [n], in this order; at least one."""

@@ -27,6 +27,7 @@ from posttrain.engine.rollout.port import Completion, Context, Delta, Generation
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 
 _REFILL_SHARE = 16  # slots are refilled when a 16th is free: a short prompt costs as much as a step
+_DELAYED = 32  # rows times steps; with more rows, a prefill delays them by a smaller part of a step
 _NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 Indices = npt.NDArray[np.int64]
 _FIRST = 64  # initial number of lines and columns; doubled on demand
@@ -102,6 +103,7 @@ class Schedule:
         self.running: dict[int, Row] = {}  # by number, in the order of admission
         self._wanted: Counter[tuple[int, ...]] = Counter()  # prompts of waiting rows
         self._next = 0
+        self._waited = 0  # waiting rows, summed over the steps since the last admission
 
     def submit(
         self, work: Sequence[Generation], keys: Sequence[int], prompts: Mapping[tuple[int, ...], Segment]
@@ -118,16 +120,24 @@ class Schedule:
         return self._wanted[prompt] > 0
 
     def refill(self) -> int:
-        """Return the maximum number of rows to admit now."""
+        """Return the maximum number of rows to admit now; called once per step.
+
+        Next turns arrive one by one, and a prefill of few tokens delays all decoded rows by part of a step. Next turns
+        are admitted when their own delay, in rows times steps, is as long.
+        """
         if not self.waiting:
             return 0
-        most = self.waiting[0].asked.sampling.batch_size
-        free = most - len(self.running)
-        enough = not self.running or free >= min(max(1, most // _REFILL_SHARE), len(self.waiting))
-        return max(0, min(free, len(self.waiting))) if enough else 0
+        first, many, going = self.waiting[0].asked, len(self.waiting), len(self.running)
+        free = first.sampling.batch_size - going
+        enough = not going or free >= min(max(1, first.sampling.batch_size // _REFILL_SHARE), many)
+        if first.session:
+            self._waited += many
+            enough = enough and self._waited >= min(going, _DELAYED)
+        return max(0, min(free, many)) if enough else 0
 
     def admit(self, count: int) -> list[Row]:
         """Move the first `count` rows of the queue to the decoded rows."""
+        self._waited = 0
         rows = [self.waiting.popleft() for _ in range(count)]
         for row in rows:
             self._wanted[row.asked.tokens] -= 1

@@ -35,11 +35,7 @@ class HeldSessions:
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
         self._held: dict[str, _Session] = {}
-
-    @property
-    def used(self) -> int:
-        """Bytes of the budget that sessions occupy."""
-        return self._shape.position_bytes * sum(len(one.tokens) for one in self._held.values() if one.inside)
+        self.used = 0  # bytes of the budget that sessions occupy
 
     def continued(self, name: str, context: Ints) -> int:
         """Return how many tokens of the context [n] are held, at most n - 1; 0 if they differ from the session's.
@@ -55,6 +51,7 @@ class HeldSessions:
         """Hold the keys and values of these tokens as the newest session."""
         self.release([name])
         self._held[name] = _Session(tokens, pairs)
+        self.used += self._shape.position_bytes * len(tokens)
 
     def past(self, name: str, count: int) -> list[Tensor]:
         """Return the keys and values of the first `count` tokens, by layer [count, 2, kv_heads, head_dim]."""
@@ -65,7 +62,10 @@ class HeldSessions:
     def release(self, names: Collection[str]) -> None:
         """Free these sessions; skip unknown names."""
         for name in names:
-            if (one := self._held.pop(name, None)) is not None and one.file is not None:
+            one = self._held.pop(name, None)
+            if one is not None and one.inside:
+                self.used -= self._shape.position_bytes * len(one.tokens)
+            if one is not None and one.file is not None:
                 one.file.close()
 
     def clear(self) -> None:
@@ -87,7 +87,8 @@ class HeldSessions:
                     one.pairs = [pair.cpu() for pair in one.pairs]
                 else:
                     one.file, one.pairs = self._written(name, one.pairs), []
-                needed -= self._shape.position_bytes * len(one.tokens)
+                count = self._shape.position_bytes * len(one.tokens)
+                needed, self.used = needed - count, self.used - count
                 moved, one.inside = moved + 1, False
         return moved
 

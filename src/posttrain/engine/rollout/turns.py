@@ -45,6 +45,7 @@ class Conversations:
         self._observed: dict[_Place, tuple[Trajectory, tuple[int, ...]]] = {}  # sequences that are being continued
         self._came: list[OpenSample] = []
         self._over: list[str] = []
+        self._later: dict[int, SamplingParams] = {}  # of later turns
         self.sampling = 0  # number of unanswered generations
 
     @property
@@ -83,7 +84,7 @@ class Conversations:
                 continue
             self._observed[place] = so_far, reply.observed
             tokens = (*so_far.prompt.tolist(), *so_far.response.tolist(), *reply.observed)
-            drawn = replace(self._sampling, seed=derive_seed(self._sampling.seed, "turn", reply.turn))
+            drawn = self._sampled_at(reply.turn)
             words = _session(*place), tokens, reply.key, drawn, drawn.max_new_tokens, reply.sample
             self._ready.append(Generation(*words, session=_session(*place)))
         if self._together and (self._waiting or self.sampling):
@@ -115,6 +116,11 @@ class Conversations:
         rows = [ended[key][sample] for key in whole for sample in range(self._samples)]
         came, over, self._came, self._over = self._came, self._over, [], []
         return groups_of(rows, whole, self._samples), tuple(came), over
+
+    def _sampled_at(self, turn: int) -> SamplingParams:
+        if turn not in self._later:
+            self._later[turn] = replace(self._sampling, seed=derive_seed(self._sampling.seed, "turn", turn))
+        return self._later[turn]
 
     def _end(self, place: _Place, whole: Trajectory) -> None:
         key, sample = place

@@ -477,7 +477,6 @@ class NativeRollout:
         def lacking() -> int:
             return store.used + self._prompts.begun_bytes + store.growth_bytes(needs) - self._budget
 
-        self._sessions.spill(lacking() + self._sessions.used)
         while lacking() > 0:
             if self._prompts.any:  # prompts are cheaper to recompute than rows
                 self._prompts.forget_all()
@@ -487,6 +486,7 @@ class NativeRollout:
             victim = self._schedule.youngest()
             needs.pop(victim.number, None)
             self._preempt([victim])
+        self._sessions.spill(lacking() + self._sessions.used)
         store.extend(needs)
         self._table.give_room({number: store.capacity(number) for number in needs})
         self._arranged = False
@@ -505,12 +505,16 @@ class NativeRollout:
         self._draws, self._arranged = None, False
 
     def _hold(self, rows: Mapping[Row, int]) -> None:
-        """Move rows from the store to their sessions: row → number of positions."""
-        for row, count in rows.items():
+        """Move rows from the store to their sessions: row → number of positions; a row is in both for a moment."""
+        store, sessions, gone = self._store, self._sessions, list[int]()
+        for place, (row, count) in enumerate(rows.items(), 1):
             tokens = np.concatenate([row.prompt.tokens, row.tokens])[:count]
-            self._sessions.hold(row.asked.session, tokens, self._store.read(row.number, count))
-            self._store.remove([row.number])
-            self._sessions.spill(self._store.used + self._sessions.used - self._budget)
+            sessions.hold(row.asked.session, tokens, store.read(row.number, count))
+            gone.append(row.number)
+            if store.used + sessions.used > self._budget or place == len(rows):
+                store.remove(gone)
+                sessions.spill(store.used + sessions.used - self._budget)
+                gone = []
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
