@@ -65,7 +65,7 @@ class EvenTokens:
     def groups(self, prompts: int, tokens: int) -> int:
         return prompts
 
-    early = True
+    early, errors_max = True, 1.0
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Any) -> Future[Any]:
         scores = self.scores(trajectories)

@@ -96,7 +96,7 @@ class Even:
     def groups(self, prompts: int, tokens: int) -> int:
         return self._together
 
-    early = True
+    early, errors_max = True, 1.0
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
         self.asked.append((tuple(int(t.response[0]) for t in trajectories), stretch))
@@ -540,7 +540,7 @@ class Scripted:
     def groups(self, prompts: int, tokens: int) -> int:
         return self.together
 
-    early = True
+    early, errors_max = True, 1.0
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
         firsts = [int(trajectory.response[0]) for trajectory in trajectories]

@@ -79,7 +79,7 @@ class FixedScorer:
     def groups(self, prompts: int, tokens: int) -> int:
         return prompts  # at once, since a function may look at the place
 
-    early = True
+    early, errors_max = True, 1.0
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Any) -> Future[Any]:
         scores = [Score(value) for value in self._values(prompts, trajectories)]

@@ -525,6 +525,29 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 
+def test_a_step_ends_when_more_observations_have_failed_than_may_however_long_the_others_take() -> None:
+    class Stuck:
+        """Two observations fail, and the others never end."""
+
+        begun = 0
+
+        def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
+            self.begun += 1
+            failed = self.begun <= 2
+            return Future(lambda: Failed("observe: no server"), lambda: failed)
+
+        def wait(self, seconds: float) -> None:
+            pass
+
+    class Strict(Even):
+        errors_max = 0.1
+
+    recipe = talk(environment=Stuck(), scorer=Strict())
+    line = r"no server \(turn 1 of prompt '.*'\); 2 completions of this step so far failed, at most 1 may \(reward_err"
+    with pytest.raises(RewardError, match=line):
+        recipe._ahead.collected(0, quiet(0), lambda spent, more, refuse: True)
+
+
 def test_where_nobody_scores_a_failure_is_told_once() -> None:
     recipe, facts = talk(environment=TextEnvironment(ScriptedObserver(stumbles), TOKENIZER, 8)), list[Fact]()
     recipe._ahead.scorer = None

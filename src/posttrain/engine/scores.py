@@ -68,6 +68,11 @@ class Stretch:
     total: int
 
 
+def may_fail(share: float, samples: int) -> int:
+    """Return how many of these samples may fail, given the maximum share."""
+    return int(share * samples + 1e-9)
+
+
 def response_text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
     """Return the text of a response."""
     return decode_response(tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
@@ -82,6 +87,10 @@ class Scorer(Protocol):
     @property
     def early(self) -> bool:
         """Whether the scorer can work at the same time as the rollout, without using the rollout's memory."""
+
+    @property
+    def errors_max(self) -> float:
+        """The maximum share of a step's samples that may fail."""
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
@@ -126,7 +135,7 @@ class RewardScorer:
         alone: bool = True,
     ) -> None:
         self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
-        self._errors_max, self._tell, self._told = errors_max, tell, False
+        self.errors_max, self._tell, self._told = errors_max, tell, False
         self._placed, self._told_placed, self._most = placed, False, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
         self._scored: list[Score] = []  # of the stretches so far
@@ -154,7 +163,7 @@ class RewardScorer:
             **self._turns(trajectories),
         )
         places = range(stretch.first, stretch.first + len(call))
-        whole, allowed = len(call) == stretch.total, int(self._errors_max * stretch.total + 1e-9)
+        whole, allowed = len(call) == stretch.total, may_fail(self.errors_max, stretch.total)
         answer = self._thread.submit(self._reward.score, call, allowed, None if whole else places)
 
         def wait() -> Sequence[Score]:
@@ -237,6 +246,8 @@ class ModelScorer:
         early: whether the model may work while the rollout works (`Roles.early`).
     """
 
+    errors_max = 1.0  # it scores whatever the environment has observed
+
     def __init__(
         self,
         judge: WorkerGroup[FrozenWorker],
@@ -293,7 +304,7 @@ class SumScorer:
     ) -> None:
         self._functions, self._models, self._weights = functions, models, weights
         self._all: list[Scorer] = [*([functions] if functions else []), *models.values()]
-        self.early = all(one.early for one in self._all)
+        self.early, self.errors_max = all(one.early for one in self._all), min(one.errors_max for one in self._all)
 
     def groups(self, prompts: int, tokens: int) -> int:
         """See `Scorer`; the most that any part scores together."""
@@ -387,8 +398,15 @@ class Observations:
             self._environment.wait(seconds)
             self._waited += time.perf_counter() - begin
 
-    def replies(self) -> list[Reply]:
-        """Return the replies to samples whose observations have ended since the last call."""
+    def replies(self, allowed: int | None = None) -> list[Reply]:
+        """Return the replies to samples whose observations have ended since the last call.
+
+        Args:
+            allowed: number of samples that may fail; None: all.
+
+        Raises:
+            RewardError: more samples than allowed have failed, so the step will fail, however the others end.
+        """
         ended = [(place, *running) for place, running in self._running.items() if running[-1].done()]
         found: list[Reply] = []
         for place, prompt, turn, answer in ended:
@@ -401,6 +419,8 @@ class Observations:
                 found.append(Reply(*place, turn, None, line))
             else:
                 found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
+        if allowed is not None and len(self._faults) > allowed:
+            refuse_failures([Score.failure("error", line) for _, line in sorted(self._faults.items())], None, allowed)
         return found
 
     def span(self, step: int, batch: int) -> Span:

@@ -55,7 +55,7 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.port import PromptBatch, Reply, Rollouts, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt
-from posttrain.engine.scores import Environment, Observations, Scorer, Stretch
+from posttrain.engine.scores import Environment, Observations, Scorer, Stretch, may_fail
 from posttrain.engine.trace import Trace
 from posttrain.engine.wide import RowsHandle, WideColumn, WideRows, joined
 from posttrain.pacing.admission import Buffer, Pace
@@ -204,7 +204,8 @@ class Incoming:
         if self.feed.resting:
             seen.wait(seconds)
         replies: dict[int, list[Reply]] = {}
-        for reply in seen.replies():
+        scorer, samples = self.scorer, len(self.keys) * self.samples
+        for reply in seen.replies(may_fail(scorer.errors_max, samples) if scorer else None):
             if (rank := self.feed.rank_of(reply.key)) is not None:
                 replies.setdefault(rank, []).append(reply)
         for rank, some in replies.items():

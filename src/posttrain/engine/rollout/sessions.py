@@ -9,7 +9,7 @@ to host memory (on CUDA) or to a file (on the CPU).
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import IO, final
+from typing import final
 
 import numpy as np
 import torch
@@ -23,9 +23,49 @@ from posttrain.engine.samples import Ints
 @dataclass(slots=True, eq=False)
 class _Session:
     tokens: Ints  # that the model has read, [n]
-    pairs: list[Tensor]  # by layer, [n, 2, kv_heads, head_dim]; empty: in `file`
-    file: IO[bytes] | None = None
+    pairs: list[Tensor]  # by layer, [n, 2, kv_heads, head_dim]; empty: in the file
     inside: bool = True  # whether the pairs count towards the budget
+    begin: int = 0  # in the file
+
+
+@final
+class _Spilled:
+    """A temporary file without a name, whose free ranges are used again: one for any number of sessions."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 -- `close` closes it
+        self._free: list[tuple[int, int]] = []  # [begin, end), in order, none adjacent to another
+        self.end = 0
+
+    def put(self, parts: Sequence[Tensor], size: int) -> int:
+        """Write tensors of `size` bytes; return where they begin."""
+        found = next(((begin, end) for begin, end in self._free if end - begin >= size), (self.end, self.end + size))
+        begin = found[0]
+        self._free = [span for span in self._free if span != found]
+        self.end = max(self.end, begin + size)
+        if found[1] > begin + size:
+            self._free = sorted([*self._free, (begin + size, found[1])])
+        self._file.seek(begin)
+        for part in parts:
+            self._file.write(part.contiguous().view(torch.uint8).numpy().data)
+        self._file.flush()
+        return begin
+
+    def get(self, begin: int, size: int) -> bytearray:
+        """Return the bytes that were written at `begin`."""
+        self._file.seek(begin)
+        return bytearray(self._file.read(size))
+
+    def free(self, begin: int, size: int) -> None:
+        """Free a range; free space at the end leaves the file."""
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted([*self._free, (begin, begin + size)]):
+            first = merged.pop()[0] if merged and merged[-1][1] == first else first
+            merged.append((first, last))
+        if merged[-1][1] == self.end:
+            self.end = merged.pop()[0]
+            self._file.truncate(self.end)
+        self._free = merged
 
 
 @final
@@ -35,6 +75,7 @@ class HeldSessions:
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
         self._held: dict[str, _Session] = {}
+        self._file: _Spilled | None = None
         self.used = 0  # bytes of the budget that sessions occupy
 
     def continued(self, name: str, context: Ints) -> int:
@@ -56,17 +97,18 @@ class HeldSessions:
     def past(self, name: str, count: int) -> list[Tensor]:
         """Return the keys and values of the first `count` tokens, by layer [count, 2, kv_heads, head_dim]."""
         one, device = self._held[name], self._shape.device
-        pairs = one.pairs if one.file is None else self._load(one.file, len(one.tokens))
+        pairs = one.pairs or self._load(one)
         return [pair[:count].to(device) for pair in pairs]
 
     def release(self, names: Collection[str]) -> None:
         """Free these sessions; skip unknown names."""
         for name in names:
-            one = self._held.pop(name, None)
-            if one is not None and one.inside:
-                self.used -= self._shape.position_bytes * len(one.tokens)
-            if one is not None and one.file is not None:
-                one.file.close()
+            if (one := self._held.pop(name, None)) is None:
+                continue
+            if one.inside:
+                self.used -= self._bytes(one)
+            elif self._file and not one.pairs:
+                self._file.free(one.begin, self._bytes(one))
 
     def clear(self) -> None:
         """Free all sessions."""
@@ -86,30 +128,26 @@ class HeldSessions:
                 if self._shape.device.type == "cuda":
                     one.pairs = [pair.cpu() for pair in one.pairs]
                 else:
-                    one.file, one.pairs = self._written(name, one.pairs), []
-                count = self._shape.position_bytes * len(one.tokens)
-                needed, self.used = needed - count, self.used - count
+                    one.begin, one.pairs = self._written(name, one), []
+                needed, self.used = needed - self._bytes(one), self.used - self._bytes(one)
                 moved, one.inside = moved + 1, False
         return moved
 
-    def _written(self, name: str, pairs: Sequence[Tensor]) -> IO[bytes]:
-        file: IO[bytes] | None = None
+    def _bytes(self, one: _Session) -> int:
+        return self._shape.position_bytes * len(one.tokens)
+
+    def _written(self, name: str, one: _Session) -> int:
         try:
-            file = tempfile.TemporaryFile()  # noqa: SIM115 -- `release` closes it
-            for pair in pairs:
-                file.write(pair.contiguous().view(torch.uint8).numpy().data)
-            file.flush()
+            self._file = self._file or _Spilled()
+            return self._file.put(one.pairs, self._bytes(one))
         except OSError as error:
-            if file is not None:
-                file.close()
             raise JobFailedError(
                 f"session {name} must be written to a temporary file when runtime.kv_cache has no room for it, but "
                 f"{error.strerror or error}; free space in {tempfile.gettempdir()}, or raise runtime.kv_cache"
             ) from error
-        return file
 
-    def _load(self, file: IO[bytes], tokens: int) -> list[Tensor]:
+    def _load(self, one: _Session) -> list[Tensor]:
         shape = self._shape
-        file.seek(0)
-        raw = torch.frombuffer(bytearray(file.read()), dtype=shape.dtype)
-        return list(raw.view(shape.layers, tokens, 2, shape.kv_heads, shape.head_dim))
+        assert self._file is not None, "a session without pairs is in the file"
+        raw = torch.frombuffer(self._file.get(one.begin, self._bytes(one)), dtype=shape.dtype)
+        return list(raw.view(shape.layers, len(one.tokens), 2, shape.kv_heads, shape.head_dim))
