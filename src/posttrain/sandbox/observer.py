@@ -112,6 +112,7 @@ class ProcessObserver:
         self._fault: Exception | None = None  # raised by all calls that have not ended
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
+        self._notified = False  # whether the thread has a notification that it has not read
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(opened,), name="observer", daemon=True)
         try:
@@ -176,8 +177,10 @@ class ProcessObserver:
         self._notify()
 
     def _notify(self) -> None:
-        with suppress(BlockingIOError):  # then the thread has not read earlier notifications yet
-            self._wake.send(b"1")
+        if not self._notified:  # a burst of calls wakes the thread once
+            self._notified = True
+            with suppress(BlockingIOError):  # then the thread has not read earlier notifications yet
+                self._wake.send(b"1")
 
     def _turn(self) -> None:
         """Send the calls that may run, then wait for an answer, another call, or a deadline."""
@@ -199,6 +202,7 @@ class ProcessObserver:
         ready = wait([self._woken.fileno(), *([session] if self._session else [])], left)
         if self._woken.fileno() in ready:
             self._woken.recv(1 << 16)
+            self._notified = False  # after the read and before `_send`: a call that came in between is found there
         if self._session and session in ready:
             self._take(self._session.hear(self._running, time.monotonic() + PING_TIMEOUT))
         elif due <= time.monotonic():

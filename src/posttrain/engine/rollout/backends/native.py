@@ -506,15 +506,15 @@ class NativeRollout:
 
     def _hold(self, rows: Mapping[Row, int]) -> None:
         """Move rows from the store to their sessions: row → number of positions; a row is in both for a moment."""
-        store, sessions, gone = self._store, self._sessions, list[int]()
+        store, sessions, gone, used = self._store, self._sessions, list[int](), self._store.used
         for place, (row, count) in enumerate(rows.items(), 1):
             tokens = np.concatenate([row.prompt.tokens, row.tokens])[:count]
             sessions.hold(row.asked.session, tokens, store.read(row.number, count))
             gone.append(row.number)
-            if store.used + sessions.used > self._budget or place == len(rows):
+            if used + sessions.used > self._budget or place == len(rows):
                 store.remove(gone)
-                sessions.spill(store.used + sessions.used - self._budget)
-                gone = []
+                used, gone = store.used, []
+                sessions.spill(used + sessions.used - self._budget)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
