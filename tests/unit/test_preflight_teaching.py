@@ -79,7 +79,7 @@ def test_responses_have_room_in_a_model_that_the_run_makes(world: World) -> None
     """Its context stands in the file, and its tokens are characters, so what can never fit is refused."""
     line = refused(world, written(world, "max_new_tokens: 4", "max_new_tokens: 512", teacher="large", model="small"))
     assert line.startswith("data: dataset:train@1 row 1: prompt of at least "), line
-    assert "+ max_new_tokens 512 exceeds the context of 512; " in line
+    assert "+ a response of up to 512 exceeds the context of 512; " in line
     assert line.endswith("lower max_new_tokens or raise context_length")
     world.ok("plan", written(world, "max_new_tokens: 4", "max_new_tokens: 400", teacher="large", model="small"))
 

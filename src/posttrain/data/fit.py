@@ -155,7 +155,7 @@ def check_prompts(
             length = len(_begun(prompt))
         if context is not None and length + reserve > context:
             raise InputError(
-                f"{name} row {number}: prompt of {length} tokens + max_new_tokens {reserve} exceeds the context of "
+                f"{name} row {number}: prompt of {length} tokens + a response of up to {reserve} exceeds the context of "
                 f"{context}; shorten or drop the row, or lower max_new_tokens"
             )
 
@@ -178,7 +178,7 @@ def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: i
         length = sum(len(text) for text in said if isinstance(text, str))
         if length + reserve > context:
             raise InputError(
-                f"{name} row {number}: prompt of at least {length} tokens + max_new_tokens {reserve} exceeds the "
+                f"{name} row {number}: prompt of at least {length} tokens + a response of up to {reserve} exceeds the "
                 f"context of {context}; shorten or drop the row, lower max_new_tokens or raise context_length"
             )
 
