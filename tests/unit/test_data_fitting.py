@@ -232,7 +232,9 @@ class TestLimits:
     def test_a_prompt_and_its_response_fill_the_context_exactly(self, tiny: PlanTokenizer) -> None:
         rows = [{"prompt": "1"}, {"prompt": "12345"}]
         check_prompts(rows, tiny, name="d@1", context=8, reserve=3)
-        with pytest.raises(InputError, match=r"^d@1 row 2: prompt of 5 tokens \+ a response of up to 3 exceeds the context"):
+        with pytest.raises(
+            InputError, match=r"^d@1 row 2: prompt of 5 tokens \+ a response of up to 3 exceeds the context"
+        ):
             check_prompts(rows, tiny, name="d@1", context=7, reserve=3)
 
     def test_demonstrations_are_held_to_the_smaller_limit(self, tiny: PlanTokenizer) -> None:

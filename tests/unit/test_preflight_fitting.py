@@ -160,8 +160,8 @@ def test_a_data_set_of_several_files(bench: Bench) -> None:
 
 def test_prompts_with_their_responses(bench: Bench) -> None:
     assert bench.refused(change("grpo", max_new_tokens=18)) == (
-        "stages.grpo.data: path:train.jsonl row 1: prompt of 15 tokens + a response of up to 18 exceeds the context of 32; "
-        "shorten or drop the row, or lower max_new_tokens"
+        "stages.grpo.data: path:train.jsonl row 1: prompt of 15 tokens + a response of up to 18 exceeds the context of "
+        "32; shorten or drop the row, or lower max_new_tokens"
     )
     bench.heldout(ROW, ROW, LONG)  # the probe takes the first two
     assert bench.refused().startswith("stages.evaluate.suites.heldout: dataset:heldout@2 row 3: prompt of 16 tokens")

@@ -72,6 +72,23 @@ def test_audit_22_what_cannot_be_imported_is_refused_before_anything_is_submitte
     assert json.loads(world.ok("ls", "-o", "json"))["runs"] == []
 
 
+@pytest.mark.slow
+def test_a_class_that_does_not_fit_the_turns_is_refused_before_anything_is_submitted(world: World) -> None:
+    world.write(
+        "t.yaml",
+        STAGES.replace("max_new_tokens: 4}\n  ev", "turns: 2, observation_tokens: 3, max_new_tokens: 4}\n  ev"),
+    )
+    found = world("plan", "t.yaml")
+    line = "stages.own: recipe flow.py: Flow has turns 2, but has no method observe(row, responses); define it"
+    assert found.exit_code == 2
+    assert f"error: t.yaml: {line}" in " ".join(found.stderr.split())
+    world.write("flow.py", FLOW + "\n    def observe(self, row, responses):\n        return None\n")
+    world.ok("plan", "t.yaml")
+    world.write("t.yaml", STAGES)
+    found = world("plan", "t.yaml")
+    assert "Flow has turns 1, but has an observe method; set turns" in " ".join(found.stderr.split())
+
+
 def test_audit_22_imports_reach_nothing_outside_of_their_cell_and_are_asked_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

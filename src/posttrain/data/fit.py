@@ -155,8 +155,8 @@ def check_prompts(
             length = len(_begun(prompt))
         if context is not None and length + reserve > context:
             raise InputError(
-                f"{name} row {number}: prompt of {length} tokens + a response of up to {reserve} exceeds the context of "
-                f"{context}; shorten or drop the row, or lower max_new_tokens"
+                f"{name} row {number}: prompt of {length} tokens + a response of up to {reserve} exceeds the context "
+                f"of {context}; shorten or drop the row, or lower max_new_tokens"
             )
 
 

@@ -106,7 +106,10 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
     memory = workspace.root / "cache" / "imports"
     with tempfile.TemporaryDirectory(prefix="posttrain-imports-") as scratch:
         asked = {
-            (stage.name, slot): _import_order(stage, slot, kind, workspace, Path(scratch, f"{stage.name}.{at}"))
+            (stage.name, slot): {
+                **_import_order(stage, slot, kind, workspace, Path(scratch, f"{stage.name}.{at}")),
+                "turns": planned.contracts[stage.name].params.get("turns", 1),
+            }
             for stage in planned.manifest.stages
             if stage.name in planned.contracts and not planned.manifest.image_of(stage)
             for at, (slot, (kind, _)) in enumerate(planned.contracts[stage.name].inputs.items())

@@ -6,8 +6,9 @@ the machine.
 
 With the argument `imports`, the program imports rewards and dataflows, each in a separate cell, and prints a JSON list
 with one text for each: an error line if the code cannot be imported, and otherwise an empty text. Standard input
-contains `asked`, a list of `{"name", "place", "entry", "dialect", "source", "network", "secrets", "files", "recipe"}`,
-where a place is a path and a secret the name of a variable, and `hidden`, folders that are empty in the cells.
+contains `asked`, a list of `{"name", "place", "entry", "dialect", "source", "network", "secrets", "files", "recipe",
+"turns"}`, where a place is a path and a secret the name of a variable, and `hidden`, folders that are empty in the
+cells.
 """
 
 import json
@@ -58,7 +59,7 @@ def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
     place = Path(asked["place"])
     try:
         if asked["recipe"]:
-            return _recipe(place, asked["entry"], hidden)
+            return _recipe(place, asked["entry"], asked["turns"], hidden)
         secrets = {name: os.environ[name] for name in asked["secrets"]}
         files = {name: Path(path) for name, path in asked["files"].items()}
         open_reward(
@@ -77,11 +78,12 @@ def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
     return ""
 
 
-def _recipe(place: Path, entry: str, hidden: list[Path]) -> str:
+def _recipe(place: Path, entry: str, turns: int, hidden: list[Path]) -> str:
     with tempfile.TemporaryDirectory(prefix="posttrain-reward-") as scratch:
         session = _session(place, scratch, hidden)
         try:
-            answer = next(session.ask({"op": "import", "file": place.name, "entry": entry}, _RECIPE_TIMEOUT))
+            order = {"op": "import", "file": place.name, "entry": entry, "turns": turns}
+            answer = next(session.ask(order, _RECIPE_TIMEOUT))
         except (EndedError, LateError):  # the cell has less memory and time than the job that imports it
             return ""
         finally:

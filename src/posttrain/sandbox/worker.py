@@ -79,13 +79,16 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def try_import(path: Path, entry: str) -> None:
+def try_import(path: Path, entry: str, turns: int = 1) -> None:
     """Execute a dataflow's source.
 
     A job imports the dataflow outside of a cell, so an `OSError` for files or hosts that are missing here is ignored.
 
+    Args:
+        turns: maximum responses of a sample; only with several, a class must have `observe`.
+
     Raises:
-        ReportedError: the module cannot be imported, or lacks the entry.
+        ReportedError: the module cannot be imported, or lacks the entry, or a class does not fit the turns.
     """
     try:
         module = load(path)
@@ -95,6 +98,10 @@ def try_import(path: Path, entry: str) -> None:
         raise
     if not hasattr(module, entry):
         raise ReportedError("load", f"{path.name} has no {entry!r}")
+    made = getattr(module, entry)
+    if isinstance(made, type) and hasattr(made, "observe") != (turns > 1):
+        there = "an observe method; set turns" if turns == 1 else "no method observe(row, responses); define it"
+        raise ReportedError("load", f"{path.name}: {entry} has turns {turns}, but has {there}")
 
 
 def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
@@ -386,7 +393,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
                 scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"], marker)
                 answers = iter([{"dialect": scorer.dialect, "where": scorer.where}])
             elif request["op"] == "import":
-                try_import(Path(source, request["file"]), request["entry"])
+                try_import(Path(source, request["file"]), request["entry"], request["turns"])
                 answers = iter([{"dialect": "", "where": ""}])
             elif scorer is None:
                 raise ReportedError("load", "no reward is open")
