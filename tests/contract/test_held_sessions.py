@@ -228,8 +228,11 @@ def test_any_number_of_sessions_is_in_one_file_whose_space_is_used_again() -> No
     assert len(os.listdir("/proc/self/fd")) == open_files + 1
     for name, pairs in kept.items():
         assert all(map(torch.equal, held.past(name, 99), pairs))
+    file = held._file
+    held.release(list(kept))
+    assert file.end == 0
     held.clear()
-    assert held._file.end == 0
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_an_error_in_an_abort_leaves_an_engine_that_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,15 +374,16 @@ class TestEnded:
         observer = opened(2)
         answers = [ask(observer, "hangs") for _ in range(4)]
         killed = set[int]()
-        while not answers[-1].done() and len(killed) < 19:
+        while not all(answer.done() for answer in answers) and len(killed) < 19:
             victim = worker_of(observer)
             if victim and observer._running and victim.pid not in killed:
                 killed.add(victim.pid)
                 with suppress(psutil.NoSuchProcess):
                     victim.send_signal(signal.SIGKILL)
             threading.Event().wait(0.02)
-        assert isinstance(answers[-1].exception(PATIENCE), InfrastructureError)
-        assert "signal 9) instead of answering, 10 times in a row" in str(answers[-1].exception())
+        for answer in answers:
+            assert isinstance(answer.exception(PATIENCE), InfrastructureError)
+            assert "signal 9) instead of answering, 10 times in a row" in str(answer.exception())
         assert len(killed) >= 10, "another process of the dying cell may be hit too"
         with pytest.raises(InfrastructureError):
             ask(observer, "echo")
@@ -393,8 +394,18 @@ class TestEnded:
         others = [ask(observer, "held", n) for n in range(3)]
         running(observer, 3)
         faults = [fault(ask(observer, "kills_itself")) for _ in range(2)]
-        assert [line.rpartition(" instead of answering, ")[2] for line in faults] == ["3 times; fix it, or the row"] * 2
+        line = "3 times, each time alone; fix it or the row, or give the machine more memory"
+        assert [one.rpartition(" instead of answering, ")[2] for one in faults] == [line] * 2
         assert [answer.result(PATIENCE) for answer in others] == [f"free {n}" for n in range(3)]
+
+    @pytest.mark.parametrize("concurrency", [1, 8])
+    def test_several_calls_that_kill_their_process_hold_up_nobody(self, opened: Opener, concurrency: int) -> None:
+        """The samples of one bad row follow each other."""
+        observer = opened(concurrency)
+        bad = [ask(observer, "kills_itself") for _ in range(3)]
+        good = [ask(observer, "echo", n) for n in range(3)]
+        assert [answer.result(2 * PATIENCE) for answer in good] == [f"{n}: " for n in range(3)]
+        assert all("each time alone" in fault(answer) for answer in bad)
 
     def test_the_call_that_ends_its_process_fails_and_no_other(self, opened: Opener) -> None:
         observer = opened(8)

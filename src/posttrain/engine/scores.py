@@ -398,15 +398,8 @@ class Observations:
             self._environment.wait(seconds)
             self._waited += time.perf_counter() - begin
 
-    def replies(self, allowed: int | None = None) -> list[Reply]:
-        """Return the replies to samples whose observations have ended since the last call.
-
-        Args:
-            allowed: number of samples that may fail; None: all.
-
-        Raises:
-            RewardError: more samples than allowed have failed, so the step will fail, however the others end.
-        """
+    def replies(self) -> list[Reply]:
+        """Return the replies to samples whose observations have ended since the last call."""
         ended = [(place, *running) for place, running in self._running.items() if running[-1].done()]
         found: list[Reply] = []
         for place, prompt, turn, answer in ended:
@@ -419,9 +412,20 @@ class Observations:
                 found.append(Reply(*place, turn, None, line))
             else:
                 found.append(Reply(*place, turn, None if seen is None else tuple(seen)))
-        if allowed is not None and len(self._faults) > allowed:
-            refuse_failures([Score.failure("error", line) for _, line in sorted(self._faults.items())], None, allowed)
         return found
+
+    def forget(self, reply: Reply) -> None:
+        """Forget a failure whose sample will be observed again, because its rank was lost."""
+        self._faults.pop((reply.key, reply.sample), None)
+
+    def refuse(self, allowed: int) -> None:
+        """Check that at most `allowed` samples have failed.
+
+        Raises:
+            RewardError: more samples have failed, so the step will fail, however the others end.
+        """
+        if len(self._faults) > allowed:
+            refuse_failures([Score.failure("error", line) for _, line in sorted(self._faults.items())], None, allowed)
 
     def span(self, step: int, batch: int) -> Span:
         """Return the span of the call's observations; its seconds are those in which nothing was sampled."""

@@ -44,7 +44,7 @@ from posttrain.sandbox.session import (
 ENGINE_TIMEOUT = 120.0  # seconds for importing the user's code and the engine, on a busy machine
 PING_TIMEOUT = 10.0  # seconds for a worker to answer a ping, on a busy machine
 _KILLED_MOST = 3  # consecutive kills from outside that are tolerated while the worker is started
-_KILLED_ALONE = 3  # kills of the process of a call that runs alone, after which the call is the cause
+_KILLED_ALONE = 3  # kills of the process of a call that runs alone, after which the call can be the cause
 _KILLED_TOGETHER = 2  # kills after which each running call is repeated alone
 _UNANSWERED = 9  # consecutive kills without an answer that are tolerated
 _PAUSE = 0.2  # seconds before a restart
@@ -58,6 +58,7 @@ class _Call:
     answer: Future[str | None] = field(default_factory=Future)
     due: float = math.inf  # `time.monotonic`, while it runs
     kills: int = 0  # of its process, by a signal, since it runs alone or together
+    answered: int = 0  # number of answers before the first of these kills
     alone: bool = False  # whether it must be the only running call
 
 
@@ -108,6 +109,7 @@ class ProcessObserver:
         self._log, self._scratch = Log(), Scratch()
         self._killed = 0  # in a row, while the worker was started
         self._kills = 0  # in a row, without an answer
+        self._answered = 0  # number of answers
         self._lock = threading.Lock()  # guards the fault, and the queue's end
         self._fault: Exception | None = None  # raised by all calls that have not ended
         self._wake, self._woken = socket.socketpair()
@@ -174,6 +176,7 @@ class ProcessObserver:
         """Accept no more calls; the thread ends."""
         with self._lock:
             self._fault = self._fault or fault
+        self._notified = False
         self._notify()
 
     def _notify(self) -> None:
@@ -212,8 +215,10 @@ class ProcessObserver:
         """Return the next call that may run; None: the call must wait, or there is none."""
         if self._suspects:
             return None if self._running else self._suspects.popleft()
-        room = len(self._running) < self._concurrency and not any(call.alone for call in self._running.values())
-        return self._queue.popleft() if room and self._queue else None
+        if not self._queue or any(call.alone for call in self._running.values()):
+            return None
+        room = len(self._running) < (1 if self._queue[0].alone else self._concurrency)
+        return self._queue.popleft() if room else None
 
     def _send(self) -> None:
         while call := self._next():
@@ -235,7 +240,7 @@ class ProcessObserver:
     def _take(self, message: Message) -> None:
         if not isinstance(message, Observed):
             raise MalformedError("with a message that is not an observation")
-        self._kills = 0
+        self._kills, self._answered = 0, self._answered + 1
         call = self._running.pop(message.request)
         if message.error is None:
             call.answer.set_result(message.seen)
@@ -280,28 +285,41 @@ class ProcessObserver:
         return True
 
     def _died(self, error: EndedError) -> None:
-        """Repeat the running calls, or find the call that ended its process.
-
-        A kill can come from the code or from outside: a call is the cause if its process is killed whenever it runs
-        alone, while other calls are answered.
-        """
+        """Repeat the running calls, or find the call that ended its process."""
         self._session = None
         calls = list(self._running.values())
-        for call in calls if error.killed else ():
-            call.kills += 1
         if error.killed:
-            self._kills += 1
-            if self._kills > _UNANSWERED:
-                self._refuse_kill(error, self._kills)
-            time.sleep(_PAUSE)
-        alone = all(call.alone for call in calls)
-        if error.killed and all(call.kills < (_KILLED_ALONE if alone else _KILLED_TOGETHER) for call in calls):
-            self._repeat()
-        elif alone:
+            self._was_killed(error, calls)
+        elif all(call.alone for call in calls):
             for call in calls:
-                self._fail(call, f"{error}{f', {call.kills} times' if error.killed else ''}; fix it, or the row")
+                self._fail(call, f"{error}; fix it, or the row")
         else:  # also a single call, since a call that has been answered can be the cause
             self._suspect()
+
+    def _was_killed(self, error: EndedError, calls: Sequence[_Call]) -> None:
+        """Repeat the calls of a process that was killed, by the code or from outside.
+
+        A call is the cause if its process is killed whenever the call runs alone, although other calls are answered, or
+        there are none. Until then, other calls run first.
+        """
+        self._kills += 1
+        if self._kills > _UNANSWERED:
+            self._refuse_kill(error, self._kills)
+        time.sleep(_PAUSE)
+        for call in calls:
+            call.answered = call.answered if call.kills else self._answered
+            call.kills += 1
+        if len(calls) != 1:
+            self._repeat() if all(call.kills < _KILLED_TOGETHER for call in calls) else self._suspect()
+            return
+        [call] = calls
+        others = self._answered > call.answered or not (self._queue or self._suspects)
+        if call.kills >= _KILLED_ALONE and others:
+            why = "fix it or the row, or give the machine more memory"
+            self._fail(call, f"{error}, {call.kills} times, each time alone; {why}")
+            return
+        call.alone, call.due, self._running = True, math.inf, {}
+        self._queue.append(call)
 
     def _fail(self, call: _Call, why: str) -> None:
         self._running = {number: other for number, other in self._running.items() if other is not call}

@@ -204,10 +204,13 @@ class Incoming:
         if self.feed.resting:
             seen.wait(seconds)
         replies: dict[int, list[Reply]] = {}
-        scorer, samples = self.scorer, len(self.keys) * self.samples
-        for reply in seen.replies(may_fail(scorer.errors_max, samples) if scorer else None):
-            if (rank := self.feed.rank_of(reply.key)) is not None:
+        for reply in seen.replies():
+            if (rank := self.feed.rank_of(reply.key)) is None:
+                seen.forget(reply)
+            else:
                 replies.setdefault(rank, []).append(reply)
+        if self.scorer:
+            seen.refuse(may_fail(self.scorer.errors_max, len(self.keys) * self.samples))
         for rank, some in replies.items():
             self.feed.send(rank, PromptBatch((), (), tuple(some)))
 

@@ -119,19 +119,20 @@ class Schedule:
         """Return whether a waiting row has this prompt."""
         return self._wanted[prompt] > 0
 
-    def refill(self) -> int:
-        """Return the maximum number of rows to admit now; called once per step.
+    def refill(self, steps: int = 1) -> int:
+        """Return the maximum number of rows to admit now, `steps` steps after the last call.
 
         Next turns arrive one by one, and a prefill of few tokens delays all decoded rows by part of a step. Next turns
         are admitted when their own delay, in rows times steps, is as long.
         """
         if not self.waiting:
+            self._waited = 0
             return 0
         first, many, going = self.waiting[0].asked, len(self.waiting), len(self.running)
         free = first.sampling.batch_size - going
         enough = not going or free >= min(max(1, first.sampling.batch_size // _REFILL_SHARE), many)
         if first.session:
-            self._waited += many
+            self._waited += many * steps
             enough = enough and self._waited >= min(going, _DELAYED)
         return max(0, min(free, many)) if enough else 0
 

@@ -8,6 +8,7 @@ to host memory (on CUDA) or to a file (on the CPU).
 
 import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -67,6 +68,11 @@ class _Spilled:
             self._file.truncate(self.end)
         self._free = merged
 
+    def close(self) -> None:
+        """Close the file; what was not written to a full disk is dropped."""
+        with suppress(OSError):
+            self._file.close()
+
 
 @final
 class HeldSessions:
@@ -111,8 +117,11 @@ class HeldSessions:
                 self._file.free(one.begin, self._bytes(one))
 
     def clear(self) -> None:
-        """Free all sessions."""
+        """Free all sessions, and the file, which may be unusable after an error."""
         self.release(list(self._held))
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def spill(self, needed: int) -> int:
         """Move the oldest sessions out of the budget until `needed` bytes are free; return the number moved.

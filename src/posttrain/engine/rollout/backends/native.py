@@ -366,7 +366,7 @@ class NativeRollout:
     def _admissible(self) -> int:
         """Return how many rows at the queue's head can begin: their prompts are computed, and the budget has room."""
         schedule, store, kept, sessions = self._schedule, self._store, self._prompts, self._sessions
-        most = schedule.refill()
+        most = schedule.refill(self._read_every)
         if not most:
             return 0
         planned, tokens, count = store.used + kept.begun_bytes, 0, 0
