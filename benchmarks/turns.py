@@ -73,6 +73,8 @@ class Result:
     decode_seconds: float  # without the time of observations
     observe_seconds: float  # turns times the time of an observation
     seconds: float  # with both
+    decode_steps: float  # decoding steps without the time of observations
+    steps: float  # with both
 
 
 class Talking(GRPO):  # type: ignore[misc]
@@ -127,16 +129,19 @@ def sampled(made: Collector, step: int) -> tuple[float, int, int]:
 def beside(responses: str, rounds: int, tiny: bool) -> Result:
     """Measure observations beside decoding, in interleaved rounds; the first is not timed."""
     words, prompts, turns = WORDS[responses], 2 if tiny else 32, 2 if tiny else Talking.turns
-    tokenizer, mixed = character_tokenizer(words), list[tuple[float, float]]()
+    tokenizer, mixed = character_tokenizer(words), list[tuple[int, float, int]]()
     with tool(0.0, words[0], 256) as quick, tool(0.01 if tiny else OBSERVED, words[0], 256) as slow:
         made, _ = collector(words, prompts, turns, words[0], 2000)
         tokens = responded = 0
         for step in range(2 * (rounds + 1)):
             made.environment = TextEnvironment(slow if step % 2 else quick, tokenizer, 1)
             seconds, some, count = sampled(made, step)
-            mixed, tokens, responded = [*mixed, (step % 2, seconds)], tokens + some, responded + count
-    plain, both = (statistics.median(s for late, s in mixed[2:] if late == side) for side in (0, 1))
-    return Result(responses, 8 * prompts, turns, tokens / responded, plain, turns * OBSERVED, both)
+            mixed = [*mixed, (step % 2, seconds, made.counts["steps"])]
+            tokens, responded = tokens + some, responded + count
+    plain, both, *steps = (
+        statistics.median(one[of] for one in mixed[2:] if one[0] == side) for of in (1, 2) for side in (0, 1)
+    )
+    return Result(responses, 8 * prompts, turns, tokens / responded, plain, turns * OBSERVED, both, *steps)
 
 
 def read_per_token(tiny: bool) -> float:
@@ -160,12 +165,12 @@ def main() -> None:
     disable_progress_bar()
     results = [beside(name, 1 if options.tiny else options.rounds, options.tiny) for name in WORDS]
     read = read_per_token(options.tiny)
-    print("responses  tokens per turn  decoding s  observing s  both s  of the longer")
+    print("responses  tokens per turn  decoding s  observing s  both s  of the longer  steps alone, both")
     for r in results:
         bound = max(r.decode_seconds, r.observe_seconds)
         print(
             f"{r.responses:<9} {r.tokens_per_turn:>16.1f} {r.decode_seconds:>11.2f} {r.observe_seconds:>12.2f} "
-            f"{r.seconds:>7.2f} {r.seconds / bound:>13.2f}x"
+            f"{r.seconds:>7.2f} {r.seconds / bound:>13.2f}x {r.decode_steps:>12.0f}, {r.steps:.0f}"
         )
     print(f"32 turns: {read:.3f} computed tokens for each token")
     if options.json:
