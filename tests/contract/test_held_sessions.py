@@ -261,8 +261,29 @@ def test_a_full_disk_ends_the_job_in_one_line(monkeypatch: pytest.MonkeyPatch) -
         def seek(self, begin: int) -> None:
             pass
 
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
     held = HeldSessions(shape(torch.float32))
     held.hold("a", np.arange(5, dtype=np.int32), [torch.randn(5, 2, 2, 4) for _ in range(2)])
     with pytest.raises(JobFailedError, match=r"session a must be written .* No space left on device; free space in"):
         held.spill(1)
+    held.clear()
+    monkeypatch.undo()
+    pairs = [torch.randn(5, 2, 2, 4) for _ in range(2)]
+    held.hold("b", np.arange(5, dtype=np.int32), pairs)
+    assert held.spill(1) == 1, "what the full disk did not take is forgotten"
+    assert all(map(torch.equal, held.past("b", 5), pairs))
+
+
+@pytest.mark.parametrize("every", [1, 16])
+def test_a_next_turn_waits_for_few_steps_beside_many_rows(every: int) -> None:
+    engine, params = NativeRollout(model(), read_every=every), SamplingParams(500, seed=1, ignore_eos=True)
+    engine.submit([Generation(f"{at}", (5, 4, 3), at, params, 500, session=f"{at}") for at in range(40)])
+    engine.completed(0.0)
+    before = engine.counters.steps
+    engine.submit([Generation("turn", (5, 4, 7), 77, params, 5, session="turn")])
+    while not engine.counters.prefilled_tokens > 3:
+        engine.completed(0.0)
+    assert engine.counters.steps - before <= 32 + every

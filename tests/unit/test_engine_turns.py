@@ -39,11 +39,11 @@ from posttrain.engine.recipes.policy_gradient import GroupBaseline
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.port import Completion, Generation, Reply, SamplingParams
+from posttrain.engine.rollout.port import Completion, Generation, OpenSample, Reply, SamplingParams
 from posttrain.engine.rollout.turns import Conversations
 from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
-from posttrain.engine.scores import Failed, Observed, RewardScorer, Stretch, TextEnvironment
+from posttrain.engine.scores import Failed, Observations, Observed, RewardScorer, Stretch, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.trace import StepReport, Trace
 from posttrain.pacing.admission import Buffer, InOrder
@@ -546,6 +546,35 @@ def test_a_step_ends_when_more_observations_have_failed_than_may_however_long_th
     line = r"no server \(turn 1 of prompt '.*'\); 2 completions of this step so far failed, at most 1 may \(reward_err"
     with pytest.raises(RewardError, match=line):
         recipe._ahead.collected(0, quiet(0), lambda spent, more, refuse: True)
+
+
+def test_a_failure_of_a_lost_rank_does_not_count_when_the_sample_is_observed_again() -> None:
+    class Once:
+        """The first observation of each sample fails."""
+
+        begun: ClassVar[list[int]] = []
+
+        def begin(self, prompt: Prompt, sample: Trajectory) -> Future[Observed]:
+            self.begun.append(int(sample.prompt[0]))
+            failed = self.begun.count(int(sample.prompt[0])) == 1
+            return Future(lambda: Failed("late") if failed else (5,), lambda: True)
+
+        def wait(self, seconds: float) -> None:
+            pass
+
+    seen = Observations(Once())
+    waiting = [OpenSample(key, 0, Trajectory.answer((key, 5), (7, 2), (-0.5, -0.5), truncated=False)) for key in (3, 4)]
+    for sample in waiting:
+        seen.begin(PROMPTS[0], sample)
+    lost, told = seen.replies()
+    seen.forget(lost)
+    seen.refuse(1)
+    for again in (waiting[0], waiting[1]):  # the rank of the second is lost after its reply
+        seen.begin(PROMPTS[0], again)
+        assert [reply.observed for reply in seen.replies()] == [(5,)]
+    seen.refuse(0)
+    assert told.fault
+    assert seen.failures is None
 
 
 def test_where_nobody_scores_a_failure_is_told_once() -> None:

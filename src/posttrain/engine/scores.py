@@ -390,6 +390,7 @@ class Observations:
         self._began = self._began or time.time()
         observed = self._environment.begin(prompt, sample.so_far)
         self._running[sample.key, sample.sample] = prompt, sample.turn, observed
+        self._faults.pop((sample.key, sample.sample), None)  # of a rank that was lost later
 
     def wait(self, seconds: float) -> None:
         """Wait for an observation while nothing is sampled."""

@@ -99,7 +99,7 @@ def try_import(path: Path, entry: str, turns: int = 1) -> None:
     if not hasattr(module, entry):
         raise ReportedError("load", f"{path.name} has no {entry!r}")
     made = getattr(module, entry)
-    if isinstance(made, type) and hasattr(made, "observe") != (turns > 1):
+    if isinstance(made, type) and (getattr(made, "observe", None) is not None) != (turns > 1):
         there = "an observe method; set turns" if turns == 1 else "no method observe(row, responses); define it"
         raise ReportedError("load", f"{path.name}: {entry} has turns {turns}, but has {there}")
 
