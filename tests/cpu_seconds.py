@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,23 @@ import pytest
 MOST = 10.0  # CPU seconds of a fast test, which takes two at most on a quiet machine: a test that takes more is slow
 OTHERS = ("slow", "gpu", "ray", "ecosystem", "browser", "postgres", "containers")  # marks of tests that are not fast
 _LAST = pytest.StashKey[float]()
+_LOOPS, _USUAL = 500_000, 0.007  # turns of an empty loop, and the CPU seconds that they usually take
 
 
 def spent() -> float:
     """User and system seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
+
+
+def pace() -> float:
+    """How many times slower than usual this processor is just now: one that is shared may be half as fast."""
+    taken = []
+    for _ in range(5):
+        begin = time.process_time()
+        for _ in range(_LOOPS):
+            pass
+        taken.append(time.process_time() - begin)
+    return max(1.0, statistics.median(taken) / _USUAL)
 
 
 class CpuSeconds:
@@ -41,6 +55,7 @@ class CpuSeconds:
             and report.passed
             and report.cpu > self.limit
             and not any(map(item.get_closest_marker, OTHERS))
+            and report.cpu > self.limit * pace()
         ):
             report.outcome = "failed"
             report.longrepr = (

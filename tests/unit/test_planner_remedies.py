@@ -72,7 +72,7 @@ def gpus(of: Load) -> int:
     return sum(pool.resources.gpus for pool in of.pools.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     kind=st.sampled_from(["grpo", "dpo", "sft"]),
     layers=st.sampled_from([8, 32, 64]),

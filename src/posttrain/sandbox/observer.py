@@ -44,7 +44,7 @@ from posttrain.sandbox.session import (
 ENGINE_TIMEOUT = 120.0  # seconds for importing the user's code and the engine, on a busy machine
 PING_TIMEOUT = 10.0  # seconds for a worker to answer a ping, on a busy machine
 _KILLED_MOST = 3  # consecutive kills from outside that are tolerated while the worker is started
-_KILLED_ALONE = 3  # kills of the process of a call that runs alone, after which the call can be the cause
+_KILLED_OFTEN = 3  # kills of the process of a call that runs alone, after which the call can be the cause
 _KILLED_TOGETHER = 2  # kills after which each running call is repeated alone
 _UNANSWERED = 9  # consecutive kills without an answer that are tolerated
 _PAUSE = 0.2  # seconds before a restart
@@ -314,7 +314,7 @@ class ProcessObserver:
             return
         [call] = calls
         others = self._answered > call.answered or not (self._queue or self._suspects)
-        if call.kills >= _KILLED_ALONE and others:
+        if call.kills >= _KILLED_OFTEN and others:
             why = "fix it or the row, or give the machine more memory"
             self._fail(call, f"{error}, {call.kills} times, each time alone; {why}")
             return
