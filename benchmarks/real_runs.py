@@ -141,7 +141,7 @@ class Builder:
 
     def _job(self, request: JobSpec) -> int:
         """Write a job's files; in every twentieth run the first GRPO fails once, in every fiftieth always."""
-        folder = AttemptFolder(Path(request.attempt_dir))
+        folder = AttemptFolder(request.folder_below(Path()))
         order, tried = folder.read_order(), int(folder.path.name)
         folder.log.write_text(f"{order.kind}: {self._steps} steps\n")
         self.clock.sleep(15.0)

@@ -162,7 +162,7 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
         attempt = folder / f"again-{next(count)}"
         attempt.mkdir()
         (attempt / "job.json").write_bytes(orders[stage])
-        spec = JobSpec(attempt.name, MODULES[stage], str(attempt))
+        spec = JobSpec(attempt.name, attempt.absolute().as_uri(), MODULES[stage])
         began = time.time()
         executor.submit(spec)
         wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)

@@ -32,9 +32,9 @@ _STAGES = 2
 class Trainer(NativeTrainer):
     """The native trainer, whose jobs only say which devices they have."""
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
+    def compile(self, order: JobOrder) -> JobCommand:
         words = {"PYTHONPATH": str(Path(__file__).parent), "JOB_PROOFS": os.environ["JOB_PROOFS"]}
-        return JobCommand(order.name, "device_job", str(attempt_dir), words, self.devices(order.kind, order.params))
+        return JobCommand("device_job", words, self.devices(order.kind, order.params))
 
 
 class Executor(LocalExecutor):

@@ -26,10 +26,9 @@ def main(folder: Path) -> int:
     while True:
         if (folder / "go").exists():
             return int((folder / "go").read_text())
-        if mode == "polite" and (folder / "control.json").exists():
-            control = json.loads((folder / "control.json").read_bytes())
-            if control["stop"]:
-                return 0
+        orders = [json.loads(path.read_bytes())["kind"] for path in (folder / "controls").glob("*.json")]
+        if mode == "polite" and "stop" in orders:
+            return 0
         time.sleep(0.01)
 
 

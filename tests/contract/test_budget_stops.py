@@ -43,9 +43,9 @@ class Clock:
 class Deaf(NativeTrainer):
     """Its jobs run on until they are killed."""
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
+    def compile(self, order: JobOrder) -> JobCommand:
         words = {"PYTHONPATH": str(Path(__file__).parent), "JOB_MODE": "deaf"}
-        return JobCommand(order.name, "executor_job", str(attempt_dir), words)
+        return JobCommand("executor_job", words)
 
 
 def _resolve(kind: str, text: str, called: object = None) -> InputRef:

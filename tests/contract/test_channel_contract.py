@@ -408,7 +408,7 @@ def test_a_cancelled_attempt_that_is_launched_late_computes_nothing(
     monkeypatch.syspath_prepend(str(HERE))
     attempt = ordered(tmp_path / "001")
     attempt.mailbox.bury(1, "stopped by a person")
-    spec = JobSpec("run-s-1", "channel_jobs", str(attempt.path), {"PYTHONPATH": str(HERE)})
+    spec = JobSpec("run-s-1", attempt.path.as_uri(), "channel_jobs", {"PYTHONPATH": str(HERE)})
     executor = LocalExecutor()
     executor.submit(spec)
     while (seen := executor.observe([spec])[0]).live:

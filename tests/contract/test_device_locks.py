@@ -51,19 +51,19 @@ def spec(tmp_path: Path) -> Iterator[Make]:
 
     def make(name: str = "run1-train-1", devices: int = 1, mode: str = "waits") -> JobSpec:
         words = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, "JOB_PROOFS": str(tmp_path)}
-        made.append(JobSpec(name, "device_job", str(tmp_path / name), words, gang=(PodGroup(gpus=devices),)))
+        made.append(JobSpec(name, (tmp_path / name).as_uri(), "device_job", words, gang=(PodGroup(gpus=devices),)))
         return made[-1]
 
     yield make
     for each in made:
-        if (Path(each.attempt_dir) / "supervisor.json").exists():
+        if (each.folder / "supervisor.json").exists():
             found = claim(each)
             processes.send(found["pid"], found["identity"], signal.SIGKILL)
             LocalExecutor().observe([each])[0]
 
 
 def claim(spec: JobSpec) -> dict[str, int | str]:
-    found: dict[str, int | str] = json.loads((Path(spec.attempt_dir) / "supervisor.json").read_bytes())
+    found: dict[str, int | str] = json.loads((spec.folder / "supervisor.json").read_bytes())
     return found
 
 
@@ -79,13 +79,13 @@ def said(tmp_path: Path, word: str) -> list[str]:
 
 def started(tmp_path: Path, spec: JobSpec) -> str:
     """The devices that a job found in its environment, once it has said so."""
-    beginning = f"start {spec.attempt_dir} "
+    beginning = f"start {spec.folder} "
     wait_until(lambda: bool(said(tmp_path, beginning)))
     return said(tmp_path, beginning)[0].removeprefix(beginning)
 
 
 def end(executor: LocalExecutor, spec: JobSpec) -> None:
-    (Path(spec.attempt_dir) / "go").touch()
+    (spec.folder / "go").touch()
     wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)
 
 
@@ -139,7 +139,7 @@ def test_a_kill_frees_a_device_when_the_last_of_the_job_is_gone(
     job, after = spec("a-1", devices=2, mode="straggler"), spec("b-1", devices=2)
     executor.submit(job)
     started(tmp_path, job)
-    child = int((Path(job.attempt_dir) / "child").read_text())
+    child = int((job.folder / "child").read_text())
     os.kill(pid(job, victim), signal.SIGKILL)
     wait_until(lambda: executor.observe([job])[0].state in ENDED)
     try:

@@ -192,7 +192,7 @@ class TestJob:
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps({"environment": digest, "cache_dir": str(cache)}))
         executor = LocalExecutor()
-        spec = JobSpec(f"job-{time.monotonic_ns()}", "job_of_mine", str(folder), {"PYTHONPATH": str(packages)})
+        spec = JobSpec(f"job-{time.monotonic_ns()}", folder.as_uri(), "job_of_mine", {"PYTHONPATH": str(packages)})
         executor.submit(spec)
         until = time.monotonic() + PATIENCE
         while executor.observe([spec])[0].state is not JobState.EXITED and time.monotonic() < until:

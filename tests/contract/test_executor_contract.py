@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import pytest
+from far import Far
 
 from podman_image import Podman, podman_of
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
@@ -23,22 +24,23 @@ from posttrain.domain.jobs import (
     Accepted,
     Cause,
     Exists,
+    JobOrder,
     JobState,
     LogPage,
     Observation,
     PodSeen,
-    Signal,
     Submission,
     Unknown,
 )
-from posttrain.domain.jobspec import Job, JobRef, JobSpec, Listed, PodGroup
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed, PodGroup
 from posttrain.execution import processes
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
 from posttrain.execution.executors.local.executor import LocalExecutor
-from posttrain.execution.executors.local.supervisor import _Limit
+from posttrain.execution.executors.local.supervisor import Limit
 from posttrain.execution.ports import Executor
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, mailbox_at
+from posttrain.store.mailbox import ORDER, REQUEST
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
@@ -58,24 +60,29 @@ class Harness(Protocol):
 
     def starts(self, spec: JobSpec) -> int: ...
 
+    def log(self, spec: JobSpec) -> Path: ...
+
 
 class LocalHarness:
     def __init__(self, preload: str | None, runs: Path) -> None:
         self.executor: Executor = LocalExecutor(preload, runs=runs)
 
     def finish(self, spec: JobSpec, code: int) -> None:
-        folder = Path(spec.attempt_dir)
+        folder = spec.folder
         (folder / "going").write_text(str(code))
         (folder / "going").rename(folder / "go")
         wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
 
     def lose(self, spec: JobSpec) -> None:
-        wait_until((Path(spec.attempt_dir) / "ready").exists)
+        wait_until((spec.folder / "ready").exists)
         os.kill(claim(spec)["pid"], signal.SIGKILL)
         wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
 
     def starts(self, spec: JobSpec) -> int:
         return len(started(spec))
+
+    def log(self, spec: JobSpec) -> Path:
+        return spec.folder / "log.txt"
 
 
 class Boxed(LocalExecutor):
@@ -87,7 +94,7 @@ class Boxed(LocalExecutor):
 
     def submit(self, spec: JobSpec) -> Submission:
         self._store.mkdir(exist_ok=True)
-        folder = Path(spec.attempt_dir)
+        folder = spec.folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps({"store_url": self._store.as_uri()}))
         return super().submit(replace(spec, image=self._image))
@@ -103,6 +110,46 @@ class BoxedHarness(LocalHarness):
         assert mine == [], "lost is said of what is gone"
 
 
+class Led(Far):
+    """The driver's part: the order and the spec are in the mailbox before the job is submitted."""
+
+    def submit(self, spec: JobSpec) -> Submission:
+        mailbox, store = mailbox_at(spec.mailbox), (self.root.parent / "store").as_uri()
+        mailbox.replace(ORDER, JobOrder(spec.name, "train", 0, {}, {}, store, "", epoch=spec.epoch).to_json())
+        mailbox.once(REQUEST, spec.to_json())
+        return super().submit(spec)
+
+
+class FarHarness:
+    """A node with a root of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.far = Led(root, root)
+        self.executor: Executor = self.far
+
+    def finish(self, spec: JobSpec, code: int) -> None:
+        folder = self._folder(spec)
+        (folder / "going").write_text(str(code))
+        (folder / "going").rename(folder / "go")
+        wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
+
+    def lose(self, spec: JobSpec) -> None:
+        wait_until((self._folder(spec) / "ready").exists)
+        os.kill(claim(self.far.there(spec))["pid"], signal.SIGKILL)
+        wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
+
+    def starts(self, spec: JobSpec) -> int:
+        return len((self.far.root / "starts" / spec.name).read_text().split())
+
+    def log(self, spec: JobSpec) -> Path:
+        return self._folder(spec) / "log.txt"
+
+    def _folder(self, spec: JobSpec) -> Path:
+        found: list[Path] = []
+        wait_until(lambda: bool(found.extend(self.far.scratch(spec).glob("job-*/attempt")) or found))
+        return found[0]
+
+
 class FakeHarness:
     def __init__(self, hostility: Hostility | None = None) -> None:
         self.fake = FakeExecutor(hostility=hostility)
@@ -116,6 +163,9 @@ class FakeHarness:
 
     def starts(self, spec: JobSpec) -> int:
         return sum(job.name == spec.name for job in self.fake.launched)
+
+    def log(self, spec: JobSpec) -> Path:
+        return spec.folder / "log.txt"
 
 
 FAR_AWAY = {"idempotent": False, "visible_after": 0.05, "settles_after": 0.3}  # seconds
@@ -148,7 +198,7 @@ def settled(executor: Executor, spec: JobSpec) -> str:
 
 def stopped(executor: Executor, spec: JobSpec) -> Observation:
     """Ask a job to end, and wait until it has."""
-    executor.signal(spec, Signal.STOP)
+    AttemptFolder(spec.folder, "").request_stop()
     wait_until(lambda: look(executor, spec).gone)
     return look(executor, spec)
 
@@ -166,12 +216,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def claim(spec: JobSpec) -> Any:
-    return json.loads((Path(spec.attempt_dir) / "supervisor.json").read_bytes())
+def claim(spec: JobRef) -> Any:
+    return json.loads((spec.folder / "supervisor.json").read_bytes())
 
 
 def started(spec: JobSpec) -> list[str]:
-    path = Path(spec.attempt_dir) / "started"
+    path = spec.folder / "started"
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -191,12 +241,12 @@ def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
         run, stage, number = name.rsplit("-", 2)
         folder = tmp_path / "runs" / run / stage / number.zfill(3)
         labels = {"workspace": "w1", "run": run, "stage": stage}
-        made.append(JobSpec(name, module, str(folder), environment, labels=labels, epoch=int(number), **asking))
+        made.append(JobSpec(name, folder.as_uri(), module, environment, labels=labels, epoch=int(number), **asking))
         return made[-1]
 
     yield make
     for each in made:
-        if (Path(each.attempt_dir) / "supervisor.json").exists():
+        if (each.folder / "supervisor.json").exists():
             found = claim(each)
             processes.send(found["pid"], found["identity"], signal.SIGKILL)
             look(LocalExecutor(), each)  # kills what a lost supervisor left
@@ -212,10 +262,12 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 BOXED = pytest.param("boxed", marks=pytest.mark.containers)
 
 
-@pytest.fixture(params=["local", "forked", "fake", "lose_answers", "lose_requests", "late_requests", BOXED])
+@pytest.fixture(params=["local", "forked", "far", "fake", "lose_answers", "lose_requests", "late_requests", BOXED])
 def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     if request.param == "fake":
         return FakeHarness()
+    if request.param == "far":
+        return FarHarness(tmp_path / "node")
     if request.param == "boxed":
         found = request.getfixturevalue("podman")
         for name, value in found.variables.items():
@@ -234,9 +286,6 @@ def test_a_job_nobody_submitted_is_unknown_and_proven_to_be_absent_in_the_end(ha
     assert look(executor, job).state is JobState.UNKNOWN
     wait_until(lambda: look(executor, job) == Observation(JobState.UNKNOWN))
     executor.kill(job)
-    Path(job.attempt_dir).mkdir(parents=True)
-    executor.signal(job, Signal.STOP)
-    assert AttemptFolder(Path(job.attempt_dir)).stop_requested()
     assert look(executor, job).gone
     assert executor.list("") == []
     assert executor.logs(job) == LogPage("", 0)
@@ -314,18 +363,6 @@ def test_a_job_that_is_killed_is_gone_and_stays_so(harness: Harness, spec: Make)
     assert killed(executor, job) == seen
 
 
-@pytest.mark.parametrize("word", [Signal.STOP, Signal.CHECKPOINT])
-def test_a_signal_is_a_request_in_the_jobs_folder(harness: Harness, spec: Make, word: Signal) -> None:
-    job, executor = spec("busy"), harness.executor
-    settled(executor, job)
-    Path(job.attempt_dir).mkdir(parents=True, exist_ok=True)
-    executor.signal(job, word)
-    folder = AttemptFolder(Path(job.attempt_dir))
-    assert (folder.stop_requested(), folder.checkpoints_requested()) == (word is Signal.STOP, word is not Signal.STOP)
-    assert look(executor, job).live
-    killed(executor, job)
-
-
 def test_jobs_do_not_touch_each_other_and_are_seen_in_one_look(harness: Harness, spec: Make) -> None:
     first, second = spec(name="run1-train-1"), spec(name="run1-train-2")
     nobody = spec(name="run2-train-1")
@@ -346,7 +383,7 @@ def test_jobs_do_not_touch_each_other_and_are_seen_in_one_look(harness: Harness,
 def test_a_log_is_read_on_from_where_the_last_page_ended(harness: Harness, spec: Make) -> None:
     job, executor = spec(), harness.executor
     settled(executor, job)
-    log = AttemptFolder(Path(job.attempt_dir)).log
+    log = harness.log(job)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         file.write("grüße\n")
@@ -357,7 +394,7 @@ def test_a_log_is_read_on_from_where_the_last_page_ended(harness: Harness, spec:
     killed(executor, job)
 
 
-class Far:
+class Distant:
     """A hostile executor with a clock of its own."""
 
     def __init__(self, **words: float) -> None:
@@ -370,7 +407,7 @@ class Far:
 
 
 def test_what_a_far_executor_does_not_see_proves_nothing_until_it_settles(spec: Make) -> None:
-    far, job = Far(visible_after=10, settles_after=30), spec()
+    far, job = Distant(visible_after=10, settles_after=30), spec()
     assert far.sees(job).hidden
     assert not far.sees(job).gone
     assert far.sees(job, 31).gone
@@ -381,7 +418,7 @@ def test_what_a_far_executor_does_not_see_proves_nothing_until_it_settles(spec: 
 
 def test_a_lost_answer_a_lost_request_and_a_late_one_look_the_same_at_first(spec: Make) -> None:
     for word, after in (("lose_answers", True), ("lose_requests", False), ("late_requests", True)):
-        far, job = Far(visible_after=10, settles_after=30, idempotent=0, **{word: 1}), spec()
+        far, job = Distant(visible_after=10, settles_after=30, idempotent=0, **{word: 1}), spec()
         assert far.fake.submit(job) == Unknown("no answer")
         assert far.sees(job, 1).hidden
         assert far.sees(job, 31).live == after
@@ -389,19 +426,19 @@ def test_a_lost_answer_a_lost_request_and_a_late_one_look_the_same_at_first(spec
 
 def test_a_name_submitted_twice_is_two_jobs_where_nobody_refuses_it(spec: Make) -> None:
     for idempotent, jobs in ((False, 2), (True, 1)):
-        far, job = Far(idempotent=idempotent), spec()
+        far, job = Distant(idempotent=idempotent), spec()
         far.fake.submit(job)
         far.fake.submit(job)
         assert len(far.fake.launched) == jobs
         far.fake.kill(job)
         assert far.sees(job).gone, "one name is one thing to kill"
-    far = Far(twice=1, idempotent=0)
+    far = Distant(twice=1, idempotent=0)
     far.fake.submit(job)
     assert len(far.fake.launched) == 2
 
 
 def test_an_executor_forgets_what_ended_and_may_start_a_job_anew(spec: Make) -> None:
-    far, job = Far(purges_after=60), spec()
+    far, job = Distant(purges_after=60), spec()
     far.fake.submit(job)
     far.time = 10.0
     far.fake.lose(job.name, Cause.PREEMPTED)
@@ -414,7 +451,7 @@ def test_an_executor_forgets_what_ended_and_may_start_a_job_anew(spec: Make) -> 
 
 
 def test_a_gang_is_seen_pod_by_pod_and_says_which_of_them_ended_it(spec: Make) -> None:
-    far, job = Far(), spec(asking={"gang": (PodGroup("learner"), PodGroup("rollout", min=0, max=2))})
+    far, job = Distant(), spec(asking={"gang": (PodGroup("learner"), PodGroup("rollout", min=0, max=2))})
     far.fake.submit(job)
     names = ["learner-0", "rollout-0", "rollout-1"]
     assert [(pod.name, pod.state, pod.node) for pod in far.sees(job).pods] == [
@@ -454,7 +491,7 @@ def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobSpec
     def launch(*args: str, **words: str) -> JobSpec:
         job = spec(*args, **words)
         LocalExecutor(PRELOAD if request.param == "forked" else None).submit(job)
-        wait_until((Path(job.attempt_dir) / "ready").exists)
+        wait_until((job.folder / "ready").exists)
         return job
 
     return launch
@@ -463,7 +500,7 @@ def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobSpec
 def test_the_job_gets_its_environment_its_folder_and_a_log(running: Make) -> None:
     job = running(JOB_WORD="hello")
     assert started(job)[0].endswith(" hello")
-    assert "a word for the log" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+    assert "a word for the log" in AttemptFolder(job.folder).log.read_text()
     assert stopped(LocalExecutor(), job) == Observation(JobState.EXITED, exit_code=0)
 
 
@@ -473,12 +510,12 @@ def test_a_module_that_is_not_there_is_an_exit_code_and_a_log(spec: Make, preloa
     LocalExecutor(preload).submit(job)
     wait_until(lambda: look(LocalExecutor(), job).state == JobState.EXITED)
     assert look(LocalExecutor(), job).exit_code == 1
-    assert "No module named no_such_module" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+    assert "No module named no_such_module" in AttemptFolder(job.folder).log.read_text()
 
 
 def test_a_killed_job_exits_with_the_signal_and_takes_its_children_along(running: Make) -> None:
     job = running("parent")
-    child = int((Path(job.attempt_dir) / "child").read_text())
+    child = int((job.folder / "child").read_text())
     assert child in processes.group(claim(job)["job_pid"])
     os.kill(claim(job)["job_pid"], signal.SIGKILL)
     wait_until(lambda: look(LocalExecutor(), job).state == JobState.EXITED)
@@ -499,7 +536,7 @@ def test_a_job_that_has_left_its_result_and_stays_is_killed_after_a_minute(runni
     """Nothing else of its run starts before it is gone."""
     job = running("deaf")
     began = time.monotonic()
-    (Path(job.attempt_dir) / "result.json").write_text("{}")
+    (job.folder / "result.json").write_text("{}")
     wait_until(lambda: look(LocalExecutor(), job).state == JobState.EXITED)
     assert look(LocalExecutor(), job).exit_code == -signal.SIGKILL
     assert time.monotonic() - began >= processes.LEAVING_SECONDS
@@ -514,9 +551,9 @@ def test_the_supervisor_forwards_sigterm(running: Make) -> None:
 
 def test_a_folder_in_place_of_its_record_loses_no_job(running: Make) -> None:
     job = running()
-    (Path(job.attempt_dir) / "exit.json" / "x").mkdir(parents=True)
-    (Path(job.attempt_dir) / "go.new").write_text("3")
-    (Path(job.attempt_dir) / "go.new").rename(Path(job.attempt_dir) / "go")
+    (job.folder / "exit.json" / "x").mkdir(parents=True)
+    (job.folder / "go.new").write_text("3")
+    (job.folder / "go.new").rename(job.folder / "go")
     wait_until(lambda: look(LocalExecutor(), job).state != JobState.RUNNING)
     assert look(LocalExecutor(), job) == Observation(JobState.EXITED, exit_code=3)
 
@@ -551,7 +588,7 @@ def test_what_one_machine_does_not_give_is_refused_in_one_line(
     with pytest.raises(InputError, match=what) as refused:
         LocalExecutor().submit(job)
     assert "\n" not in str(refused.value)
-    assert not Path(job.attempt_dir).exists()
+    assert not job.folder.exists()
 
 
 def test_a_secret_reaches_the_job_and_no_file(spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,7 +597,7 @@ def test_a_secret_reaches_the_job_and_no_file(spec: Make, monkeypatch: pytest.Mo
     LocalExecutor().submit(job)
     wait_until(lambda: len(started(job)) > 0)
     assert started(job)[0].endswith(" hush-hush")
-    asked = (Path(job.attempt_dir) / "spec.json").read_text()
+    asked = (job.folder / "spec.json").read_text()
     assert "JOB_WORD" in asked
     assert "hush" not in asked
 
@@ -572,7 +609,7 @@ def test_a_job_ends_when_its_maximum_runtime_is_over(spec: Make) -> None:
     seen = look(LocalExecutor(), job)
     assert (seen.cause, seen.exit_code) == (Cause.OVERTIME, -signal.SIGTERM)
     over = f"the job has reached its maximum runtime of {NEVER_SECONDS:g} s"
-    assert over in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+    assert over in AttemptFolder(job.folder).log.read_text()
 
 
 def test_a_job_that_does_not_end_in_its_grace_is_killed(tmp_path: Path) -> None:
@@ -581,9 +618,9 @@ def test_a_job_that_does_not_end_in_its_grace_is_killed(tmp_path: Path) -> None:
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == b"deaf\n"
-        _Limit(5.0, 1000.0, time.monotonic() - 6.0, tmp_path / "log").enforce(child.pid)
+        Limit(5.0, 1000.0, time.monotonic() - 6.0, tmp_path / "log").enforce(child.pid)
         assert child.poll() is None
-        limit = _Limit(5.0, 10.0, time.monotonic() - 16.0, tmp_path / "log")
+        limit = Limit(5.0, 10.0, time.monotonic() - 16.0, tmp_path / "log")
         limit.enforce(child.pid)
         assert limit.over
         limit.enforce(child.pid)
@@ -597,7 +634,7 @@ def test_a_copy_of_a_folder_does_not_touch_the_job_of_the_original(running: Make
     pid = claim(job)["job_pid"]
     shutil.copytree(tmp_path / "runs", tmp_path / "copy")
     copied = LocalExecutor(runs=tmp_path / "copy")
-    twin = Job(job.name, job.attempt_dir.replace("/runs/", "/copy/"))
+    twin = JobRef(job.name, job.mailbox.replace("/runs/", "/copy/"))
     assert copied.list("") == []
     assert look(copied, twin).state is JobState.LOST
     copied.kill(twin)
@@ -605,7 +642,7 @@ def test_a_copy_of_a_folder_does_not_touch_the_job_of_the_original(running: Make
     (tmp_path / "runs").rename(tmp_path / "moved")
     moved = LocalExecutor(runs=tmp_path / "moved")
     assert [one.name for one in moved.list("")] == [job.name]
-    assert killed(moved, Job(job.name, job.attempt_dir.replace("/runs/", "/moved/"))).gone
+    assert killed(moved, JobRef(job.name, job.mailbox.replace("/runs/", "/moved/"))).gone
     wait_until(lambda: processes.group(pid) == [])
 
 
@@ -639,7 +676,7 @@ sys.stdin.readline()
 
 def launcher(job: JobSpec) -> subprocess.Popen[str]:
     """A process that launches the job at the first line it is told, and ends at the second."""
-    fields = {"name": job.name, "module": job.module, "attempt_dir": job.attempt_dir, "environment": job.environment}
+    fields = {"name": job.name, "module": job.module, "mailbox": job.mailbox, "environment": job.environment}
     command = [sys.executable, "-c", _LAUNCHER, json.dumps(fields)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -689,13 +726,13 @@ def test_a_supervisor_that_dies_anywhere_leaves_a_lost_attempt(
     LocalExecutor(preload).submit(job)
     monkeypatch.delenv("POSTTRAIN_CRASHPOINT")
     if place == "supervisor.before_exit_record":
-        (Path(job.attempt_dir) / "go").write_text("0")
+        (job.folder / "go").write_text("0")
     wait_until(lambda: look(LocalExecutor(), job).state == JobState.LOST)
     assert killed(LocalExecutor(), job).state == JobState.LOST
     LocalExecutor().submit(job)
     assert look(LocalExecutor(), job).state == JobState.LOST
     assert len(started(job)) <= most_starts
-    assert not (Path(job.attempt_dir) / "exit.json").exists()
+    assert not (job.folder / "exit.json").exists()
 
 
 def test_a_supervisor_that_cannot_start_is_an_infrastructure_error(spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -724,7 +761,7 @@ def test_audit_10_a_supervisor_that_outlives_its_killed_launcher_starts_nothing(
     spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = spec()
-    folder = Path(job.attempt_dir)
+    folder = job.folder
     monkeypatch.setattr(local, "_SUPERVISOR", "executor_late_supervisor")
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     monkeypatch.setenv("LATE_FOR", "_claim")
@@ -766,7 +803,7 @@ def test_a_supervisor_that_comes_after_the_time_out_starts_nothing(
     spec: Make, monkeypatch: pytest.MonkeyPatch, step: str, meanwhile: JobState
 ) -> None:
     job = spec()
-    folder = Path(job.attempt_dir)
+    folder = job.folder
     monkeypatch.setattr(local, "_SUPERVISOR", "executor_late_supervisor")
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     monkeypatch.setenv("LATE_FOR", step)
@@ -789,9 +826,9 @@ def test_a_job_whose_supervisor_came_in_time_is_launched_though_its_launcher_wai
     spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = spec()
-    run_out_of_time(monkeypatch, Path(job.attempt_dir) / "supervisor.json")
+    run_out_of_time(monkeypatch, job.folder / "supervisor.json")
     assert LocalExecutor().submit(job) == Exists(str(claim(job)["pid"]))
-    wait_until((Path(job.attempt_dir) / "ready").exists)
+    wait_until((job.folder / "ready").exists)
     assert stopped(LocalExecutor(), job) == Observation(JobState.EXITED, exit_code=0)
     assert len(started(job)) == 1
 
@@ -799,7 +836,7 @@ def test_a_job_whose_supervisor_came_in_time_is_launched_though_its_launcher_wai
 def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WorkspaceError, match="cannot write"):
-        LocalExecutor().submit(JobSpec("n", "executor_job", str(tmp_path / "file" / "001")))
+        LocalExecutor().submit(JobSpec("n", (tmp_path / "file" / "001").as_uri(), "executor_job"))
 
 
 def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.domain.jobs import JobState, Signal
+from posttrain.domain.jobs import JobState
 from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
 from posttrain.execution.environment import pin, read_environment
@@ -23,6 +23,7 @@ from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import job_environment
+from posttrain.store.attempts import AttemptFolder
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
@@ -36,7 +37,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stopped(executor: LocalExecutor, spec: JobSpec) -> int | None:
     """Ask a job to end; its exit code."""
-    executor.signal(spec, Signal.STOP)
+    AttemptFolder(spec.folder).request_stop()
     wait_until(lambda: executor.observe([spec])[0].gone)
     return executor.observe([spec])[0].exit_code
 
@@ -60,11 +61,11 @@ class Driver:
         folder = self._folder / f"job-{self._count}"
         folder.mkdir()
         environment = {"PYTHONPATH": os.pathsep.join(self.places), **words}
-        return JobSpec(folder.name, "executor_forked_job", str(folder), environment)
+        return JobSpec(folder.name, folder.as_uri(), "executor_forked_job", environment)
 
     def launch(self, spec: JobSpec, pinned: str = "") -> None:
         order = {"environment": pinned, "cache_dir": str(self._folder)}
-        (Path(spec.attempt_dir) / "job.json").write_text(json.dumps(order))
+        (spec.folder / "job.json").write_text(json.dumps(order))
         self.executor.submit(spec)
 
     def run(self, spec: JobSpec | None = None, pinned: str = "") -> dict[str, Any]:
@@ -72,7 +73,7 @@ class Driver:
         spec = spec or self.spec()
         self.launch(spec, pinned)
         wait_until(lambda: self.executor.observe([spec])[0].state is JobState.EXITED)
-        found = Path(spec.attempt_dir) / "found.json"
+        found = spec.folder / "found.json"
         return dict(json.loads(found.read_bytes())) if found.exists() else {}
 
     def code(self, spec: JobSpec) -> int | None:
@@ -122,15 +123,15 @@ def test_it_ends_as_a_program_ends(driver: Driver, end: str, code: int, log: str
     spec = driver.spec(END=end)
     assert driver.run(spec)["server"] is not None
     assert driver.code(spec) == code
-    assert (Path(spec.attempt_dir) / "log.txt").read_text().endswith(log)
+    assert (spec.folder / "log.txt").read_text().endswith(log)
 
 
 @pytest.mark.slow
 def test_a_job_that_it_is_not_ready_for_starts_cold(driver: Driver) -> None:
     spec = driver.spec()
-    (Path(spec.attempt_dir) / "unready").touch()
+    (spec.folder / "unready").touch()
     assert driver.run(spec)["server"] is None
-    log = (Path(spec.attempt_dir) / "log.txt").read_text()
+    log = (spec.folder / "log.txt").read_text()
     assert "this job starts cold and imports its own modules: its order needs" in log
     assert driver.run()["server"] is not None
 
@@ -144,14 +145,14 @@ def test_other_variables_are_another_server(driver: Driver) -> None:
 
 def test_a_killed_server_takes_nothing_along_and_the_next_job_starts_cold(driver: Driver) -> None:
     running = driver.spec(JOB_MODE="polite")
-    spec = JobSpec(running.name, "executor_job", running.attempt_dir, running.environment)
+    spec = JobSpec(running.name, running.mailbox, "executor_job", running.environment)
     server = driver.run(driver.spec(JOB_MODE="polite"))["server"]
     driver.launch(spec)
-    wait_until((Path(spec.attempt_dir) / "ready").exists)
+    wait_until((spec.folder / "ready").exists)
     os.kill(server, signal.SIGKILL)
     after = driver.spec(JOB_MODE="polite")
     assert driver.run(after)["server"] is None
-    assert "the fork server of its driver has stopped serving" in (Path(after.attempt_dir) / "log.txt").read_text()
+    assert "the fork server of its driver has stopped serving" in (after.folder / "log.txt").read_text()
     assert driver.executor.observe([spec])[0].state is JobState.RUNNING
     assert stopped(driver.executor, spec) == 0
 
@@ -161,10 +162,8 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
 
     def start(seconds: float) -> int | None:
         spec = driver.spec()
-        (Path(spec.attempt_dir) / "spec.json").write_text(
-            json.dumps({**asdict(spec), "devices": 0, "machine": asdict(Devices())})
-        )
-        return server.start(Path(spec.attempt_dir), job_environment(spec.environment), seconds)
+        (spec.folder / "spec.json").write_text(json.dumps({**asdict(spec), "devices": 0, "machine": asdict(Devices())}))
+        return server.start(spec.folder, job_environment(spec.environment), seconds)
 
     assert start(PATIENCE) == 0
     found = tmp_path / "job-1" / "found.json"
@@ -181,7 +180,7 @@ def test_what_has_threads_serves_nobody(tmp_path: Path) -> None:
     driver = Driver(tmp_path, "executor_preload_threads")
     spec = driver.spec()
     assert driver.run(spec)["server"] is None
-    assert "must have one thread, got 2" in (Path(spec.attempt_dir) / "log.txt").read_text()
+    assert "must have one thread, got 2" in (spec.folder / "log.txt").read_text()
 
 
 _DRIVER = """
@@ -200,7 +199,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("end", ["leaves", "killed"])
 def test_it_ends_with_its_driver(tmp_path: Path, end: str) -> None:
     spec = Driver(tmp_path, preload=None).spec()
-    fields = {"name": spec.name, "module": spec.module, "attempt_dir": spec.attempt_dir}
+    fields = {"name": spec.name, "module": spec.module, "mailbox": spec.mailbox}
     words = json.dumps({**fields, "environment": dict(spec.environment)})
     process = subprocess.Popen(
         [sys.executable, "-c", _DRIVER, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -208,7 +207,7 @@ def test_it_ends_with_its_driver(tmp_path: Path, end: str) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "launched\n"
-    found = Path(spec.attempt_dir) / "found.json"
+    found = spec.folder / "found.json"
     wait_until(found.exists)
     server = json.loads(found.read_bytes())["server"]
     identity = processes.identity(server)

@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import NO_SPACE, Cause, JobOrder, JobState, Observation
-from posttrain.domain.jobspec import Job, JobSpec
+from posttrain.domain.jobspec import JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.database import Database
@@ -75,11 +75,11 @@ def ended(place: Path, mode: str, *group: Path) -> tuple[AttemptFolder, Observat
     folder = AttemptFolder(place / "runs" / "r" / "sft" / "001")
     folder.write_order(JobOrder("r-sft-1", "sft", 1, {}, {}, (place / "blobs").as_uri(), str(place / "cache"), epoch=1))
     environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode}
-    asked = {"name": "r-sft-1", "module": "starved_job", "attempt_dir": str(folder.path), "environment": environment}
+    asked = {"name": "r-sft-1", "module": "starved_job", "mailbox": folder.path.as_uri(), "environment": environment}
     subprocess.run([sys.executable, "-c", _PROGRAM, json.dumps({**asked, "epoch": 1}), *map(str, group)], check=True)
     until, executor = time.monotonic() + PATIENCE, LocalExecutor()
     job = JobSpec(**asked, epoch=1)  # type: ignore[arg-type]
-    while (seen := executor.observe([Job(job.name, job.attempt_dir)])[0]).live:
+    while (seen := executor.observe([job])[0]).live:
         assert time.monotonic() < until
         time.sleep(0.05)
     return folder, seen

@@ -174,9 +174,8 @@ def test_compiling_is_pure_and_collecting_waits_for_the_word(trainer: Trainer, t
     params = dict(trainer.check(*STAGES[0]).params)
     order = JobOrder("r-sft-1", "sft", 7, params, {}, "file:///nowhere", str(tmp_path / "cache"))
     folder = AttemptFolder(tmp_path / "attempt")
-    spec = trainer.compile(order, folder.path)
-    assert (spec.name, spec.attempt_dir) == ("r-sft-1", str(folder.path))
-    assert spec == trainer.compile(order, folder.path)
+    spec = trainer.compile(order)
+    assert spec == trainer.compile(order)
     assert not folder.path.exists()
     folder.write_order(order)
     assert trainer.collect(folder) is None
@@ -269,5 +268,5 @@ def test_digesting_needs_no_torch() -> None:
 def test_the_native_trainer_passes_thread_settings_before_torch_is_imported(tmp_path: Path) -> None:
     params = dict(NativeTrainer().check("sft", {"data": "train", "steps": 1, "runtime": {"threads": 3}}).params)
     order = JobOrder("r-sft-1", "sft", 7, params, {}, "file:///nowhere", str(tmp_path))
-    environment = NativeTrainer().compile(order, tmp_path).environment
+    environment = NativeTrainer().compile(order).environment
     assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("3", "passive")

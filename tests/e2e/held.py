@@ -49,8 +49,8 @@ class Held:
     def devices(self, kind, params):
         return 1
 
-    def compile(self, order, attempt_dir):
-        return JobCommand(order.name, "posttrain_held", str(attempt_dir), devices=1)
+    def compile(self, order):
+        return JobCommand("posttrain_held", devices=1)
 
     def collect(self, attempt):
         return attempt.read_result()

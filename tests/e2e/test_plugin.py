@@ -29,9 +29,9 @@ pytestmark = pytest.mark.slow
 PAGE = "docs/howto/plugin.md"
 FIELD = Path(__file__).resolve().parents[1] / "field_algorithms"
 ASKS = """
-import sys; from pathlib import Path; from posttrain_words.plain import Plain
-from posttrain.domain.jobs import Signal; from posttrain.domain.jobspec import Job
-Plain(Path(sys.argv[1]).parent).signal(Job("j", sys.argv[1]), Signal.STOP)
+import sys; from pathlib import Path
+from posttrain.store.attempts import AttemptFolder
+AttemptFolder(Path(sys.argv[1]), "").request_stop()
 """
 
 

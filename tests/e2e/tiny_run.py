@@ -89,14 +89,14 @@ def once(
     return Workbench(folder), json.loads(known.read_text())
 
 
-def make_template(bench: Workbench) -> dict[str, Any]:
+def make_template(bench: Workbench, *init: str) -> dict[str, Any]:
     rng = random.Random(3)
     for name, count in (("train", 64), ("heldout", 30)):
         bench.write(f"{name}.jsonl", "".join(json.dumps(training_row(rng)) + "\n" for _ in range(count)))
     bench.write("model.yaml", MODEL)
     bench.write("reward.py", SHORT)
     bench.write("run.yaml", RUN)
-    bench.run("init")
+    bench.run("init", *init)
     bench.run("asset", "create", "model:tiny", "model.yaml", "--seed", _SEED)
     bench.run("asset", "add", "dataset:train", "train.jsonl")
     bench.run("asset", "add", "dataset:heldout", "heldout.jsonl")

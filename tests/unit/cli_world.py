@@ -212,7 +212,7 @@ class World:
         return str(self.json("ls", "--limit", "1")["runs"][0]["id"])
 
     def _job(self, spec: JobSpec) -> int | None:
-        folder = AttemptFolder(Path(spec.attempt_dir))
+        folder = AttemptFolder(spec.folder)
         order = folder.read_order()
         folder.log.write_text(f"{order.kind} says hello\n")
         if order.kind in self.hold:

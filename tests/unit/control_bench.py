@@ -133,11 +133,11 @@ class Bench:
         self.reconciler = Reconciler(self.stores, self.jobs, "here")
 
     def _on_launch(self, spec: JobSpec) -> int | None:
-        stage = Path(spec.attempt_dir).parent.name
+        stage = spec.folder.parent.name
         self.launched.append(stage)
         queue = self.scripts[stage]
         script = queue.pop(0) if len(queue) > 1 else queue[0]
-        return script(AttemptFolder(Path(spec.attempt_dir))) if script else None
+        return script(AttemptFolder(spec.folder)) if script else None
 
     def submit(self, again: bool = False, **changes: Any) -> str:
         raw = {**RUN, **changes}

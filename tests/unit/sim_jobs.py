@@ -111,7 +111,7 @@ class Jobs:
             self.executor.finish(job.name, 1, job.number)
 
     def _live(self, request: JobSpec, job: SimJob) -> None:
-        folder = self._folder(Path(request.attempt_dir))
+        folder = self._folder(request.folder)
         held = self._patiently(lambda: folder.mailbox.start(request.epoch, job.process))
         self._world.say(f"{request.name} {'begins' if held is None else 'finds another start'}")
         if held is not None:

@@ -16,7 +16,7 @@ from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.stores import Stores
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
-from posttrain.domain.jobs import Cause, Observation, Signal, Submission, Unknown
+from posttrain.domain.jobs import Cause, Observation, Submission, Unknown
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
@@ -240,12 +240,6 @@ class SimExecutor(FakeExecutor):
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
         return self.outside.act(lambda: self._observe(jobs))
-
-    def signal(self, job: JobRef, word: Signal) -> None:
-        """See `Executor.signal`."""
-        folder = self.folder(Path(job.attempt_dir))
-        self.outside.world.say(f"signals {job.name}: {word}")
-        folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`."""

@@ -84,7 +84,7 @@ def test_a_running_job_at_its_last_step_has_no_time_to_come(tmp_path: Path, monk
     world.prepare()
 
     def last(spec: JobSpec) -> int | None:
-        with EventWriter(AttemptFolder(Path(spec.attempt_dir))) as sink:
+        with EventWriter(AttemptFolder(spec.folder)) as sink:
             sink(Progress(3, 4, "sft", 300, 1000.0))
             sink(Progress(4, 4, "sft", 400, 1001.0))
         return None

@@ -38,7 +38,7 @@ class Trainee:
         self.world.executor._on_launch = self
 
     def __call__(self, spec: JobSpec) -> int | None:
-        folder = AttemptFolder(Path(spec.attempt_dir))
+        folder = AttemptFolder(spec.folder)
         order = folder.read_order()
         if order.kind != "grpo":
             return self.others(spec) if self.others else 0

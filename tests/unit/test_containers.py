@@ -24,7 +24,7 @@ from posttrain.app.workspace import init_workspace
 from posttrain.control import launch
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
-from posttrain.domain.jobspec import Job, JobSpec, PodGroup
+from posttrain.domain.jobspec import JobRef, JobSpec, PodGroup
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.containers import fetched
 from posttrain.execution.executors.local.executor import LocalExecutor
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(folder: Path, **words: Any) -> JobSpec:
-    return JobSpec("r-s-1", "posttrain.jobs.train", str(folder), image=IMAGE, **words)
+    return JobSpec("r-s-1", folder.as_uri(), "posttrain.jobs.train", image=IMAGE, **words)
 
 
 def spec_of(folder: Path, request: JobSpec) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_what_a_job_says_of_its_end_is_believed_of_its_supervisor_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And that it is lost, only when podman says that its container is gone."""
-    executor, job, gone = LocalExecutor(images=True), Job("r-s-1", str(folder)), False
+    executor, job, gone = LocalExecutor(images=True), JobRef("r-s-1", folder.as_uri()), False
     monkeypatch.setattr(containers, "gone", lambda box: gone)
     box = containers.contained(asked(folder), folder)
     (folder / "spec.json").write_text(json.dumps({containers.SPEC: box}))
@@ -197,7 +197,7 @@ def test_a_copy_of_a_folder_ends_no_container(folder: Path, tmp_path: Path, monk
     (copy / "spec.json").write_text(json.dumps({containers.SPEC: containers.contained(asked(folder), folder)}))
     (copy / "supervisor.json").write_text(json.dumps({"pid": os.getpid(), "identity": ""}))
     (copy / "supervisor.lock").touch()
-    assert LocalExecutor(images=True).observe([Job("r-s-1", str(copy))])[0].state is JobState.LOST
+    assert LocalExecutor(images=True).observe([JobRef("r-s-1", copy.as_uri())])[0].state is JobState.LOST
 
 
 def test_a_file_system_with_another_number_is_no_copy(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 
 from driving import drive
-from posttrain.control import actions, launch
+from posttrain.control import actions
 from posttrain.control.decide import BACKOFF_SECONDS
 from posttrain.control.launch import trained_elsewhere
 from posttrain.control.reconciler import Reconciler
@@ -23,6 +23,7 @@ from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.processes import LEAVING_SECONDS
+from posttrain.store import attempts as store_attempts
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.trees import file_digest, put_tree, tree_digest
 
@@ -131,7 +132,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_published_is_passed_over(
             (folder / "policy.safetensors").unlink(missing_ok=True)
         return put_tree(blobs, folder)
 
-    monkeypatch.setattr(launch, "put_tree", overtaken)
+    monkeypatch.setattr(store_attempts, "put_tree", overtaken)
     bench.scripts["sft"] = [dies_after({1: 100, 2: 250}, tokens=300), train()]
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     first, second = bench.ledger.attempts(run.id)

@@ -12,7 +12,6 @@ from posttrain.control import actions
 from posttrain.control.attempts import assume_dead
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS
-from posttrain.domain.jobspec import Job
 from posttrain.domain.records import AttemptRecord, Event
 from posttrain.execution.processes import identity
 from posttrain.store.mailbox import ControlKind
@@ -134,7 +133,7 @@ def test_a_job_that_was_gone_before_anybody_asked_did_not_fail_to_heed(bench: Be
     while not bench.launched:
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
-    bench.jobs.executor.kill(Job(attempt.name, str(bench.jobs.folders.of(attempt).path)))
+    bench.jobs.executor.kill(bench.jobs.folders.job(attempt))
     actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
     assert bench.stage(run_id, "sft").message.startswith("stopped by a person; its job had already ended (")

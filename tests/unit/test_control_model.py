@@ -226,7 +226,7 @@ class People(RuleBasedStateMachine):
             "breaks": fail(FailureClass.BUG),
             "heeds": lambda folder: folder.write_result(JobResult("stopped")),
         }
-        code = scripts[how](AttemptFolder(Path(request.attempt_dir)))
+        code = scripts[how](AttemptFolder(request.folder))
         self.executor.finish(request.name, code or 0)
         run.job = how
 

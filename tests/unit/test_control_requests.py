@@ -19,6 +19,7 @@ from posttrain.domain.jobspec import JobSpec, PodGroup
 from posttrain.events.ports import SECRETS
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.mailbox import Mailbox
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def compiles(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
-    def compile(_: NativeTrainer, order: Any, folder: Path) -> JobCommand:
-        return JobCommand(order.name, **{"module": "first", "attempt_dir": str(folder), **words})
+    def compile(_: NativeTrainer, order: Any) -> JobCommand:
+        return JobCommand(**{"module": "first", **words})
 
     monkeypatch.setattr(NativeTrainer, "compile", compile)
 
@@ -70,20 +71,20 @@ def test_a_second_driver_submits_what_the_first_wrote(
     assert bench.drive(run_id).state == "succeeded"
     [asked] = bench.executor.launched
     assert (asked.module, asked.devices) == ("first", 0)
-    written = json.loads((Path(asked.attempt_dir) / "request.json").read_bytes())
-    assert "attempt_dir" not in written, "the workspace may be moved"
-    assert JobSpec.from_json(written, asked.attempt_dir) == asked
+    written = json.loads((asked.folder / "request.json").read_bytes())
+    assert "mailbox" not in written, "the workspace may be moved"
+    assert JobSpec.from_json(written, asked.mailbox) == asked
 
 
 def test_of_two_drivers_that_write_at_once_the_first_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles(monkeypatch, module="second")
-    create = jobs.create_json
+    once = Mailbox.once
 
-    def late(path: Path, value: dict[str, Any]) -> bool:
-        create(path, {**value, "module": "first"})
-        return create(path, value)
+    def late(mailbox: Mailbox, key: str, value: dict[str, Any]) -> dict[str, Any]:
+        once(mailbox, key, {**value, "module": "first"})
+        return once(mailbox, key, value)
 
-    monkeypatch.setattr(jobs, "create_json", late)
+    monkeypatch.setattr(Mailbox, "once", late)
     assert bench.drive(bench.submit(**TRAIN_ONLY)).state == "succeeded"
     assert [asked.module for asked in bench.executor.launched] == ["first"]
 
@@ -140,8 +141,8 @@ def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch
 )
 def test_a_malformed_request_is_refused(words: dict[str, Any], what: str) -> None:
     with pytest.raises(InputError, match=what):
-        JobSpec("n", "m", "/a", **words)
-    assert JobSpec("n", "m", "/a", {"TOKENIZERS_PARALLELISM": "false"}).devices == 0
+        JobSpec("n", "file:///a", "m", **words)
+    assert JobSpec("n", "file:///a", "m", {"TOKENIZERS_PARALLELISM": "false"}).devices == 0
 
 
 @pytest.mark.parametrize(("least", "most"), [(2, 1), (-1, 1), (0, 0)])

@@ -317,7 +317,7 @@ def test_a_result_that_appears_between_two_looks_is_not_lost(bench: Bench, monke
     def observe(jobs: Sequence[JobSpec]) -> list[Observation]:
         for spec in jobs:
             if spec.name.endswith("sft-1") and not finished:
-                finished.append(train()(AttemptFolder(Path(spec.attempt_dir))))
+                finished.append(train()(AttemptFolder(spec.folder)))
                 bench.executor.lose(spec.name)
         return real(jobs)
 
@@ -337,7 +337,7 @@ def test_a_result_that_appears_while_the_job_is_cancelled_is_not_lost(
     real = bench.executor.kill
 
     def kill(spec: JobSpec) -> None:
-        folder = AttemptFolder(Path(spec.attempt_dir))
+        folder = AttemptFolder(spec.folder)
         (folder.outputs / "model").mkdir(parents=True)
         (folder.outputs / "model" / "model.safetensors").write_text("weights")
         folder.write_result(JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {}, 77))

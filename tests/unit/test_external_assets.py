@@ -126,7 +126,7 @@ def test_a_run_reads_it_and_its_jobs_need_no_key(
     usual = world.executor._on_launch
 
     def job(request: JobSpec) -> int | None:
-        folder = AttemptFolder(Path(request.attempt_dir))
+        folder = AttemptFolder(request.folder)
         order = folder.read_order()
         if order.kind == "sft":
             seen.append(read_input(folder, order))

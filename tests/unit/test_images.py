@@ -170,10 +170,10 @@ def test_a_stage_is_not_taken_from_another_image(world: World) -> None:
     imaged = [request.labels["stage"] for request in world.executor.launched if request.image]
     assert "sft" in imaged
     assert "evaluate" not in imaged, "whoever made the image would write what gates judge by"
-    orders = [json.loads((Path(one.attempt_dir) / "job.json").read_text()) for one in world.executor.launched]
+    orders = [json.loads((one.folder / "job.json").read_text()) for one in world.executor.launched]
     assert [order["image"] for order in orders] == [request.image for request in world.executor.launched]
     own = [
-        Path(order["cache_dir"]).parent == Path(one.attempt_dir)
+        Path(order["cache_dir"]).parent == one.folder
         for order, one in zip(orders, world.executor.launched, strict=True)
     ]
     assert own == [bool(order["image"]) for order in orders], "whoever runs in none shares the workspace's cache"

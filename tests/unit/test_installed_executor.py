@@ -22,8 +22,8 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.control.submission import submit
 from posttrain.domain import plugins
 from posttrain.domain.errors import InfrastructureError, InputError
-from posttrain.domain.jobs import Accepted, Capacity, Signal, Unknown
-from posttrain.domain.jobspec import Job, JobSpec
+from posttrain.domain.jobs import Accepted, Capacity, Unknown
+from posttrain.domain.jobspec import JobRef, JobSpec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.ports import Executor
@@ -39,8 +39,8 @@ FAR = """
         def __init__(self, runs):
             super().__init__()
 """
-JOB = Job("run-s-1", "/nowhere")
-REQUEST = JobSpec("run-s-1", "m", "/nowhere")
+JOB = JobRef("run-s-1", "file:///nowhere")
+REQUEST = JobSpec("run-s-1", "file:///nowhere", "m")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,6 @@ def test_an_executor_of_an_installed_package_is_an_executor(site: Path) -> None:
     assert isinstance(executor.submit(REQUEST), Accepted)
     assert executor.observe([JOB])[0].live
     assert [job.name for job in executor.list("run-")] == ["run-s-1"]
-    executor.signal(JOB, Signal.STOP)
     assert executor.logs(JOB).text == ""
     assert executor.capacity() == Capacity()
     executor.kill(JOB)
@@ -85,7 +84,7 @@ def test_an_executor_of_an_installed_package_is_an_executor(site: Path) -> None:
     [
         ("raise OSError('no\\nlicence')", "raised OSError: no licence"),
         ("Far = 3", "must name a class or a function that creates an executor, got 3"),
-        ("class Far:\n    name = 'far'\n    def __init__(self, runs): pass", "lacks submit, observe, signal, kill"),
+        ("class Far:\n    name = 'far'\n    def __init__(self, runs): pass", "lacks submit, observe, kill"),
         ("class Far:\n    pass", "making it raised TypeError"),
         (FAR.replace('"far"', '"near"'), "must be named like the entry point, got 'near'"),
     ],

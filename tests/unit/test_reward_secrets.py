@@ -165,7 +165,7 @@ def test_audit_29_a_job_gets_the_secrets_that_it_names_and_no_others(
     monkeypatch.setenv("OTHER_KEY", KEY)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     executor = LocalExecutor(keep=of_a_server)
-    request = JobSpec("j", "m", str(tmp_path), {}, secrets=("JUDGE_KEY", "WANDB_API_KEY"))
+    request = JobSpec("j", tmp_path.as_uri(), "m", {}, secrets=("JUDGE_KEY", "WANDB_API_KEY"))
     assert {name for name, value in executor._own(request).items() if value == KEY} == {"JUDGE_KEY"}
 
 

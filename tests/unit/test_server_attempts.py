@@ -470,7 +470,7 @@ def test_jobs_get_a_machines_variables_and_what_an_admin_named() -> None:
 
 
 def test_a_secret_that_a_job_names_arrives_where_an_admin_named_it_too() -> None:
-    request = JobSpec("job", "module", "folder", secrets=("HF_TOKEN",))
+    request = JobSpec("job", "file:///folder", "module", secrets=("HF_TOKEN",))
     refuse_elsewhere(request, of_a_server(MACHINE | ADMINS, ["HF_TOKEN"]))
     with pytest.raises(InputError, match="needs HF_TOKEN in the environment of the process that drives its run"):
         refuse_elsewhere(request, of_a_server(MACHINE | ADMINS))

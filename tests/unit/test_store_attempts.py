@@ -29,7 +29,7 @@ from posttrain.domain.jobs import (
     Sample,
     Span,
 )
-from posttrain.store.atomic import read_json, write_atomic
+from posttrain.store.atomic import write_atomic
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.mailbox import EVENTS, SAMPLES, ControlKind, Mailbox, Summary
 
@@ -145,12 +145,6 @@ def test_what_was_carried_out_is_acknowledged_and_no_more(attempt: AttemptFolder
     assert [attempt.mailbox.acknowledged(number) for number in (1, 2, 3)] == [True, False, False]
     attempt.acknowledge(ControlKind.STOP)
     assert [attempt.mailbox.acknowledged(number) for number in (1, 2, 3)] == [True, True, False]
-
-
-def test_a_job_of_before_hears_stop_too(attempt: AttemptFolder) -> None:
-    (attempt.path / "control.json").write_text('{"checkpoint": 1, "stop": false}')
-    attempt.request_stop()
-    assert read_json(attempt.path / "control.json") == {"stop": True, "checkpoint": 1}
 
 
 def test_who_reads_how_far_a_job_is_reads_no_segment(attempt: AttemptFolder) -> None:

@@ -148,10 +148,13 @@ class Workspace(OpenWorkspace):
         if create:
             join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
+        executor = _executor(self.root, self.settings)
         self.jobs = Jobs(
-            executor=_executor(self.root, self.settings),
+            executor=executor,
             trainers=Trainers([NativeTrainer()]),
-            folders=AttemptFolders(self.root, lambda: self.channels),
+            folders=AttemptFolders(
+                self.root, lambda: self.channels, lambda name: name == executor.name and executor.remote, blobs.url
+            ),
             slots=max(1, os.cpu_count() or 1),
             beside=_BESIDE,
             trust_rewards=self.trusts_rewards,
@@ -256,7 +259,10 @@ def init_workspace(
         if why := containers.trouble():
             raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
     elif executor not in (None, LOCAL):
-        InstalledExecutor(executor, OWN_EXECUTORS, root / "runs").load()
+        made = InstalledExecutor(executor, OWN_EXECUTORS, root / "runs")
+        made.load()
+        if made.remote:
+            _refuse_unreachable(root, executor, channel)
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
     other = executor not in (None, workspace.settings.get(EXECUTOR, LOCAL))
     if not other and job_variables is None and chosen is None:
@@ -338,6 +344,19 @@ def _channel(root: Path, asked: str | None) -> str:
             "leave the option out or create another workspace"
         )
     return found
+
+
+def _refuse_unreachable(root: Path, executor: str, channel: str | None) -> None:
+    """Refuse an executor whose jobs would reach neither mailboxes nor artifacts.
+
+    Raises:
+        InputError: the mailboxes or the artifacts are in a folder of this machine.
+    """
+    if not _channel(root, channel) or not _store(root).startswith("s3://"):
+        raise InputError(
+            f"init: executor {executor} runs jobs on other machines, which reach this workspace only through an object "
+            "store; create a workspace with --mailboxes s3://… and POSTTRAIN_STORE=s3://…"
+        )
 
 
 def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:

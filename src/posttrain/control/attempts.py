@@ -13,19 +13,18 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets
 from posttrain.control.decide import JobStatus, View, uncollectable
 from posttrain.control.effects import Collect, End, TryAgain
-from posttrain.control.jobs import AttemptFolders, Jobs, job_of
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launch import look, tokens_inherited, tokens_taken_over
 from posttrain.control.lineage import trained_models
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError, PosttrainError
 from posttrain.domain.jobs import ANOTHER_RUNS, MOST_NUMBER, Failure, JobResult, JobState, Observation, Progress
-from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, Job, Listed
+from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, Listed
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, StopCause, is_final
 from posttrain.domain.manifest import Manifest, StageManifest
@@ -33,15 +32,17 @@ from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.execution import processes
-from posttrain.store.atomic import its_doing, look_over
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Ledger
 from posttrain.store.mailbox import EVENTS, ControlKind, Start
-from posttrain.store.trees import put_tree, stored_sizes
+from posttrain.store.trees import stored_sizes
 
 
-def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
+def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str, *, begun: bool = True) -> bool:
     """Ensure, before an attempt ends, that no late job of the attempt starts (e.g. by a suspended launcher).
+
+    Args:
+        begun: whether the attempt ends even if a job has started.
 
     Returns:
         True: no job of the attempt computes. False: a job had already started.
@@ -50,7 +51,7 @@ def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
         WorkspaceError: the attempt folder cannot be written; the attempt must then not end yet.
     """
     try:
-        held = folders.of(attempt).mailbox.bury(attempt.number, why)
+        held = folders.of(attempt).mailbox.bury(attempt.number, why, begun=begun)
     except IntegrityError:  # a job that cannot read the start object does not start either
         return True
     return held is None or not _may_live(held)
@@ -155,7 +156,7 @@ def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> N
 def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
     """End an attempt without outputs."""
     if order.unless_begun:
-        if not give_up(jobs.folders, order.attempt, order.why):
+        if not give_up(jobs.folders, order.attempt, order.why, begun=False):
             return
         if answered(jobs.folders.of(order.attempt)):
             return  # a job started, wrote its result and ended since the last look: the result is read first
@@ -214,25 +215,11 @@ def _publish(
     crashpoint("collect.before_publish")
     if result.status != "succeeded":
         return {}
-    outputs, folder = {}, folders.of(attempt)
-    allowed = folder.outputs.resolve()
-    for name, output in result.outputs.items():
-        path = folder.path / output.path
-        if not _is_below(path, allowed):
-            raise IntegrityError(f"output {name} must be a file or folder below outputs/, got {output.path!r}")
-        look_over(path)
-        digest = put_tree(blobs, path) if output.form == "tree" else blobs.put_file(path)
-        outputs[name] = {"digest": digest, "form": output.form}
-    return outputs
-
-
-def _is_below(path: Path, allowed: Path) -> bool:
-    try:
-        return allowed in path.resolve().parents and path.exists()
-    except (OSError, RuntimeError) as error:  # such as an overlong name, or a link to itself
-        if isinstance(error, OSError) and not its_doing(error):
-            raise
-        return False
+    folder = folders.of(attempt)
+    return {
+        name: {"digest": folder.store_output(blobs, name, output), "form": output.form}
+        for name, output in result.outputs.items()
+    }
 
 
 def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str, Mapping[str, str]]) -> None:
@@ -392,7 +379,7 @@ class Looks:
         if all(attempt.name in self._known for attempt in launched):
             return self._known
         try:
-            seen = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in launched])
+            seen = self._jobs.executor.observe([self._jobs.folders.job(attempt) for attempt in launched])
         except Exception:  # then each job is observed separately, so one error affects one job
             return {}
         return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
@@ -483,9 +470,10 @@ def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
     """
     told = []
     for job in find_orphans(ledger, jobs).ours:
-        folder = jobs.folders.path(job.labels[RUN], job.labels[STAGE], job.epoch)
+        place = job.labels[RUN], job.labels[STAGE], job.epoch
+        mailbox = jobs.folders.mailbox_of(*place) or jobs.folders.path(*place).absolute().as_uri()
         try:
-            jobs.executor.kill(Job(job.name, str(folder)))
+            jobs.executor.kill(JobRef(job.name, mailbox))
             told.append(f"job {job.name} was ended: no attempt owns it")
         except PosttrainError as error:  # the next orphan is killed nevertheless
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")

@@ -25,20 +25,19 @@ from posttrain.control.stores import Stores
 from posttrain.domain.engines import ENGINE, engine_plugin, engine_words, engines_in, installed_engine
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobOrder
-from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, Job, JobSpec, PodGroup
+from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
-from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
 from posttrain.execution.ports import Executor, Trainer
-from posttrain.store.atomic import create_json, make_folder, read_json, write_json
+from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Hosts
+from posttrain.store.mailbox import REQUEST
 from posttrain.store.trees import tree_listing
 
-_FILE = "request.json"
 _OVERTIME_SECONDS = 120.0  # added to the rest of the budget; normally the job or its driver ends the job earlier
 _RECORD = "environment.json"  # in a run's folder: {"digest"}
 _CODE = ("reward", "recipe")  # slots; if there are several rewards with weights, their slots are `rewards.NAME`
@@ -95,6 +94,8 @@ class AttemptFolders:
 
     root: Path  # the workspace folder
     mailboxes: Callable[[], str] = lambda: ""  # base URL of new attempts' mailboxes; empty: their folders
+    remote: Callable[[str], bool] = lambda executor: False  # whether jobs of an executor share no disk with this host
+    store: str = ""  # URL of the artifact store, in which such jobs stage their files
 
     def path(self, run_id: str, stage: str, number: int) -> Path:
         """Return the path of attempt `number`."""
@@ -102,20 +103,16 @@ class AttemptFolders:
 
     def of(self, attempt: AttemptRecord) -> AttemptFolder:
         """Return the attempt's folder."""
-        return AttemptFolder(self.root / attempt.folder, self.known(attempt), otherwise=self.mailbox(attempt))
+        path, channel = self.root / attempt.folder, attempt.channel or ""
+        if not channel or not self.remote(attempt.executor):
+            return AttemptFolder(path, channel)
+        from posttrain.store.staging import StagedAttempt  # loads the object store
 
-    def known(self, attempt: AttemptRecord) -> str | None:
-        """Return the URL of an attempt's mailbox (empty: its folder) from records that its job cannot have written.
+        return StagedAttempt(path, channel, attempt.name, self.store)
 
-        None: an older version planned the attempt, and only the attempt's order contains the mailbox's place.
-        """
-        return "" if attempt.channel is None and not self.mailboxes() else attempt.channel
-
-    def mailbox(self, attempt: AttemptRecord) -> str:
-        """Return the URL of the mailbox in an attempt's order; empty: the attempt's folder."""
-        if attempt.channel is not None:
-            return attempt.channel
-        return self.mailbox_of(attempt.run_id, attempt.stage, attempt.number)
+    def job(self, attempt: AttemptRecord) -> JobRef:
+        """Return the reference of an attempt's job."""
+        return JobRef(attempt.name, attempt.channel or (self.root / attempt.folder).absolute().as_uri())
 
     def mailbox_of(self, run_id: str, stage: str, number: int) -> str:
         """Return the URL of a newly planned attempt's mailbox; empty: the attempt's folder."""
@@ -154,12 +151,7 @@ class Jobs:
         return self.hosts.id if self.hosts else None
 
     def elsewhere(self, attempt: AttemptRecord) -> bool:
-        """Return whether an attempt's job and folder are on another host.
-
-        An attempt of an older version, which had no hosts, is on the host that has its folder.
-        """
-        if attempt.host is None and self.hosts is not None and attempt.state == AttemptState.LAUNCHED:
-            return not (self.folders.root / attempt.folder).is_dir()
+        """Return whether only another host can reach an attempt's job and folder."""
         return attempt.host not in (None, self.host)
 
     def trainer(self, name: str) -> Trainer:
@@ -169,11 +161,6 @@ class Jobs:
             InputError: the trainer is not installed, or its package is broken.
         """
         return trainer_of(name, self.trainers)
-
-
-def job_of(folders: AttemptFolders, attempt: AttemptRecord) -> Job:
-    """Return the reference of an attempt's job."""
-    return Job(attempt.name, str(folders.of(attempt).path), folders.known(attempt))
 
 
 def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
@@ -195,15 +182,13 @@ def spec_of(
         IntegrityError: the file cannot be read, or names secrets that neither the manifest nor the trainer names.
         WorkspaceError: the disk is full or read-only.
     """
-    folder = jobs.folders.of(attempt)
-    path = folder.path / _FILE
-    compiled = trainer.compile(order, folder.path)
-    if not path.exists():
+    mailbox, job = jobs.folders.of(attempt).mailbox, jobs.folders.job(attempt)
+    compiled = trainer.compile(order)
+    stored = mailbox.document(REQUEST)
+    if stored is None:
         allowed = order.seconds_allowance
         spec = JobSpec(
-            attempt.name,
-            compiled.module,
-            str(folder.path),
+            *(job.name, job.mailbox, compiled.module),
             dict(compiled.environment),
             gang=(PodGroup(gpus=compiled.devices),),
             image=order.image,
@@ -212,9 +197,10 @@ def spec_of(
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,
         )
-        create_json(path, spec.to_json())
+        stored = mailbox.once(REQUEST, spec.to_json())
+    path = f"{mailbox.place}/{REQUEST}"
     try:
-        found = JobSpec.from_json(read_json(path), str(folder.path))
+        found = JobSpec.from_json(stored, job.mailbox)
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{path} cannot be read: {error!r}; it is damaged; posttrain retry writes a new file"

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.control import budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
-from posttrain.control.jobs import AttemptFolders, Jobs, job_of, secrets_of_rewards, spec_of
+from posttrain.control.jobs import AttemptFolders, Jobs, secrets_of_rewards, spec_of
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
@@ -34,7 +34,7 @@ from posttrain.domain.errors import (
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown, count
 from posttrain.domain.jobspec import secret_fault
 from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
-from posttrain.domain.manifest import Manifest, StageManifest, deciding_code, job_identity
+from posttrain.domain.manifest import Manifest, StageManifest, deciding_code, job_identity, named_code
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.events.ports import SECRETS, secrets_of
@@ -44,7 +44,7 @@ from posttrain.store.attempts import AttemptFolder, unclaimed
 from posttrain.store.hosts import Ledger
 from posttrain.store.retries import PRIVATE_CACHE
 from posttrain.store.sealer import head_name
-from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing, verify_tree
+from posttrain.store.trees import TreeFile, read_json, tree_listing, verify_tree
 
 _COMMIT, _STATE = "COMMIT", "state.json"
 
@@ -72,13 +72,10 @@ def find_checkpoint(
     """
     candidates = _candidates(stores.ledger, folders, stage, own, same)
     for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
-        checkpoint = folders.of(attempt).checkpoint(step)
         try:
-            if checkpoint is None:
-                continue
-            digest = put_tree(stores.blobs, checkpoint.path)
-            if _whole(stores.blobs, digest) and tokens_in(stores.blobs, digest) == checkpoint.tokens:
-                return Found(digest, step, f"{attempt.run_id}/{attempt.stage}", checkpoint.tokens)
+            found = folders.of(attempt).store_checkpoint(stores.blobs, step)
+            if found and _whole(stores.blobs, found.digest) and tokens_in(stores.blobs, found.digest) == found.tokens:
+                return Found(found.digest, step, f"{attempt.run_id}/{attempt.stage}", found.tokens)
         except (InputError, IntegrityError):  # the checkpoint was dropped or replaced while it was read
             continue
     return None
@@ -267,7 +264,10 @@ def _plan(
         driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
         if left and unwatched is None:
             raise _UnwatchedError
-        held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0), rivals=rivals)
+        free = (
+            1 + rivals if jobs.executor.remote else jobs.slots - driven - (unwatched or 0)
+        )  # a scheduler has its own queue
+        held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
         if isinstance(held, tuple):
             return held
         transaction.insert_attempt(replace(attempt, reserved_tokens=held.tokens, reserved_seconds=held.seconds))
@@ -301,7 +301,7 @@ def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | Non
         resumed_tokens=found.tokens if found else None,
         reason=Reason.PLANNED,
         created_at=now,
-        host=jobs.host,
+        host=None if jobs.executor.remote else jobs.host,
     )
 
 
@@ -317,7 +317,7 @@ def launch_attempt(
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
     cache = _cache(jobs, manifest, stage, attempt)
-    if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, stage, cache):
+    if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, jobs, stage, cache):
         return refused
     # a driver that died may have written an order when the workspace was elsewhere or trusted its rewards
     attempt = _settled(stores, jobs, attempt)
@@ -326,7 +326,7 @@ def launch_attempt(
         raise WorkspaceError(
             f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new folder"
         )
-    _lay_down(folder, order)
+    _lay_down(jobs, folder, order)
     if jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
     spec = spec_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
@@ -359,7 +359,7 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
             f"{attempt.name} was submitted to executor {attempt.executor}, but this process uses {jobs.executor.name}; "
             f"drive its run with {attempt.executor}"
         )
-    return jobs.executor.observe([job_of(jobs.folders, attempt)])[0]
+    return jobs.executor.observe([jobs.folders.job(attempt)])[0]
 
 
 def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
@@ -372,7 +372,7 @@ def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
     """
     with stores.ledger.snapshot() as now:
         driven, left = now.occupying(jobs.host, stores.clock.now())
-    found = jobs.executor.observe([job_of(jobs.folders, attempt) for attempt in left]) if left else []
+    found = jobs.executor.observe([jobs.folders.job(attempt) for attempt in left]) if left else []
     return driven, sum(seen.live for seen in found)
 
 
@@ -432,7 +432,7 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
         params=plan.params,
         inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
         store_url="" if jobs.access else stores.blobs.url,
-        cache_dir=str(_cache(jobs, manifest, stage, attempt)),
+        cache_dir="" if jobs.executor.remote else str(_cache(jobs, manifest, stage, attempt)),
         resume=attempt.resume,
         resumed_from=origin,
         resumed_step=step,
@@ -444,10 +444,11 @@ def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: 
         environment="" if image else environments.ordered(jobs, stage.run_id),
         trust_rewards=jobs.trust_rewards,
         epoch=attempt.number,
-        channel=jobs.folders.mailbox(attempt),
+        channel=attempt.channel or "",
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
         served=jobs.access is not None,
         image=image or "",
+        code=dict(named_code(manifest, plan)) if jobs.executor.remote else {},
         log_head=head_name(*view.head),
     )
 
@@ -461,7 +462,10 @@ def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecor
     return attempt if url == attempt.channel else stores.update_attempt(attempt, channel=url)
 
 
-def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
+def _lay_down(jobs: Jobs, folder: AttemptFolder, order: JobOrder) -> None:
+    if jobs.executor.remote:
+        folder.write_order(order)
+        return
     make_folder(folder.path)
     # a running container could write into a replaced job.json
     with unclaimed(folder.path) if order.image else nullcontext(True) as free:
@@ -496,7 +500,7 @@ def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     return Failure(FailureClass.BAD_INPUT, f"{fault}, then posttrain retry", "launch") if fault else None
 
 
-def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:
+def _fetch_elsewhere(stores: Stores, jobs: Jobs, stage: StageRecord, cache: Path) -> Failure | None:
     """Copy a job's external inputs into its cache, because jobs get no credentials of external stores.
 
     Returns:
@@ -512,6 +516,11 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
             stores.ledger.assets_by_digest(blob["digest"]), blob["digest"], blob.get("name", "")
         )
         try:
+            if versions and jobs.executor.remote:
+                raise InputError(
+                    f"{blob.get('name') or blob['digest']}: jobs of executor {jobs.executor.name} cannot read this "
+                    "external input; register a copy of it in the artifact store"
+                )
             if versions:
                 local_copy(versions, cache)
         except (InfrastructureError, InputError, IntegrityError) as error:

@@ -31,7 +31,7 @@ from posttrain.control.effects import (
     StopStage,
     TryAgain,
 )
-from posttrain.control.jobs import Jobs, called, job_of, present_code
+from posttrain.control.jobs import Jobs, called, present_code
 from posttrain.control.launch import (
     cache_key,
     launch_attempt,
@@ -46,7 +46,7 @@ from posttrain.control.launch import (
 from posttrain.control.stores import Stores
 from posttrain.control.verdicts import judge_stage, release_stage
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
-from posttrain.domain.jobs import Failure, InputBlob, JobResult, Signal
+from posttrain.domain.jobs import Failure, InputBlob, JobResult
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest, names_of
@@ -292,7 +292,7 @@ def act(stores: Stores, jobs: Jobs, view: View, effect: Effect) -> None:
         case AskToCheckpoint():
             _ask_to_checkpoint(stores, jobs, effect)
         case Kill(_, attempt):
-            jobs.executor.kill(job_of(jobs.folders, attempt))
+            jobs.executor.kill(jobs.folders.job(attempt))
         case Collect():
             attempts.collect(stores, jobs, view.manifest, effect)
         case End():
@@ -317,7 +317,7 @@ def _launch(stores: Stores, jobs: Jobs, view: View, effect: Launch) -> None:
 
 def _ask_to_stop(stores: Stores, jobs: Jobs, effect: AskToStop) -> None:
     with suppress(IntegrityError):  # the folder is damaged: the job cannot read the order, and is killed later
-        jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.STOP)
+        jobs.folders.of(effect.attempt).request_stop()
     reason = effect.attempt.reason if effect.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     stores.update_attempt(effect.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=effect.cause)
 
@@ -336,7 +336,7 @@ def _keep_watch(stores: Stores, effect: KeepWatch) -> None:
 def _ask_to_checkpoint(stores: Stores, jobs: Jobs, effect: AskToCheckpoint) -> None:
     """Request a checkpoint, then record this. A crash in between repeats the request, but not the checkpoint."""
     with suppress(IntegrityError):  # the folder is damaged: the job cannot read the order
-        jobs.executor.signal(job_of(jobs.folders, effect.attempt), Signal.CHECKPOINT)
+        jobs.folders.of(effect.attempt).request_checkpoint()
     crashpoint("stall.after_signal")
     action = f"posttrain logs {effect.stage.run_id} {effect.stage.name}"
     with stores.ledger.transaction(stores.actor) as transaction:

@@ -24,7 +24,7 @@ from typing import Any
 from posttrain.control import budgets
 from posttrain.control.attempts import answered, reported
 from posttrain.control.decide import LOOKS, STOP_GRACE_SECONDS, View, due_in, stall_after
-from posttrain.control.jobs import Jobs, job_of
+from posttrain.control.jobs import Jobs
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobState, Observation
@@ -148,7 +148,7 @@ class Wakeups:
         far = bool(self._jobs.folders.mailboxes())
         before, self._trouble, self._seen = self._trouble, "", {}
         try:
-            found = self._jobs.executor.observe([job_of(self._jobs.folders, job.attempt) for job in jobs])
+            found = self._jobs.executor.observe([self._jobs.folders.job(job.attempt) for job in jobs])
             self._seen = {job.attempt.name: seen for job, seen in zip(jobs, found, strict=True)}
         except Exception as error:  # the pass over the run reports the error
             self._trouble = type(error).__name__

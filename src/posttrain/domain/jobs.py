@@ -308,6 +308,7 @@ class JobOrder:
     phase_seconds: float = PHASE_SECONDS  # silence after which the job reports the end of a phase
     served: bool = False  # the inputs come from the server that access.json names; `store_url` is empty
     image: str = ""  # the container image, by digest; empty: no container
+    code: Mapping[str, str] = field(default_factory=dict)  # digests of the code that decides results, if not compared
     log_head: str = ""  # head of the ledger's event log at launch, which reveals a later truncation
     schema: int = ORDER_SCHEMA
 
@@ -358,9 +359,7 @@ def seconds_short(allowed: float | None, declared: float | None) -> str:
 class JobCommand:
     """The result of a trainer's compilation of an order: a module name as a string, never an import."""
 
-    name: str
     module: str  # run as `python -m MODULE ATTEMPT_DIR`
-    attempt_dir: str
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: int = 0  # accelerators that the executor allocates exclusively to the job, if it allocates any
     secrets: tuple[str, ...] = ()  # names of variables that the job needs; their values are never written
@@ -510,13 +509,6 @@ class Unknown:
 
 
 Submission = Accepted | Exists | Unknown
-
-
-class Signal(StrEnum):
-    """A request to a job, which the job itself carries out."""
-
-    STOP = "stop"  # write a checkpoint, and end
-    CHECKPOINT = "checkpoint"  # write a checkpoint, and continue
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError
 
@@ -34,20 +36,21 @@ _SHOWN = 120
 _WHERE = "REGISTRY/NAME@sha256:…"
 
 
-class JobRef(Protocol):
-    """A reference to a job: its name, and the folder of its attempt."""
+@dataclass(frozen=True, slots=True)
+class JobRef:
+    """A reference to a job, without its spec."""
+
+    name: str  # the deterministic external name, RUN-STAGE-ATTEMPT
+    mailbox: str  # URL of the attempt's mailbox: its folder (file://…/RUN/STAGE/001), or s3://…/RUN/STAGE/001
 
     @property
-    def name(self) -> str:
-        """The deterministic external name, `RUN-STAGE-ATTEMPT`."""
+    def folder(self) -> Path | None:
+        """The attempt's folder, if the mailbox is in it."""
+        return Path(unquote(urlsplit(self.mailbox).path)) if self.mailbox.startswith("file:") else None
 
-    @property
-    def attempt_dir(self) -> str:
-        """The absolute path of the attempt's folder."""
-
-    @property
-    def mailbox(self) -> str | None:
-        """The URL of the mailbox; empty: the attempt folder; None: an older version wrote it only into the order."""
+    def folder_below(self, runs: Path) -> Path:
+        """Return the attempt's folder on this machine: the mailbox, or RUN/STAGE/NUMBER below `runs`."""
+        return self.folder or runs.joinpath(*self.mailbox.rsplit("/", 3)[1:])
 
 
 def secret_fault(name: str) -> str:
@@ -58,15 +61,6 @@ def secret_fault(name: str) -> str:
     got = len(" ".join(os.environ.get(name, "").split()))
     found = f"{SHORTEST_SECRET} characters or more, {f'got {got}' if got else 'it is not set'}; export it"
     return "" if got >= SHORTEST_SECRET else f"secrets: {name}: the driver's environment must contain {found}"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job to look up, without its spec."""
-
-    name: str
-    attempt_dir: str
-    mailbox: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +85,7 @@ class PodGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobSpec(JobRef):
     """A job as submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
 
     The spec is stored with its attempt before the submission, and every process submits the stored spec. It contains no
@@ -101,9 +95,7 @@ class JobSpec:
         InputError: two groups have the same name, or a variable has the name of a secret.
     """
 
-    name: str
     module: str
-    attempt_dir: str  # not stored: the workspace may be moved
     environment: Mapping[str, str] = field(default_factory=dict)  # variables, in addition to the executor's own
     gang: tuple[PodGroup, ...] = (PodGroup(),)
     image: str = ""  # NAME@sha256:…; empty: an environment like the submitter's, whose digest is in the order
@@ -122,11 +114,6 @@ class JobSpec:
                 raise InputError(f"environment: {name} must not be in plain text; name it in secrets")
 
     @property
-    def mailbox(self) -> str | None:
-        """Always None: a spec contains no mailbox, so the mailbox in the job's order is used."""
-        return None
-
-    @property
     def pods(self) -> list[str]:
         """The names of all possible pods of the job: `main-0`, `rollout-0`, `rollout-1`."""
         return [f"{group.name}-{number}" for group in self.gang for number in range(group.max)]
@@ -137,11 +124,11 @@ class JobSpec:
         return sum(group.gpus * group.max for group in self.gang)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields except the folder."""
-        return {"schema": SPEC_SCHEMA} | {key: item for key, item in asdict(self).items() if key != "attempt_dir"}
+        """Return all fields except the mailbox: the workspace may be moved."""
+        return {"schema": SPEC_SCHEMA} | {key: item for key, item in asdict(self).items() if key != "mailbox"}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], attempt_dir: str) -> JobSpec:
+    def from_json(cls, value: Mapping[str, Any], mailbox: str) -> JobSpec:
         """Return the inverse of `to_json`.
 
         Raises:
@@ -156,7 +143,7 @@ class JobSpec:
             )
         known = {key: item for key, item in value.items() if key != "schema"}
         gang = tuple(PodGroup(**group) for group in known.pop("gang"))
-        return cls(**{**known, "attempt_dir": attempt_dir, "gang": gang, "secrets": tuple(known["secrets"])})
+        return cls(**{**known, "mailbox": mailbox, "gang": gang, "secrets": tuple(known["secrets"])})
 
 
 @dataclass(frozen=True, slots=True)

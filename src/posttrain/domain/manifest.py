@@ -236,8 +236,13 @@ def names_of(stage: StageManifest, code: Mapping[str, str]) -> list[str]:
 
 def deciding_code(manifest: Manifest, stage: StageManifest) -> str | list[str]:
     """Return the code part of a stage's cache key."""
-    found = [manifest.code[name] for name in names_of(stage, manifest.code)]
+    found = list(named_code(manifest, stage).values())
     return found[0] if len(found) == 1 else found
+
+
+def named_code(manifest: Manifest, stage: StageManifest) -> dict[str, str]:
+    """Return the digests of the code that decides a stage's outputs, by its name in the manifest."""
+    return {name: manifest.code[name] for name in names_of(stage, manifest.code)}
 
 
 def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:

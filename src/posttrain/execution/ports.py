@@ -1,7 +1,6 @@
 """The two ports of the execution plane: where a job runs (`Executor`) and what the job is (`Trainer`)."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.domain.jobs import (
@@ -11,7 +10,6 @@ from posttrain.domain.jobs import (
     JobResult,
     LogPage,
     Observation,
-    Signal,
     Submission,
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
@@ -22,8 +20,8 @@ from posttrain.store.attempts import AttemptFolder
 class Executor(Protocol):
     """Runs jobs somewhere. Every implementation:
 
-    - identifies a job by its name and its attempt folder and needs no state of the caller, so any process may submit,
-      observe, signal or kill a job, before and after crashes of that process and of the executor's helpers;
+    - identifies a job by its name and its mailbox and needs no state of the caller, so any process may submit,
+      observe or kill a job, before and after crashes of that process and of the executor's helpers;
     - reports only proven facts: a submission that may have arrived is Unknown, an absence that proves nothing is
       NOT_VISIBLE_YET, and a job is LOST only on proof that no process of it runs;
     - never restarts an ended or lost job for a caller: that is a new attempt. A restart by the executor itself (a
@@ -43,6 +41,13 @@ class Executor(Protocol):
     @property
     def name(self) -> str:
         """`local`, `ray` …, as in an attempt's record."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether its jobs share no disk with this process: they stage their files (`store.staging`).
+
+        The order and the spec of such a job are in its mailbox, and `python -m posttrain.jobs.agent MAILBOX` runs it.
+        """
 
     @property
     def attests(self) -> bool:
@@ -77,16 +82,6 @@ class Executor(Protocol):
 
         Raises:
             InfrastructureError: the back-end does not answer, which proves nothing about the jobs.
-        """
-
-    def signal(self, job: JobRef, word: Signal) -> None:
-        """Write an order to the job's mailbox and return immediately. A job that starts late still follows the order.
-
-        `job.mailbox` is the mailbox's place, since the job may have rewritten `job.json` in its folder.
-
-        Raises:
-            InfrastructureError: the store of the mailbox does not answer.
-            WorkspaceError: the order could not be written.
         """
 
     def kill(self, job: JobRef) -> None:
@@ -135,7 +130,7 @@ class Trainer(Protocol):
             params: the parameters that `check` normalised.
         """
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
+    def compile(self, order: JobOrder) -> JobCommand:
         """Return the module to run, the devices, and the variables that the module needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:

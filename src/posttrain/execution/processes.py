@@ -38,8 +38,9 @@ _ALLOWED_BEGINNINGS = (
 )
 _KEYS = ("AWS_", "AZURE_", "GOOGLE_", "PG")
 NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # variables that jobs never get, even if an admin names them
-_PR_SET_DUMPABLE = 4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PROC = Path("/proc")
+_PRCTL = ctypes.CDLL(None).prctl
 _DEAD = ("Z", "X", "x")  # zombie, dead: the program no longer runs
 
 
@@ -71,7 +72,12 @@ def of_a_server(environment: Mapping[str, str], named: Collection[str] = ()) -> 
 
 def close_to_others() -> None:
     """Keep this process's memory and environment from other processes of the same account (root excepted)."""
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _PRCTL(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; called between fork and exec."""
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def identity(pid: int) -> str | None:

@@ -58,9 +58,10 @@ def its_doing(error: BaseException | None) -> bool:
 
 def most_of(key: str) -> int:
     """Return the maximum size in bytes of an object of an attempt's mailbox."""
-    if key == "result.json":
+    if key in ("result.json", "job.json", "request.json"):
         return ANSWER
-    return SEGMENT if key.startswith(("events/", "samples/")) else SMALL
+    large = ("events/", "samples/", "parts/", "checkpoints/", "log/", "outputs.json")
+    return SEGMENT if key.startswith(large) else SMALL
 
 
 def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:

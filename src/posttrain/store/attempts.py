@@ -8,7 +8,6 @@ The folder contains everything that a job receives, reports and produces. Both s
         job.json            JobOrder, written before the launch
         request.json        JobSpec, written once and submitted as written, by any process
         start.json events/ samples/ summary.json controls/ result.json     the attempt's mailbox: see `store.mailbox`
-        control.json        the stop request for jobs of older versions: {"stop": bool, "checkpoint": number}
         checkpoints/step-00000120/   COMMIT is written last: every reader ignores a folder without it
         outputs/            the job's outputs
         meter               tokens spent and tokens that the current step may spend, rewritten in place
@@ -37,6 +36,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.jobs import (
@@ -46,6 +46,7 @@ from posttrain.domain.jobs import (
     JobOrder,
     JobResult,
     Note,
+    Output,
     Progress,
     Sample,
     Span,
@@ -53,10 +54,11 @@ from posttrain.domain.jobs import (
     fact_from_json,
     fact_to_json,
 )
+from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import (
     ANSWER,
     LINE,
-    SMALL,
+    its_doing,
     look_over,
     make_folder,
     read_json,
@@ -64,15 +66,23 @@ from posttrain.store.atomic import (
     taken,
     write_json,
 )
-from posttrain.store.mailbox import EVENTS, SAMPLES, ControlKind, Mailbox, Summary, refuse
+from posttrain.store.mailbox import EVENTS, METER, SAMPLES, ControlKind, Mailbox, Summary, refuse
 from posttrain.store.mailboxes.folder import FolderObjects
-from posttrain.store.trees import file_digest
+from posttrain.store.trees import file_digest, put_tree
 
-METER = "meter"
 _METER_BYTES = 64  # two numbers
 _DIGITS = 16  # digits of a step's number
 LOCK, CLAIM = "supervisor.lock", "supervisor.json"
 _SECONDS = 60.0  # wait for a supervisor that has the lock; the supervisor claims the folder immediately, or ends
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint in the artifact store."""
+
+    digest: str  # of its tree
+    step: int
+    tokens: int  # spent up to the checkpoint, by its list of files; `state.json` in it decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +99,12 @@ class AttemptFolder:
 
     Args:
         channel: URL of the mailbox, from the ledger; empty: the folder itself; None: the URL in the order, which the
-            job may have rewritten. Only jobs, and readers of an attempt of an earlier version, pass None.
-        otherwise: the URL to use if there is no order.
+            job may have rewritten, so only jobs pass None.
         job: whether the caller is the attempt's job; a job that a server launched has no key to the store.
     """
 
-    def __init__(self, path: Path, channel: str | None = None, *, otherwise: str = "", job: bool = False) -> None:
-        self.path, self._channel, self._otherwise, self._job = Path(path), channel, otherwise, job
+    def __init__(self, path: Path, channel: str | None = None, *, job: bool = False) -> None:
+        self.path, self._channel, self._job = Path(path), channel, job
         self.events = self.path / "events"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
@@ -113,16 +122,12 @@ class AttemptFolder:
         if url is None:
             with suppress(IntegrityError):  # `read_order` reports the error
                 order = read_json(self.path / "job.json")
-            url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._otherwise
+            url = str(order.get("channel", "")) if isinstance(order, Mapping) else ""
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
             from posttrain.store.mailboxes.served import ServedObjects  # imported only if needed, because it loads HTTP
 
             return Mailbox(ServedObjects(self.path))
-        if not url:
-            return Mailbox(FolderObjects(self.path))
-        from posttrain.store.mailboxes.objects import object_store  # loaded only if needed
-
-        return Mailbox(object_store(url))
+        return mailbox_at(url or self.path.absolute().as_uri())
 
     def write_order(self, order: JobOrder) -> None:
         """Create the folder and write its `job.json`.
@@ -147,6 +152,9 @@ class AttemptFolder:
         raw = read_json(self.path / "job.json")
         if raw is None:
             raise NotFoundError(f"there is no job.json in {self.path}; name an attempt folder")
+        return self._order_of(raw)
+
+    def _order_of(self, raw: Any) -> JobOrder:
         try:
             return JobOrder.from_json(raw)
         except (KeyError, TypeError, AttributeError) as error:
@@ -154,14 +162,8 @@ class AttemptFolder:
 
     def request_stop(self) -> None:
         """Request that the job write a checkpoint and end; a repeated request has no effect."""
-        if self.stop_requested():
-            return
-        self.mailbox.order(ControlKind.STOP)
-        if self.mailbox.started() is None:  # a job of an older version reads only this file
-            path, said = self.path / "control.json", None
-            with suppress(FileNotFoundError):
-                said = _json_of(path, SMALL)
-            write_json(path, {"checkpoint": 0, **(said if isinstance(said, dict) else {}), "stop": True})
+        if self._reachable() and not self.stop_requested():
+            self.mailbox.order(ControlKind.STOP)
 
     def stop_requested(self) -> bool:
         """Return whether a stop of the job was requested."""
@@ -169,7 +171,12 @@ class AttemptFolder:
 
     def request_checkpoint(self) -> None:
         """Request one more checkpoint from the job."""
-        self.mailbox.order(ControlKind.CHECKPOINT)
+        if self._reachable():
+            self.mailbox.order(ControlKind.CHECKPOINT)
+
+    def _reachable(self) -> bool:
+        """Return whether the mailbox may have a reader: an order must not create the folder of a removed workspace."""
+        return bool(self._channel) or self.path.is_dir()
 
     def checkpoints_requested(self) -> int:
         """Return the number of checkpoints requested so far; a job that has written fewer writes a checkpoint."""
@@ -265,10 +272,9 @@ class AttemptFolder:
             IntegrityError: the meter is not a plain file.
         """
         try:
-            spent, reserved = (count(int(one)) for one in read_untrusted(self.path / METER, _METER_BYTES).split())
-        except (FileNotFoundError, ValueError, TypeError):  # not yet written, or truncated by a power cut
+            return spending(read_untrusted(self.path / METER, _METER_BYTES))
+        except FileNotFoundError:
             return None
-        return spent + reserved
 
     def spent(self) -> int:
         """Return the maximum tokens that the lineage can have spent, from the running job's records.
@@ -298,6 +304,27 @@ class AttemptFolder:
         except (FileNotFoundError, IntegrityError, TypeError, AttributeError):  # a damaged checkpoint does not count
             return None
 
+    def store_checkpoint(self, blobs: BlobStore, step: int) -> StoredCheckpoint | None:
+        """Put the checkpoint of a step into the store; None if it is not valid.
+
+        Raises:
+            InputError, IntegrityError: the job dropped or replaced it meanwhile.
+        """
+        found = self.checkpoint(step)
+        return None if found is None else StoredCheckpoint(put_tree(blobs, found.path), found.step, found.tokens)
+
+    def store_output(self, blobs: BlobStore, name: str, output: Output) -> str:
+        """Put an output of the job into the store; return its digest.
+
+        Raises:
+            IntegrityError: the output is missing or outside the attempt's `outputs/`.
+        """
+        path = self.path / output.path
+        if not _is_below(path, self.outputs.resolve()):
+            raise IntegrityError(f"output {name} must be a file or folder below outputs/, got {output.path!r}")
+        look_over(path)
+        return put_tree(blobs, path) if output.form == "tree" else blobs.put_file(path)
+
     def _said(self, stream: str, after: int, unreadable: Callable[[IntegrityError], None]) -> tuple[list[Fact], int]:
         """Return the facts of a stream's segments after number `after`, and the number of the last segment."""
         found: list[Fact] = []
@@ -321,6 +348,37 @@ class AttemptFolder:
             except IntegrityError as error:
                 unreadable(error)
             yield facts, number
+
+
+def _is_below(path: Path, allowed: Path) -> bool:
+    try:
+        return allowed in path.resolve().parents and path.exists()
+    except (OSError, RuntimeError) as error:  # such as an overlong name, or a link to itself
+        if isinstance(error, OSError) and not its_doing(error):
+            raise
+        return False
+
+
+def spending(line: bytes) -> int | None:
+    """Return the tokens in a record of a meter, spent and reserved; None if it is not a whole record."""
+    try:
+        spent, reserved = (count(int(one)) for one in line.split())
+    except (ValueError, TypeError):  # not yet written, or truncated by a power cut
+        return None
+    return spent + reserved
+
+
+def mailbox_at(url: str) -> Mailbox:
+    """Return the mailbox at a URL: a folder (file://…) or a prefix of an object store.
+
+    Raises:
+        InputError: a mailbox at this URL cannot be opened.
+    """
+    if url.startswith("file:"):
+        return Mailbox(FolderObjects(Path(unquote(urlsplit(url).path))))
+    from posttrain.store.mailboxes.objects import object_store  # loaded only if needed
+
+    return Mailbox(object_store(url))
 
 
 def _unreadable(path: Path, error: Exception) -> IntegrityError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +197,25 @@ class ObjectBlobs:
             raise NotFoundError(f"there is no file {path}; check the path") from error
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+        return digest
+
+    def adopt(self, digest: str, keys: Sequence[str], size: int) -> str:
+        """Store a blob whose bytes are in this store under other keys, in this order; return its digest.
+
+        Raises:
+            NotFoundError: an object does not exist.
+            IntegrityError: the bytes have another digest.
+        """
+        if not keys:
+            return self.put(b"")
+        with self.holding():
+            if not self._intact(digest):
+                with self._translated(digest):
+                    found = digest_chunks(piece for key in keys for piece in self._backend.pieces(self._store, key))
+                    if found != digest:
+                        raise IntegrityError(f"staged file must have the digest {digest}, got {found}; upload it again")
+                    self._backend.compose(self._store, keys, blob_key(digest), size)
+            self._settle(digest)
         return digest
 
     def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:

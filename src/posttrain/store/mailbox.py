@@ -2,13 +2,17 @@
 
 ::
 
+    job.json request.json   the order and the spec, for a job that cannot read the driver's disk
     start.json              the job's first write, or a tombstone: created once, so exactly one process begins
+    starts/000002.json      the start of the second incarnation, or a tombstone, and so on
     events/000001.jsonl     facts of the job: write-once segments, numbered without gaps; samples/ likewise
     events/packs/000001     64 segments in one object, written before they are removed: each is read exactly once
     summary.json            the job's progress: replaced with every segment, so readers need not read segments
     controls/000001.json    orders to the job: numbered, typed, write-once
     controls/acks/000001.json   the job's acknowledgement of an order
     result.json             the job's result: written last, and once
+    meter checkpoints/00000120.json outputs.json parts/000001.jsonl log/000000000000000    from a job elsewhere:
+                            its spending, its staged files (see `store.staging`), and its output by byte offset
 
     The port `MailboxObjects` hides the place of the objects; `store.mailboxes` has its back-ends. Where possible, this
     module reads numbered objects one after the other instead of listing them. It replaces no object except
@@ -36,8 +40,9 @@ from posttrain.domain.jobs import count, real, shaped
 from posttrain.store.atomic import SEGMENT, SMALL
 
 PACK = 64  # segments
-EVENTS, SAMPLES = "events", "samples"
-_START, _SUMMARY, _RESULT = "start.json", "summary.json", "result.json"
+EVENTS, SAMPLES, PARTS = "events", "samples", "parts"
+ORDER, REQUEST, OUTPUTS, METER = "job.json", "request.json", "outputs.json", "meter"
+_START, _SUMMARY, _RESULT, _LOG = "start.json", "summary.json", "result.json", "log"
 _WAITS = (0.1, 0.5, 2.0)  # seconds before an unanswered request is tried again
 T = TypeVar("T")
 
@@ -115,6 +120,7 @@ class Start:
     token: str  # random; identifies the successful create if its answer was lost
     at: float
     cancelled: str = ""
+    incarnation: int = 0  # restarts by the executor itself before this start
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +146,52 @@ class Mailbox:
     def __init__(self, objects: MailboxObjects, pause: Callable[[float], None] = time.sleep) -> None:
         self._objects, self._pause = objects, pause
 
-    def start(self, epoch: int, process: str) -> Start | None:
-        """Begin the attempt, as a job's first action. Return None; or the earlier start, if there is one.
+    @property
+    def place(self) -> str:
+        """The name of the mailbox in errors."""
+        return self._objects.place
 
-        A job that receives an earlier start must end.
+    def start(self, epoch: int, process: str, incarnation: int = 0) -> Start | None:
+        """Begin the attempt, as a job's first action. Return None; or the start that prevents it.
+
+        A job that receives such a start must end. It is a tombstone, or that of the same or a later incarnation: the
+        executor restarts a job only after the earlier incarnation has ended.
         """
-        mine = _start(epoch, process)
-        held = self._held(mine)
-        return None if held.token == mine.token else held
+        mine = _start(epoch, process, incarnation=incarnation)
+        for number in itertools.count(1):
+            held = self._held(number, mine)
+            if held.token == mine.token:
+                return None
+            if held.cancelled or held.incarnation >= incarnation:
+                return held
+        raise AssertionError("unreachable")
 
-    def bury(self, epoch: int, why: str) -> Start | None:
+    def bury(self, epoch: int, why: str, *, begun: bool = False) -> Start | None:
         """Write a tombstone, so that a late job computes nothing; return the earlier start, if there is one.
 
+        Args:
+            begun: whether to write the tombstone even if a job has begun, so that no later incarnation begins.
+
         Returns:
-            None: no job of this attempt has begun, and none will. Otherwise the start of the job that began earlier.
+            None: no job of this attempt has begun, and none will. Otherwise the start of the job that began last.
         """
-        held = self.started() or self._held(_start(epoch, cancelled=why))
+        held, number = self._newest()
+        while held is None or (begun and not held.cancelled):
+            mine = _start(epoch, cancelled=why)
+            number += 1
+            other = self._held(number, mine)
+            if other.token == mine.token:
+                return held
+            held = other
         return None if held.cancelled else held
 
     def started(self) -> Start | None:
-        """Return the start of the process that began the attempt; None if no process has begun the attempt.
+        """Return the start of the process that began the attempt last; None if no process has begun the attempt.
 
         Raises:
             IntegrityError: the object cannot be read.
         """
-        data = self._objects.get(_START)
-        return None if data is None else self._read(_START, data, Start)
+        return self._newest()[0]
 
     def order(self, kind: ControlKind) -> int:
         """Send the job an order; return its number. Concurrent callers get different numbers."""
@@ -321,8 +347,61 @@ class Mailbox:
         data = self._objects.get(_RESULT)
         return None if data is None else self._table(_RESULT, data)
 
-    def _held(self, wanted: Start) -> Start:
-        return self._read(_START, self._create(_START, _json(asdict(wanted))), Start)
+    def document(self, key: str) -> dict[str, Any] | None:
+        """Return the JSON object at a key; None if it does not exist.
+
+        Raises:
+            IntegrityError: the object cannot be read.
+        """
+        data = self._objects.get(key)
+        return None if data is None else self._table(key, data)
+
+    def replace(self, key: str, value: Mapping[str, Any]) -> None:
+        """Write the JSON object at a key, whether or not one exists."""
+        self._objects.overwrite(key, _json(value))
+
+    def once(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the JSON object at a key if there is none; return the object that exists afterwards."""
+        return self._table(key, self._create(key, _json(value)))
+
+    def checkpoints(self) -> list[int]:
+        """Return the steps of the staged checkpoints, oldest first."""
+        return self._objects.numbers("checkpoints")
+
+    def meter(self, line: bytes) -> None:
+        """Record the job's spending; a write without an answer is not retried, because the next call replaces it."""
+        with suppress(InfrastructureError):
+            self._objects.overwrite(METER, line)
+
+    def metered(self) -> bytes:
+        """Return the record of the job's spending; empty if there is none."""
+        return self._objects.get(METER) or b""
+
+    def log(self, offset: int, text: bytes) -> None:
+        """Write output of the job, which begins at this byte of its log; a repeated call has no effect."""
+        self._create(f"{_LOG}/{offset:015d}", text)
+
+    def log_end(self) -> int:
+        """Return the number of bytes of output so far."""
+        last = self._objects.numbers(_LOG)[-1:]
+        return last[0] + len(self._objects.get(f"{_LOG}/{last[0]:015d}") or b"") if last else 0
+
+    def logged(self, cursor: int) -> bytes:
+        """Return the next piece of the job's output from byte `cursor` on; empty if there is none yet."""
+        begun = [offset for offset in self._objects.numbers(_LOG) if offset <= cursor]
+        data = self._objects.get(f"{_LOG}/{begun[-1]:015d}") if begun else None
+        return data[cursor - begun[-1] :] if data is not None else b""
+
+    def _newest(self) -> tuple[Start | None, int]:
+        """Return the last start and its number."""
+        found, number = None, 0
+        while (data := self._objects.get(_start_key(number + 1))) is not None:
+            number += 1
+            found = self._read(_start_key(number), data, Start)
+        return found, number
+
+    def _held(self, number: int, wanted: Start) -> Start:
+        return self._read(_start_key(number), self._create(_start_key(number), _json(asdict(wanted))), Start)
 
     def _create(self, key: str, data: bytes) -> bytes:
         """Write an object if none exists; return the bytes that exist afterwards. Retry if there is no answer.
@@ -378,8 +457,13 @@ class Mailbox:
         return IntegrityError(f"{where} cannot be read: {error}; it is damaged or from another version")
 
 
-def _start(epoch: int, process: str = "", cancelled: str = "") -> Start:
-    return Start(epoch, socket.gethostname(), os.getpid(), process, secrets.token_hex(8), time.time(), cancelled)
+def _start(epoch: int, process: str = "", cancelled: str = "", incarnation: int = 0) -> Start:
+    host, pid, token = socket.gethostname(), os.getpid(), secrets.token_hex(8)
+    return Start(epoch, host, pid, process, token, time.time(), cancelled, incarnation)
+
+
+def _start_key(number: int) -> str:
+    return _START if number == 1 else f"starts/{number:06d}.json"
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

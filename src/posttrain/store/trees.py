@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,17 @@ def _of_files(files: Mapping[str, Path], store: Callable[[Path], str]) -> bytes:
             raise InputError(f"a tree's file names must be UTF-8 without backslashes, got {name!r}; rename it")
         listing[name] = {"digest": store(path), "size": path.stat().st_size}
     return canonical_json({"format": FORMAT, "files": listing})
+
+
+def put_listing(blobs: BlobStore, files: Mapping[str, TreeFile]) -> str:
+    """Store the listing of a tree whose files are stored; return the tree's digest.
+
+    Raises:
+        IntegrityError: a name would leave the folder.
+    """
+    data = canonical_json({"format": FORMAT, "files": {name: asdict(file) for name, file in sorted(files.items())}})
+    _check_paths(digest_bytes(data), files)
+    return blobs.put(data)
 
 
 def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:

@@ -282,7 +282,7 @@ def _unseen(
 ) -> Iterator[tuple[str, Fact]]:
     """Yield (folder, fact) for new segments. After each segment, update `seen`: folder → number of the last segment."""
     for attempt in attempts:
-        folder = AttemptFolder(root / attempt.folder, attempt.channel)
+        folder = AttemptFolder(root / attempt.folder, attempt.channel or "")
         for facts, number in folder.segments(seen.get(attempt.folder, 0), unreadable):
             for fact in facts:
                 yield attempt.folder, fact

@@ -19,7 +19,6 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from posttrain.control.jobs import job_of
 from posttrain.decision.releases import moves as moving
 from posttrain.domain.approvals import APPROVED, Action, ApprovalStatus, one_of
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PosttrainError, nearest
@@ -253,7 +252,7 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
     found: list[LogFile] = []
     known: dict[str, Host] = {}
     for _, attempt, folder in stage_attempts(workspace, run_id, stage):
-        job, why = job_of(workspace.jobs.folders, attempt), ""
+        job, why = workspace.jobs.folders.job(attempt), ""
         if workspace.hosts is not None and workspace.jobs.elsewhere(attempt):
             known = known or {one.id: one for one in workspace.hosts.all()}
             why = not_here(attempt, known.get(str(attempt.host)))

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 from posttrain.domain.errors import InfrastructureError, InputError
@@ -17,13 +16,11 @@ from posttrain.domain.jobs import (
     LogPage,
     Observation,
     PodSeen,
-    Signal,
     Submission,
     Unknown,
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.execution.environment import read_log
-from posttrain.store.attempts import AttemptFolder
 
 _TERMINATED, _NODE = -15, "somewhere"
 
@@ -68,6 +65,7 @@ class FakeExecutor:
     """
 
     name: ClassVar[str] = "fake"
+    remote: ClassVar[bool] = False
     attests: ClassVar[bool] = False
 
     def __init__(
@@ -121,12 +119,6 @@ class FakeExecutor:
         self._arrive()
         return [self._look(job.name) for job in jobs]
 
-    def signal(self, job: JobRef, word: Signal) -> None:
-        """See `Executor.signal`."""
-        if Path(job.attempt_dir).is_dir():
-            folder = AttemptFolder(Path(job.attempt_dir), job.mailbox)
-            folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
-
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`; the call does not wait."""
         self._arrive()
@@ -145,7 +137,7 @@ class FakeExecutor:
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """See `Executor.logs`."""
-        return read_log(AttemptFolder(Path(job.attempt_dir)).log, cursor)
+        return read_log(job.folder / "log.txt", cursor) if job.folder else LogPage("", cursor)
 
     def capacity(self) -> Capacity:
         """See `Executor.capacity`; the test sets the capacity, which is no devices by default."""

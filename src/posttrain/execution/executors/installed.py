@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, nearest
-from posttrain.domain.jobs import Accepted, Capacity, Exists, LogPage, Observation, Signal, Submission, Unknown
+from posttrain.domain.jobs import Accepted, Capacity, Exists, LogPage, Observation, Submission, Unknown
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 from posttrain.domain.plugins import EXECUTORS, Plugin, find_plugin, plugin_names
 from posttrain.execution.ports import Executor
 
-_VERBS = ("submit", "observe", "signal", "kill", "list", "logs", "capacity")
+_VERBS = ("submit", "observe", "kill", "list", "logs", "capacity")
 _FLAGS = ("attests", "idempotent")
 
 
@@ -39,6 +39,12 @@ class InstalledExecutor:
             InputError: no package has this executor, or the entry point does not return an executor.
         """
         return self._load()[1]
+
+    @property
+    def remote(self) -> bool:
+        """See `Executor.remote`; False by default."""
+        with self._asked("remote") as made:
+            return bool(getattr(made, "remote", False))
 
     @property
     def attests(self) -> bool:
@@ -78,11 +84,6 @@ class InstalledExecutor:
             if len(seen) != len(jobs) or not all(isinstance(one, Observation) for one in seen):
                 raise TypeError(f"must return {len(jobs)} observations, got {seen!r:.80}")
             return seen
-
-    def signal(self, job: JobRef, word: Signal) -> None:
-        """See `Executor.signal`."""
-        with self._asked("signal") as made:
-            made.signal(job, word)
 
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`."""

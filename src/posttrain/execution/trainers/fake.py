@@ -1,7 +1,6 @@
 """A trainer without an engine: any stage kind, any parameters. For tests of code that uses trainers."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.domain.canonical import digest_json
@@ -51,9 +50,9 @@ class FakeTrainer:
         """See `Trainer.devices`; the number is the stage's parameter `devices`."""
         return int(params.get("devices", 0))
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
+    def compile(self, order: JobOrder) -> JobCommand:
         """See `Trainer.compile`."""
-        return JobCommand(order.name, self._module, str(attempt_dir), devices=self.devices(order.kind, order.params))
+        return JobCommand(self._module, devices=self.devices(order.kind, order.params))
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """See `Trainer.collect`."""

@@ -4,7 +4,6 @@ A trainer is loaded when a run names it, and is checked against the port.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from posttrain.domain.canonical import digest_json
@@ -60,10 +59,10 @@ class InstalledTrainer:
         with self.plugin.calling("devices"):
             return self._trainer.devices(kind, params)
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
+    def compile(self, order: JobOrder) -> JobCommand:
         """See `Trainer.compile`."""
         with self.plugin.calling("compile"):
-            return self._trainer.compile(order, attempt_dir)
+            return self._trainer.compile(order)
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """See `Trainer.collect`."""

@@ -86,7 +86,7 @@ class NativeTrainer:
             length=config.length(),
         )
 
-    def compile(self, order: JobOrder, attempt_dir: Path) -> JobCommand:
+    def compile(self, order: JobOrder) -> JobCommand:
         """Return the process to launch. OpenMP is configured before torch is imported (spin-waiting is 9x slower)."""
         kind = kind_of(order.kind)
         if not kind.module:
@@ -94,9 +94,7 @@ class NativeTrainer:
         threads = str(order.params.get("runtime", {}).get("threads", 1))
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
-        return JobCommand(
-            order.name, kind.module, str(attempt_dir), environment, self.devices(order.kind, order.params)
-        )
+        return JobCommand(kind.module, environment, self.devices(order.kind, order.params))
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
         """Return 1 for a single process, else the number of GPUs of the stage's pools.

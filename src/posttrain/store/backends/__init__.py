@@ -1,7 +1,7 @@
 """The port of the blob back-ends. Each back-end has a separate file and does not import the others."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _CHUNK = 4 << 20  # bytes
@@ -26,6 +26,14 @@ class Backend(ABC):
             modified: time of the object's last write (seconds since the epoch).
         """
         return False
+
+    def checked(self) -> Any:
+        """Return the store, opened so that each write states the SHA-256 of its bytes, where the store verifies it."""
+        return self.open()
+
+    def compose(self, store: Any, sources: Sequence[str], target: str, size: int) -> None:
+        """Make one object of `size` bytes of others, in this order."""
+        self.write(store, target, (piece for source in sources for piece in self.pieces(store, source)), size)
 
     def pieces(self, store: Any, key: str) -> Iterator[bytes]:
         """Yield the bytes of an object, a few megabytes at a time."""

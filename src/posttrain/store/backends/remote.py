@@ -8,9 +8,10 @@ within a minute. Large objects therefore take several requests: they are read in
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
@@ -19,6 +20,7 @@ from obstore.store import from_url
 from posttrain.domain.errors import InputError
 from posttrain.store.backends import Backend
 from posttrain.store.external import refuse_no_endpoint
+from posttrain.store.signed import Keys, address, compose
 
 YOUNG = 3600.0  # seconds; objects younger than this are deleted only on request
 PART = 8 << 20  # bytes of one request
@@ -36,18 +38,20 @@ class Remote(Backend):
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def open(self, seconds: float = ANSWER_SECONDS) -> Any:
+    def open(self, seconds: float = ANSWER_SECONDS, checksum: str = "") -> Any:
         """Return the store.
 
         Args:
             seconds: maximum duration of a request.
+            checksum: the algorithm of the checksum that each write states.
 
         Raises:
             InputError: obstore does not support the URL, or the environment has an invalid endpoint.
         """
         refuse_no_endpoint(self.url)
         try:
-            return from_url(self.url, client_options=_client(seconds), retry_config=_RETRIES)
+            config = {"checksum_algorithm": checksum} if checksum else None
+            return from_url(self.url, config=config, client_options=_client(seconds), retry_config=_RETRIES)
         except Exception as error:  # obstore raises its own and built-in errors here
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(
@@ -80,6 +84,22 @@ class Remote(Backend):
     def copy(self, source: str, target: str, size: int) -> None:
         """Copy an object of `size` bytes within the store, in one request, which is answered after the copy."""
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
+
+    def compose(self, store: Any, sources: Sequence[str], target: str, size: int) -> None:
+        """See `Backend.compose`: copies within the store. The bytes pass this process if the store is not S3."""
+        seconds, keys = ANSWER_SECONDS + size / _COPIED, Keys.of_environment()
+        if len(sources) == 1:
+            obstore.copy(self.open(seconds), sources[0], target)
+        elif keys is not None and self.url.startswith("s3://"):
+            place = urlsplit(self.url)
+            prefix = f"/{place.netloc}/{place.path.strip('/')}".rstrip("/")
+            compose(keys, [f"{prefix}/{source}" for source in sources], address(store, target), seconds)
+        else:
+            super().compose(store, sources, target, size)
+
+    def checked(self) -> Any:
+        """See `Backend.checked`."""
+        return self.open(checksum="SHA256") if self.url.startswith("s3://") else self.open()
 
 
 def _client(seconds: float) -> Any:

@@ -36,6 +36,8 @@ class FolderObjects:
         path = self._folder / key
         fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
+            if not path.parent.is_dir():
+                make_folder(path.parent)
             with open(fresh, "wb", opener=private) as file:
                 file.write(data)
             fresh.replace(path)

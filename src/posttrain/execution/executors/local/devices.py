@@ -126,7 +126,7 @@ def show(spec: dict[str, Any], taken: Taken) -> str:
 
 def signature(spec: Mapping[str, Any]) -> dict[str, str]:
     """Return a job's name, user and folder, to show to users who wait for its devices."""
-    return {"attempt": spec["name"][:_LONGEST_WORD], "user": _user(), "folder": spec["attempt_dir"][:_LONGEST_WORD]}
+    return {"attempt": spec["name"][:_LONGEST_WORD], "user": _user(), "folder": spec["folder"][:_LONGEST_WORD]}
 
 
 def _user() -> str:

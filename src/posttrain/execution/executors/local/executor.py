@@ -29,7 +29,6 @@ from posttrain.domain.jobs import (
     JobState,
     LogPage,
     Observation,
-    Signal,
     Submission,
 )
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
@@ -40,7 +39,7 @@ from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
-from posttrain.store.attempts import AttemptFolder, unclaimed
+from posttrain.store.attempts import unclaimed
 
 _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # allows for a cold start of Python on a busy machine
@@ -55,6 +54,7 @@ _ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # exit codes of a supervisor's start
 class LocalExecutor:
     """The `Executor` of a single machine (Linux)."""
 
+    remote: ClassVar[bool] = False
     attests: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
@@ -89,7 +89,7 @@ class LocalExecutor:
                 "the local executor needs Linux's /proc, which this machine does not have; run on Linux"
             )
         refuse_elsewhere(spec, self._own(spec), images=self.images)
-        folder = _folder(spec)
+        folder = self._folder(spec)
         make_folder(folder)
         deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
         while True:
@@ -121,22 +121,15 @@ class LocalExecutor:
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
-        return [_observe(_folder(job)) for job in jobs]
+        return [_observe(self._folder(job)) for job in jobs]
 
     def trouble(self) -> str:
         """Return why jobs cannot run in images; empty: jobs can, or the executor is not configured for images."""
         return containers.trouble() if self.images else ""
 
-    def signal(self, job: JobRef, word: Signal) -> None:
-        """See `Executor.signal`."""
-        folder = _folder(job)
-        if folder.is_dir():
-            attempt = AttemptFolder(folder, job.mailbox)
-            attempt.request_stop() if word is Signal.STOP else attempt.request_checkpoint()
-
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`; returns when the job has ended."""
-        folder = _folder(job)
+        folder = self._folder(job)
         spec = read_json(folder / "spec.json") or {}
         most = _REMOVE_SECONDS if containers.SPEC in spec else _KILL_SECONDS
         for act, seconds in (
@@ -167,7 +160,10 @@ class LocalExecutor:
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """See `Executor.logs`."""
-        return read_log(_folder(job) / "log.txt", cursor)
+        return read_log(self._folder(job) / "log.txt", cursor)
+
+    def _folder(self, job: JobRef) -> Path:
+        return job.folder_below(self._runs or Path()).absolute()
 
     def _own(self, spec: JobSpec) -> dict[str, str]:
         """Return the variables that a job gets from this process: those for all jobs, and the secrets in the spec."""
@@ -181,7 +177,7 @@ class LocalExecutor:
         with unclaimed(folder) as free:
             if not free:  # replacing files that a running container covers would expose them
                 return ALREADY_CLAIMED
-            write_json(folder / "spec.json", {**asdict(spec), **reserved, **boxed})
+            write_json(folder / "spec.json", {**asdict(spec), "folder": str(folder), **reserved, **boxed})
         code, own = None, self._own(spec)
         if boxed:
             own = containers.variables(os.environ) | own
@@ -273,10 +269,6 @@ def _seconds(folder: Path, ended: Any) -> float | None:
         return float(ended["seconds"])
     beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
     return max(0.0, beaten) + processes.HEARTBEAT_SECONDS  # the supervisor may have died just before its next heartbeat
-
-
-def _folder(job: JobRef) -> Path:
-    return Path(job.attempt_dir).absolute()
 
 
 def _start_supervisor(folder: Path, spec: JobSpec, own: dict[str, str]) -> int:

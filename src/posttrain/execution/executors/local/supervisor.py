@@ -149,13 +149,13 @@ def _supervise(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
     most = spec.get("max_seconds")
-    limit = _Limit(math.inf if most is None else most, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
+    limit = Limit(math.inf if most is None else most, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
 
     def beat() -> None:
         _beat(folder, started, begun, taken)
         kills.look()
 
-    code = _wait(job, folder / "result.json", beat, limit)
+    code = wait(job, folder / "result.json", beat, limit)
     box = spec.get(_BOX)
     if box:
         from posttrain.execution.executors.local import containers  # late, because other jobs do not need it
@@ -285,11 +285,15 @@ def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, in
 def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
     """Replace this process with the job, in a new Python interpreter."""
     settle(folder)
+    os.execve(sys.executable, command(spec["module"], folder), job_environment(spec["environment"]))
+
+
+def command(module: str, folder: Path) -> list[str]:
+    """Return the command that runs a job in a new Python interpreter."""
     # -P, -s: no imports from the attempt folder or the home; -S: no file of site-packages runs before environments are
     # compared. Compiled files have a separate folder: Python would trust a forged compiled file next to its source
-    command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
-    command += [str(Path(__file__).with_name("bootstrap.py")), spec["module"], str(folder)]
-    os.execve(sys.executable, command, job_environment(spec["environment"]))
+    words = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
+    return [*words, str(Path(__file__).with_name("bootstrap.py")), module, str(folder)]
 
 
 def contain(folder: Path, spec: dict[str, Any]) -> NoReturn:
@@ -329,7 +333,7 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-class _Limit:
+class Limit:
     """A job's maximum runtime; afterwards the job is terminated, and killed after its grace."""
 
     def __init__(self, seconds: float, grace: float, begun: float, log: Path) -> None:
@@ -348,7 +352,7 @@ class _Limit:
             os.killpg(job, signal.SIGKILL)
 
 
-def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> int:
+def wait(job: int, result: Path, beat: Callable[[], None], limit: Limit) -> int:
     """Wait for the job, kill its process group, and return the exit code, negative for a signal.
 
     A job that has written its result must end within `LEAVING_SECONDS`, since its run starts no other job before the

@@ -1,0 +1,265 @@
+"""The staging area: files of jobs that share no disk with their driver, from the upload to the adoption.
+
+::
+
+    staging/NAME/EPOCH/HEX     one part of a file, at most `PART` bytes, named by its SHA-256
+
+A job writes only below the prefix of its attempt and epoch (the number of times that the executor restarted it), next
+to the blobs of the artifact store. Every PUT states the SHA-256 of its bytes, and S3 rejects other bytes. The attempt's
+mailbox lists the parts of each file (`checkpoints/00000120.json`, `outputs.json`) after all of them are stored. Its
+stream `parts` lists every stored part, so that a later epoch does not send equal bytes again. A part is not
+skipped because an object exists.
+
+The collector adopts a file: it hashes the parts, copies them within the store to the key of the file's digest, and
+records the digest in a row, all under the store's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import obstore
+
+from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.jobs import JobOrder, LogPage, Output, count
+from posttrain.domain.ports import BlobStore
+from posttrain.store.atomic import files_below, look_over, open_plain
+from posttrain.store.attempts import AttemptFolder, StoredCheckpoint, spending
+from posttrain.store.blobs import ObjectBlobs, answering, backend_of
+from posttrain.store.mailbox import ORDER, OUTPUTS, PARTS, Mailbox, refuse
+from posttrain.store.trees import TreeFile, put_listing
+
+PART = 32 << 20  # bytes of a part; S3 accepts 10,000 parts of an object, so a file may have 320 GB
+FOLDER = "staging"
+_AT_ONCE = 4  # concurrent uploads of one job
+_PAGE = 1 << 20  # bytes of a page of a log
+_PARTS_NOTED = 16  # parts after which the list of stored parts is written
+_PART = re.compile(r"[0-9]{1,6}/[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """A file in the staging area."""
+
+    digest: str
+    size: int  # bytes
+    parts: tuple[str, ...]  # EPOCH/HEX, in the order of the bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"digest": self.digest, "size": self.size, "parts": list(self.parts)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> StagedFile:
+        """Return the inverse of `to_json`.
+
+        Raises:
+            IntegrityError: the value has another shape, or names an object outside the attempt's area.
+        """
+        try:
+            file = cls(str(value["digest"]), count(value["size"]), tuple(map(str, value["parts"])))
+        except (KeyError, TypeError) as error:
+            raise IntegrityError(f"a staged file must have digest, size and parts: {error!r}; it is damaged") from error
+        if not is_digest(file.digest) or not all(map(_PART.fullmatch, file.parts)):
+            raise IntegrityError("a staged file must name its digest and parts as EPOCH/HEX; it is damaged")
+        return file
+
+
+class PartObjects(Protocol):
+    """The objects below the prefix of one attempt."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object, whose last path component is the SHA-256 of its bytes.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
+
+
+class StoredParts:
+    """`PartObjects` in an artifact store that this process may write.
+
+    Raises:
+        InputError: the URL is not supported.
+    """
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url, self._prefix = url, f"{FOLDER}/{name}"
+        self._backend = backend_of(url)
+        self._store = self._backend.checked()
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `PartObjects.put`."""
+        name = f"{self._prefix}/{key}"
+        with answering(self._url, name):
+            obstore.put(self._store, name, data)
+            self._backend.settle(name)
+
+
+class Uploads:
+    """The uploads of one incarnation of a job.
+
+    Args:
+        epoch: how often the executor restarted the job before.
+    """
+
+    def __init__(self, objects: PartObjects, mailbox: Mailbox, epoch: int) -> None:
+        self._objects, self._mailbox, self._epoch = objects, mailbox, epoch
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "upload")
+        self._known: dict[str, str] = {}  # HEX → EPOCH/HEX of every part that was stored
+        self._fresh: list[str] = []
+        for _, data in mailbox.segments(PARTS, 0, refuse):
+            self._known |= {key.rpartition("/")[2]: key for key in data.decode().split() if _PART.fullmatch(key)}
+        self._segment = mailbox.last(PARTS)
+
+    def file(self, path: Path) -> StagedFile:
+        """Store a file in parts.
+
+        Raises:
+            IntegrityError: the path is not a plain file.
+            UnavailableError: the store does not answer.
+        """
+        whole, size, parts = hashlib.sha256(), 0, list[str]()
+        sent: dict[str, Future[None]] = {}
+        with open_plain(path) as file:
+            while data := file.read(PART):
+                whole.update(data)
+                size += len(data)
+                hexadecimal = hashlib.sha256(data).hexdigest()
+                key = self._known.get(hexadecimal, f"{self._epoch}/{hexadecimal}")
+                if hexadecimal not in self._known and key not in sent:
+                    while sum(not one.done() for one in sent.values()) >= _AT_ONCE:
+                        self._await(sent)
+                    sent[key] = self._pool.submit(self._objects.put, key, data)
+                parts.append(key)
+        while sent:
+            self._await(sent)
+        self._note()
+        return StagedFile(DIGEST_PREFIX + whole.hexdigest(), size, tuple(parts))
+
+    def tree(self, folder: Path) -> dict[str, Any]:
+        """Store every file of a folder; return the entries of a list of staged files.
+
+        Raises:
+            IntegrityError: the folder contains something other than files.
+        """
+        look_over(folder)
+        names = {path.relative_to(folder).as_posix(): path for path in sorted(files_below(folder))}
+        return {name: self.file(path).to_json() for name, path in names.items()}
+
+    def checkpoint(self, step: int, tokens: int, folder: Path) -> None:
+        """Store a committed checkpoint, then list it; a repeated call has no effect."""
+        self._mailbox.once(checkpoint_key(step), {"step": step, "tokens": tokens, "files": self.tree(folder)})
+
+    def outputs(self, outputs: Mapping[str, Output], folder: Path) -> None:
+        """Store a job's outputs, relative to its folder, then list them."""
+        listed = {}
+        for name, output in outputs.items():
+            path = folder / output.path
+            files = self.tree(path) if output.form == "tree" else {"": self.file(path).to_json()}
+            listed[name] = {"form": output.form, "files": files}
+        self._mailbox.once(OUTPUTS, listed)
+
+    def close(self) -> None:
+        """End the threads; uploads that wait are dropped."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _await(self, sent: dict[str, Future[None]]) -> None:
+        """Wait for the oldest upload; its part counts as stored from then on."""
+        key = next(iter(sent))
+        sent.pop(key).result()
+        self._known[key.rpartition("/")[2]] = key
+        self._fresh.append(key)
+        if len(self._fresh) >= _PARTS_NOTED:
+            self._note()
+
+    def _note(self) -> None:
+        if self._fresh:
+            self._segment += 1
+            self._mailbox.append(PARTS, self._segment, "\n".join(self._fresh).encode())
+            self._fresh.clear()
+
+
+class StagedAttempt(AttemptFolder):
+    """An attempt whose job runs without this host's disk: everything that it leaves is in its mailbox or staged.
+
+    Args:
+        path: the attempt's folder on this host, in which the job writes nothing.
+        store: the artifact store that contains the staging area.
+    """
+
+    def __init__(self, path: Path, channel: str, name: str, store: str) -> None:
+        super().__init__(path, channel)
+        self._name, self._store = name, store
+
+    def write_order(self, order: JobOrder) -> None:
+        """See `AttemptFolder.write_order`."""
+        self.mailbox.replace(ORDER, order.to_json())
+
+    def has_order(self) -> bool:
+        """See `AttemptFolder.has_order`."""
+        return self.mailbox.document(ORDER) is not None
+
+    def read_order(self) -> JobOrder:
+        """See `AttemptFolder.read_order`."""
+        return self._order_of(self.mailbox.document(ORDER))
+
+    def metered(self) -> int | None:
+        """See `AttemptFolder.metered`."""
+        return spending(self.mailbox.metered())
+
+    def checkpoint_steps(self) -> list[int]:
+        """See `AttemptFolder.checkpoint_steps`."""
+        return self.mailbox.checkpoints()
+
+    def store_checkpoint(self, blobs: BlobStore, step: int) -> StoredCheckpoint | None:
+        """See `AttemptFolder.store_checkpoint`."""
+        said = self.mailbox.document(checkpoint_key(step))
+        if said is None:
+            return None
+        try:
+            return StoredCheckpoint(self._tree(blobs, said["files"]), step, count(said["tokens"]))
+        except (KeyError, TypeError) as error:
+            raise IntegrityError(f"checkpoint {step} of {self._name} is not a list of files: {error!r}") from error
+
+    def store_output(self, blobs: BlobStore, name: str, output: Output) -> str:
+        """See `AttemptFolder.store_output`."""
+        said = (self.mailbox.document(OUTPUTS) or {}).get(name, {})
+        try:
+            form, files = str(said["form"]), said["files"]
+            if form != output.form:
+                raise IntegrityError(f"output {name} must be a {output.form}, as its result states, got a {form}")
+            return self._tree(blobs, files) if form == "tree" else self._file(blobs, StagedFile.from_json(files[""]))
+        except (KeyError, TypeError) as error:
+            raise IntegrityError(f"output {name} of {self._name} is not staged: {error!r}") from error
+
+    def _tree(self, blobs: BlobStore, files: Mapping[str, Any]) -> str:
+        staged = {str(name): StagedFile.from_json(value) for name, value in files.items()}
+        for file in staged.values():
+            self._file(blobs, file)
+        return put_listing(blobs, {name: TreeFile(file.digest, file.size) for name, file in staged.items()})
+
+    def _file(self, blobs: BlobStore, file: StagedFile) -> str:
+        if not isinstance(blobs, ObjectBlobs) or blobs.url != self._store:
+            raise InputError(f"{self._name}: its files are staged in {self._store}, not in {blobs.url}")
+        keys = [f"{FOLDER}/{self._name}/{part}" for part in file.parts]
+        return blobs.adopt(file.digest, keys, file.size)
+
+
+def relayed_log(mailbox: Mailbox, cursor: int = 0) -> LogPage:
+    """Return whole lines of the output of a job elsewhere from byte `cursor` on, as many as fit a page."""
+    data = mailbox.logged(cursor)[:_PAGE]
+    whole = data.rfind(b"\n") + 1 if len(data) == _PAGE else len(data)
+    data = data[: whole or len(data)]
+    return LogPage(data.decode("utf-8", errors="replace"), cursor + len(data))
+
+
+def checkpoint_key(step: int) -> str:
+    """Return the key of the list of a checkpoint's files in the mailbox."""
+    return f"checkpoints/{step:08d}.json"

@@ -1,0 +1,88 @@
+"""Jobs on a machine that shares nothing with its driver but an object store, and drivers whose machine is lost."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tiny_run import make_template
+from workbench import Reference, Workbench
+
+from posttrain.domain.jobspec import JobRef
+from posttrain.store.attempts import mailbox_at
+
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("unit", "contract")]
+from far import HERE, Far
+from installed import install, on_path
+
+from s3_server import KEYS, s3_server, use_s3
+
+pytestmark = pytest.mark.slow
+PLACES = {"POSTTRAIN_STORE": "s3://far/store"}
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    with s3_server("far") as address:
+        use_s3(monkeypatch, address)
+        yield {"AWS_ENDPOINT_URL": address, **{f"AWS_{name}": value for name, value in KEYS.items()}}
+
+
+@pytest.fixture
+def first(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    """A workspace whose jobs run on a far machine."""
+    bench = Workbench(tmp_path / "first")
+    bench.folder.mkdir()
+    site = tmp_path / "site"
+    install(site, "posttrain-far", "1.0", "[posttrain.executors]\nfar = far:Far\n", {})
+    on_path(monkeypatch, site)
+    monkeypatch.setenv("FAR_ROOT", str(tmp_path / "node"))
+    bench.environment = {**s3, **PLACES, "FAR_ROOT": str(tmp_path / "node"), "PYTHONPATH": f"{site}:{HERE}"}
+    make_template(bench, "--executor", "far", "--mailboxes", "s3://far/mail")
+    yield bench
+    bench.clean()
+
+
+def second_host(first: Workbench, folder: Path) -> Workbench:
+    """The first host is lost: of its folder, the ledger and the settings are left, on another machine."""
+    (folder / ".posttrain").mkdir(parents=True)
+    shutil.copy(first.root / "workspace.json", folder / ".posttrain")
+    ledgers = [sqlite3.connect(root / "ledger.db") for root in (first.root, folder / ".posttrain")]
+    with closing(ledgers[0]) as source, closing(ledgers[1]) as target:
+        source.backup(target)
+    shutil.rmtree(first.root)
+    other = Workbench(folder)
+    other.environment = first.environment
+    return other
+
+
+def test_a_second_host_finishes_what_the_first_began_from_what_the_node_staged(
+    first: Workbench, reference: Reference, tmp_path: Path
+) -> None:
+    driver = first.start("run", "run.yaml")
+
+    def checkpointed() -> JobRef | None:
+        with first.open() as workspace:
+            runs = workspace.ledger.runs(limit=1)
+        for attempt in first.attempts(runs[0].id, "grpo") if runs else ():
+            if attempt.channel and mailbox_at(attempt.channel).checkpoints():
+                return JobRef(attempt.name, attempt.channel)
+        return None
+
+    job = first.wait("a staged checkpoint of grpo", checkpointed)
+    driver.kill()
+    driver.wait()
+    node = Far(tmp_path, tmp_path / "node")
+    node.kill(job)
+    second = second_host(first, tmp_path / "second")
+    run_id = second.run_id()
+    second.run("attach", run_id)
+    assert second.outputs(run_id) == reference.outputs
+    begun, again = second.attempts(run_id, "grpo")
+    assert begun.state == "lost"
+    assert again.resumed_step in mailbox_at(job.mailbox).checkpoints()
