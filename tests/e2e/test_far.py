@@ -16,7 +16,8 @@ from workbench import Reference, Workbench
 from posttrain.domain.jobspec import JobRef
 from posttrain.store.attempts import mailbox_at
 
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("unit", "contract")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from far import HERE, Far
 from installed import install, on_path
 

@@ -26,8 +26,9 @@ from posttrain.store.atomic import files_below
 from posttrain.store.blobs import USERS, ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
-from posttrain.store.garbage import PATIENCE, Marker, ended_runs, forget_answers, sweep
+from posttrain.store.garbage import PATIENCE, Marker, adoptable, ended_runs, forget_answers, sweep
 from posttrain.store.operations import PartStore, forget_parts, forget_pending_uploads, named_parts
+from posttrain.store.staging import StagingArea
 from posttrain.store.trees import scratch
 from posttrain.trackers.choice import describe, of_workspace
 
@@ -66,6 +67,8 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     else:
         folders, size = _clear(workspace, blobs, older_than)  # first: no stored response may name deleted bytes
     folders += _end_unfinished(workspace, blobs.url, older_than, dry_run)
+    objects, staged = _unstage(workspace, blobs.url, older_than, dry_run)
+    folders, size = folders + objects, size + staged
     done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
     return Collected(dry_run, done, folders, size, answers)
 
@@ -99,6 +102,17 @@ def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: 
         if direct is not None:
             direct.end(one)
     return len(gone) + len(begun)
+
+
+def _unstage(workspace: Workspace, url: str, older_than: float, dry_run: bool) -> tuple[int, int]:
+    """Delete staged files that no driver will adopt; return the numbers of objects and of bytes."""
+    area = StagingArea(url)
+    found = list(area.stored())  # listed first: an attempt is in the ledger before its job stages anything
+    kept = adoptable(workspace.ledger)
+    gone = [(key, size) for name, key, at, size in found if name not in kept and at < time.time() - older_than]
+    for key, _ in gone if not dry_run else ():
+        area.drop(key)
+    return len(gone), sum(size for _, size in gone)
 
 
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:

@@ -264,9 +264,8 @@ def _plan(
         driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
         if left and unwatched is None:
             raise _UnwatchedError
-        free = (
-            1 + rivals if jobs.executor.remote else jobs.slots - driven - (unwatched or 0)
-        )  # a scheduler has its own queue
+        # a remote scheduler queues by itself
+        free = 1 + rivals if jobs.executor.remote else jobs.slots - driven - (unwatched or 0)
         held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
         if isinstance(held, tuple):
             return held

@@ -36,6 +36,7 @@ from posttrain.execution import processes
 from posttrain.execution.executors.local.supervisor import Limit, command, job_environment, wait
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.jobs.entry import failed
 from posttrain.store.atomic import make_folder, open_plain
 from posttrain.store.attempts import AttemptFolder, mailbox_at
 from posttrain.store.blobs import open_blobs
@@ -63,6 +64,7 @@ class Relay:
         self._sent = dict.fromkeys(self._first, 0)
         self._orders: list[int] = []  # numbers of the attempt's orders, as the job numbers them
         self._acknowledged, self._summary, self._meter = 0, b"", b""
+        self._staged = set(outside.checkpoints())
         self._logged = self._begun = outside.log_end()
         self._written = time.monotonic()
 
@@ -114,10 +116,11 @@ class Relay:
         return None if held is None or held.token == self._mine else held
 
     def checkpoints(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield step, tokens and folder of the job's newest committed checkpoint, unless the mailbox lists it."""
+        """Yield step, tokens and folder of the job's newest committed checkpoint, once."""
         for step in self._attempt.checkpoint_steps()[-1:]:
-            found = None if step in self._outside.checkpoints() else self._attempt.checkpoint(step)
+            found = None if step in self._staged else self._attempt.checkpoint(step)
             if found is not None:
+                self._staged.add(step)
                 yield found.step, found.tokens, found.path
 
 
@@ -155,12 +158,13 @@ class Agent:
             relay = Relay(attempt, outside, mine.token if mine else "")
             with self._output(attempt.log), self._signals(attempt):
                 try:
-                    self._fetch(order, attempt, folder)
+                    if not self._fetched(outside, order, attempt, folder):
+                        return 0
                     code = self._supervise(spec, attempt, relay, uploads)
                     if self.lost:
                         raise ConflictError(self.lost)
-                    return self._publish(outside, order, attempt, relay, uploads, code)
-                except BaseException as error:
+                    return self._publish(outside, attempt, relay, uploads, code)
+                except PosttrainError as error:
                     print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                     raise
                 finally:
@@ -173,6 +177,17 @@ class Agent:
         if order is None or spec is None:
             raise InputError(f"mailbox {outside.place} must contain {ORDER} and {REQUEST}; name an attempt's mailbox")
         return JobOrder.from_json(order), JobSpec.from_json(spec, self.url)
+
+    def _fetched(self, outside: Mailbox, order: JobOrder, attempt: AttemptFolder, folder: Path) -> bool:
+        """Return whether the job can start; if this node is the reason that it cannot, publish the failed result."""
+        try:
+            self._fetch(order, attempt, folder)
+            return True
+        except UnavailableError:
+            raise
+        except (PosttrainError, OSError) as error:
+            outside.answer(failed(error).to_json())
+            return False
 
     def _fetch(self, order: JobOrder, attempt: AttemptFolder, folder: Path) -> None:
         """Fetch the inputs into a store and a cache of this job, and write the order that names them."""
@@ -193,7 +208,7 @@ class Agent:
         """Start the job and relay until it ends; return its exit code, negative for a signal."""
         log, begun = attempt.log.open("ab"), time.monotonic()
         named = {name: os.environ[name] for name in spec.secrets if name in os.environ}
-        own = processes.without_keys(os.environ) | named
+        own = processes.of_a_server(os.environ) | named
         with log:
             job = subprocess.Popen(
                 command(spec.module, attempt.path), cwd=attempt.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -208,9 +223,7 @@ class Agent:
         finally:
             beat.close()
 
-    def _publish(
-        self, outside: Mailbox, order: JobOrder, attempt: AttemptFolder, relay: Relay, uploads: Uploads, code: int
-    ) -> int:
+    def _publish(self, outside: Mailbox, attempt: AttemptFolder, relay: Relay, uploads: Uploads, code: int) -> int:
         """Stage what the job left, relay the rest, and publish its result; return the agent's exit code."""
         for step, tokens, folder in relay.checkpoints():
             uploads.checkpoint(step, tokens, folder)
@@ -224,7 +237,10 @@ class Agent:
             time.sleep(_ENDING_SECONDS)  # a scheduler requeues a job that it has killed, not one that ended by itself
             return _TERMINATED
         if result.status == "succeeded":
-            uploads.outputs(result.outputs, attempt.path)
+            try:
+                uploads.outputs(attempt, result.outputs)
+            except (InputError, IntegrityError) as error:  # the job left something else than its result states
+                result = failed(error, result.tokens)
         relay.log(whole=True)
         outside.answer(result.to_json())
         return 0

@@ -313,8 +313,8 @@ class AttemptFolder:
         found = self.checkpoint(step)
         return None if found is None else StoredCheckpoint(put_tree(blobs, found.path), found.step, found.tokens)
 
-    def store_output(self, blobs: BlobStore, name: str, output: Output) -> str:
-        """Put an output of the job into the store; return its digest.
+    def output_path(self, name: str, output: Output) -> Path:
+        """Return the path of an output that consists of files.
 
         Raises:
             IntegrityError: the output is missing or outside the attempt's `outputs/`.
@@ -323,6 +323,15 @@ class AttemptFolder:
         if not _is_below(path, self.outputs.resolve()):
             raise IntegrityError(f"output {name} must be a file or folder below outputs/, got {output.path!r}")
         look_over(path)
+        return path
+
+    def store_output(self, blobs: BlobStore, name: str, output: Output) -> str:
+        """Put an output of the job into the store; return its digest.
+
+        Raises:
+            IntegrityError: the output is missing or outside the attempt's `outputs/`.
+        """
+        path = self.output_path(name, output)
         return put_tree(blobs, path) if output.form == "tree" else blobs.put_file(path)
 
     def _said(self, stream: str, after: int, unreadable: Callable[[IntegrityError], None]) -> tuple[list[Fact], int]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Connection, Text, delete, func, select, type_coerce
+from sqlalchemy import Connection, Text, delete, exists, func, not_, select, type_coerce
 
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import REPORT
@@ -152,6 +152,21 @@ def ended_runs(ledger: Ledger, before: float) -> list[str]:
     query = select(runs.c.id).where(runs.c.state.in_(ENDED), runs.c.finished_at < before).order_by(runs.c.id)
     with ledger.database.read(across="garbage of every project") as connection:
         return list(connection.execute(query).scalars())
+
+
+def adoptable(ledger: Ledger) -> frozenset[str]:
+    """Return the names of attempts, of every project, whose staged files a driver may still adopt.
+
+    These are the last attempts of the stages of runs that can be continued: each of them may be the one that a retry
+    resumes, and an attempt that has a successor was adopted before its successor began.
+    """
+    later = attempts.alias()
+    newer = exists().where(
+        later.c.run_id == attempts.c.run_id, later.c.stage == attempts.c.stage, later.c.number > attempts.c.number
+    )
+    query = select(attempts.c.name).join(runs, runs.c.id == attempts.c.run_id)
+    with ledger.database.read(across="garbage of every project") as connection:
+        return frozenset(connection.execute(query.where(runs.c.state.not_in(ENDED), not_(newer))).scalars())
 
 
 def _moment(connection: Connection) -> tuple[int, int]:

@@ -17,9 +17,11 @@ records the digest in a row, all under the store's lock.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,6 +104,25 @@ class StoredParts:
             self._backend.settle(name)
 
 
+class StagingArea:
+    """The staging area of an artifact store, for its cleaning."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._store = url, backend_of(url).open()
+
+    def stored(self) -> Iterator[tuple[str, str, float, int]]:
+        """Yield attempt, key, time of the write (seconds since the epoch) and bytes of every object."""
+        with answering(self._url, FOLDER):
+            for one in itertools.chain.from_iterable(obstore.list(self._store, prefix=FOLDER)):
+                key = str(one["path"])
+                yield key.split("/")[1], key, one["last_modified"].timestamp(), int(one["size"])
+
+    def drop(self, key: str) -> None:
+        """Delete an object; a missing object is not an error."""
+        with suppress(FileNotFoundError), answering(self._url, key):
+            obstore.delete(self._store, key)
+
+
 class Uploads:
     """The uploads of one incarnation of a job.
 
@@ -140,7 +161,6 @@ class Uploads:
                 parts.append(key)
         while sent:
             self._await(sent)
-        self._note()
         return StagedFile(DIGEST_PREFIX + whole.hexdigest(), size, tuple(parts))
 
     def tree(self, folder: Path) -> dict[str, Any]:
@@ -155,13 +175,19 @@ class Uploads:
 
     def checkpoint(self, step: int, tokens: int, folder: Path) -> None:
         """Store a committed checkpoint, then list it; a repeated call has no effect."""
-        self._mailbox.once(checkpoint_key(step), {"step": step, "tokens": tokens, "files": self.tree(folder)})
+        files = self.tree(folder)
+        self._note()
+        self._mailbox.once(checkpoint_key(step), {"step": step, "tokens": tokens, "files": files})
 
-    def outputs(self, outputs: Mapping[str, Output], folder: Path) -> None:
-        """Store a job's outputs, relative to its folder, then list them."""
+    def outputs(self, attempt: AttemptFolder, outputs: Mapping[str, Output]) -> None:
+        """Store a job's outputs, then list them.
+
+        Raises:
+            IntegrityError: an output is missing, outside `outputs/`, or contains something other than files.
+        """
         listed = {}
         for name, output in outputs.items():
-            path = folder / output.path
+            path = attempt.output_path(name, output)
             files = self.tree(path) if output.form == "tree" else {"": self.file(path).to_json()}
             listed[name] = {"form": output.form, "files": files}
         self._mailbox.once(OUTPUTS, listed)
@@ -225,7 +251,7 @@ class StagedAttempt(AttemptFolder):
             return None
         try:
             return StoredCheckpoint(self._tree(blobs, said["files"]), step, count(said["tokens"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"checkpoint {step} of {self._name} is not a list of files: {error!r}") from error
 
     def store_output(self, blobs: BlobStore, name: str, output: Output) -> str:
@@ -236,7 +262,7 @@ class StagedAttempt(AttemptFolder):
             if form != output.form:
                 raise IntegrityError(f"output {name} must be a {output.form}, as its result states, got a {form}")
             return self._tree(blobs, files) if form == "tree" else self._file(blobs, StagedFile.from_json(files[""]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"output {name} of {self._name} is not staged: {error!r}") from error
 
     def _tree(self, blobs: BlobStore, files: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The port of the blob back-ends. Each back-end has a separate file and does not import the others."""
 
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +34,11 @@ class Backend(ABC):
 
     def compose(self, store: Any, sources: Sequence[str], target: str, size: int) -> None:
         """Make one object of `size` bytes of others, in this order."""
-        self.write(store, target, (piece for source in sources for piece in self.pieces(store, source)), size)
+        with tempfile.TemporaryFile() as file:  # obstore reads nothing while it takes the pieces of a write
+            for source in sources:
+                file.writelines(self.pieces(store, source))
+            file.seek(0)
+            self.write(store, target, iter(lambda: file.read(_CHUNK), b""), size)
 
     def pieces(self, store: Any, key: str) -> Iterator[bytes]:
         """Yield the bytes of an object, a few megabytes at a time."""

@@ -1,0 +1,215 @@
+"""What runs a job on a node that shares no disk with its driver: real processes, a mailbox and a store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.domain.jobs import JobOrder, Progress
+from posttrain.domain.jobspec import JobSpec
+from posttrain.execution import processes
+from posttrain.store.attempts import mailbox_at
+from posttrain.store.blobs import open_blobs
+from posttrain.store.mailbox import ORDER, REQUEST, ControlKind
+from posttrain.store.staging import StagedAttempt
+
+HERE = Path(__file__).parent
+PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
+ANOTHER = 75  # exit code of a job that computes nothing
+
+
+class Node:
+    """A machine with agents, and the driver's end of one attempt."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.started = root, list[subprocess.Popen[str]]()
+        self.blobs = open_blobs(root / "store")
+        self.url = (root / "mail" / "run" / "train" / "001").as_uri()
+        self.mailbox = mailbox_at(self.url)
+        self.attempt = StagedAttempt(root / "nothing", self.url, "run-train-1", self.blobs.url)
+        self.hold = root / "hold"
+
+    def order(self, mode: str = "plain", **words: Any) -> None:
+        order = {"store_url": self.blobs.url, "inputs": {}, "params": {}, "cache_dir": "", **words}
+        self.mailbox.replace(ORDER, JobOrder("run-train-1", "train", 0, epoch=1, **order).to_json())
+        environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, "JOB_HOLD": str(self.hold)}
+        spec = JobSpec("run-train-1", self.url, "far_job", environment, secrets=("JUDGE_KEY",), epoch=1)
+        self.mailbox.once(REQUEST, spec.to_json())
+
+    def start(self, incarnation: int = 0) -> subprocess.Popen[str]:
+        own = {"POSTTRAIN_SCRATCH": str(self.root / "scratch"), "POSTTRAIN_INCARNATION": str(incarnation)}
+        own |= {"PATH": os.environ["PATH"], "AWS_SECRET_ACCESS_KEY": "the-nodes", "JUDGE_KEY": "a-judges-key"}
+        command = [sys.executable, "-m", "posttrain.jobs.agent", self.url]
+        process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.started.append(process)
+        return process
+
+    def ends(self, process: subprocess.Popen[str]) -> int:
+        process.communicate(timeout=PATIENCE)
+        return process.returncode
+
+    def steps(self) -> list[int]:
+        return [fact.step for fact in self.attempt.facts()[0] if isinstance(fact, Progress)]
+
+    def jobs(self) -> list[int]:
+        return processes.carrying("JOB_HOLD", str(self.hold))
+
+    def holding(self) -> subprocess.Popen[str]:
+        """An agent whose job waits in its second step, with that step's checkpoint staged."""
+        self.hold.touch()
+        self.order()
+        agent = self.start()
+        wait_until(lambda: 2 in self.attempt.checkpoint_steps() and self.steps()[-1:] == [2])
+        return agent
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.hold.unlink(missing_ok=True)
+    for process in made.started:
+        process.kill()
+        process.communicate()
+    wait_until(lambda: not made.jobs())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_a_job_elsewhere_leaves_what_a_job_here_leaves_and_the_node_keeps_nothing(node: Node) -> None:
+    node.order()
+    assert node.ends(node.start()) == 0
+    result = node.attempt.read_result()
+    assert result is not None
+    assert (result.status, result.tokens) == ("succeeded", 30)
+    assert node.steps() == [1, 2, 3]
+    assert node.attempt.spent() == 35
+    digest = node.attempt.store_output(node.blobs, "table", result.outputs["table"])
+    assert node.blobs.get(digest) == b"1, 2, 3"
+    assert node.attempt.checkpoint_steps()[-1] == 3
+    found = node.attempt.store_checkpoint(node.blobs, 3)
+    assert found is not None
+    assert found.tokens == 30
+    log = node.mailbox.logged(0).decode()
+    assert "step 3" in log
+    variables = log.partition("variables ")[2].splitlines()[0].split()
+    assert "JUDGE_KEY" in variables
+    assert not [name for name in variables if name.startswith(("AWS_", "POSTTRAIN_"))], "the node's own keys"
+    assert list((node.root / "scratch").iterdir()) == []
+    assert not (node.root / "nothing").exists()
+    written = sorted(path for path in (node.root / "mail").rglob("*") if path.is_file())
+    assert node.ends(node.start()) == ANOTHER
+    assert sorted(path for path in (node.root / "mail").rglob("*") if path.is_file()) == written
+
+
+def test_a_requeued_job_goes_on_under_the_same_attempt_and_its_former_self_is_refused(node: Node) -> None:
+    first = node.holding()
+    first.kill()
+    wait_until(lambda: not node.jobs())  # it dies with its agent
+    node.hold.unlink()
+    sent = set((node.root / "store" / "staging" / "run-train-1" / "0").iterdir())
+    assert node.ends(node.start(incarnation=1)) == 0
+    assert node.steps() == [1, 2, 1, 2, 3]
+    held = node.mailbox.started()
+    assert held is not None
+    assert held.incarnation == 1
+    again = {path.name for path in (node.root / "store" / "staging" / "run-train-1" / "1").iterdir()}
+    assert again.isdisjoint(path.name for path in sent), "equal parts were sent twice"
+    assert node.ends(node.start(incarnation=1)) == ANOTHER
+    assert node.ends(node.start(incarnation=0)) == ANOTHER
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_overtaken_ends_its_job_and_publishes_nothing(node: Node) -> None:
+    """A node that was lost and comes back, or an attempt that was ended meanwhile."""
+    agent = node.holding()
+    node.mailbox.bury(1, "the attempt was ended", begun=True)
+    assert node.ends(agent) not in (0, ANOTHER)
+    assert node.jobs() == []
+    assert node.attempt.read_result() is None
+    assert "the attempt was ended" in node.mailbox.logged(0).decode()
+    assert node.ends(node.start(incarnation=1)) == ANOTHER
+
+
+def test_an_order_to_stop_reaches_the_job_and_its_result_the_driver(node: Node) -> None:
+    agent = node.holding()
+    node.attempt.request_stop()
+    assert node.ends(agent) == 0
+    result = node.attempt.read_result()
+    assert result is not None
+    assert (result.status, result.tokens) == ("stopped", 20)
+
+
+def test_a_preempted_job_writes_its_checkpoint_and_no_result(node: Node) -> None:
+    """A scheduler sends SIGTERM, waits, kills, and requeues: the attempt goes on."""
+    agent = node.holding()
+    agent.send_signal(signal.SIGTERM)
+    wait_until(lambda: "another incarnation continues it" in node.mailbox.logged(0).decode())
+    assert node.jobs() == []
+    assert agent.poll() is None, "a job that ends by itself is not requeued"
+    agent.kill()
+    assert node.attempt.read_result() is None
+    node.hold.unlink()
+    assert node.ends(node.start(incarnation=1)) == 0
+    assert node.attempt.read_result() is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "words", "says"),
+    [
+        (
+            "plain",
+            {"code": {"native": f"sha256:{'0' * 64}"}},
+            "its trainer 'native' and libraries have the digest sha256:",
+        ),
+        ("plain", {"resume": f"sha256:{'0' * 64}"}, "is not in the artifact store"),
+        ("escapes", {}, "output table must be a file or folder below outputs/, got '/etc/passwd'"),
+    ],
+)
+def test_what_cannot_be_computed_here_is_a_failed_result_in_one_line(
+    node: Node, mode: str, words: dict[str, Any], says: str
+) -> None:
+    node.order(mode, **words)
+    assert node.ends(node.start()) == 0
+    result = node.attempt.read_result()
+    assert result is not None
+    assert result.failure is not None
+    assert says in result.failure.message
+    assert "\n" not in result.failure.message
+
+
+def test_a_job_that_dies_passes_its_exit_code_on_and_leaves_its_last_checkpoint(node: Node) -> None:
+    node.order("dies")
+    assert node.ends(node.start()) == 9
+    assert node.attempt.read_result() is None
+    assert node.attempt.checkpoint_steps()[-1] == 2
+    assert "step 2" in node.mailbox.logged(0).decode()
+
+
+def test_a_store_that_does_not_answer_is_no_word_about_the_job(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.order(store_url="s3://nowhere/store", resume=f"sha256:{'0' * 64}")
+    assert node.ends(node.start()) != 0
+    assert node.attempt.read_result() is None
+    assert list((node.root / "scratch").iterdir()) == []
+
+
+def test_an_agent_without_a_job_says_what_is_missing(node: Node) -> None:
+    agent = node.start()
+    said, _ = agent.communicate(timeout=PATIENCE)
+    assert agent.returncode == 2
+    assert said.startswith("error: mailbox ")
+    assert "must contain job.json and request.json" in said
+    assert ControlKind.STOP
