@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 
-from posttrain.domain.jobs import JobOrder, Progress
+from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, Progress
 from posttrain.domain.jobspec import JobSpec
 from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.blobs import open_blobs
-from posttrain.store.mailbox import ORDER, REQUEST, ControlKind
+from posttrain.store.mailbox import ORDER, REQUEST
 from posttrain.store.staging import StagedAttempt
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
-ANOTHER = 75  # exit code of a job that computes nothing
 
 
 class Node:
@@ -58,6 +57,12 @@ class Node:
 
     def steps(self) -> list[int]:
         return [fact.step for fact in self.attempt.facts()[0] if isinstance(fact, Progress)]
+
+    def log(self) -> str:
+        text = b""
+        while piece := self.mailbox.logged(len(text)):
+            text += piece
+        return text.decode()
 
     def jobs(self) -> list[int]:
         return processes.carrying("JOB_HOLD", str(self.hold))
@@ -103,7 +108,7 @@ def test_a_job_elsewhere_leaves_what_a_job_here_leaves_and_the_node_keeps_nothin
     found = node.attempt.store_checkpoint(node.blobs, 3)
     assert found is not None
     assert found.tokens == 30
-    log = node.mailbox.logged(0).decode()
+    log = node.log()
     assert "step 3" in log
     variables = log.partition("variables ")[2].splitlines()[0].split()
     assert "JUDGE_KEY" in variables
@@ -111,7 +116,7 @@ def test_a_job_elsewhere_leaves_what_a_job_here_leaves_and_the_node_keeps_nothin
     assert list((node.root / "scratch").iterdir()) == []
     assert not (node.root / "nothing").exists()
     written = sorted(path for path in (node.root / "mail").rglob("*") if path.is_file())
-    assert node.ends(node.start()) == ANOTHER
+    assert node.ends(node.start()) == ANOTHER_RUNS
     assert sorted(path for path in (node.root / "mail").rglob("*") if path.is_file()) == written
 
 
@@ -128,8 +133,8 @@ def test_a_requeued_job_goes_on_under_the_same_attempt_and_its_former_self_is_re
     assert held.incarnation == 1
     again = {path.name for path in (node.root / "store" / "staging" / "run-train-1" / "1").iterdir()}
     assert again.isdisjoint(path.name for path in sent), "equal parts were sent twice"
-    assert node.ends(node.start(incarnation=1)) == ANOTHER
-    assert node.ends(node.start(incarnation=0)) == ANOTHER
+    assert node.ends(node.start(incarnation=1)) == ANOTHER_RUNS
+    assert node.ends(node.start(incarnation=0)) == ANOTHER_RUNS
 
 
 @pytest.mark.slow
@@ -137,11 +142,11 @@ def test_an_agent_that_is_overtaken_ends_its_job_and_publishes_nothing(node: Nod
     """A node that was lost and comes back, or an attempt that was ended meanwhile."""
     agent = node.holding()
     node.mailbox.bury(1, "the attempt was ended", begun=True)
-    assert node.ends(agent) not in (0, ANOTHER)
+    assert node.ends(agent) not in (0, ANOTHER_RUNS)
     assert node.jobs() == []
     assert node.attempt.read_result() is None
-    assert "the attempt was ended" in node.mailbox.logged(0).decode()
-    assert node.ends(node.start(incarnation=1)) == ANOTHER
+    assert "the attempt was ended" in node.log()
+    assert node.ends(node.start(incarnation=1)) == ANOTHER_RUNS
 
 
 def test_an_order_to_stop_reaches_the_job_and_its_result_the_driver(node: Node) -> None:
@@ -157,7 +162,7 @@ def test_a_preempted_job_writes_its_checkpoint_and_no_result(node: Node) -> None
     """A scheduler sends SIGTERM, waits, kills, and requeues: the attempt goes on."""
     agent = node.holding()
     agent.send_signal(signal.SIGTERM)
-    wait_until(lambda: "another incarnation continues it" in node.mailbox.logged(0).decode())
+    wait_until(lambda: "another incarnation continues it" in node.log())
     assert node.jobs() == []
     assert agent.poll() is None, "a job that ends by itself is not requeued"
     agent.kill()
@@ -173,7 +178,7 @@ def test_a_preempted_job_writes_its_checkpoint_and_no_result(node: Node) -> None
         (
             "plain",
             {"code": {"native": f"sha256:{'0' * 64}"}},
-            "its trainer 'native' and libraries have the digest sha256:",
+            "its trainer 'native' and libraries have the digest",
         ),
         ("plain", {"resume": f"sha256:{'0' * 64}"}, "is not in the artifact store"),
         ("escapes", {}, "output table must be a file or folder below outputs/, got '/etc/passwd'"),
@@ -196,7 +201,7 @@ def test_a_job_that_dies_passes_its_exit_code_on_and_leaves_its_last_checkpoint(
     assert node.ends(node.start()) == 9
     assert node.attempt.read_result() is None
     assert node.attempt.checkpoint_steps()[-1] == 2
-    assert "step 2" in node.mailbox.logged(0).decode()
+    assert "step 2" in node.log()
 
 
 def test_a_store_that_does_not_answer_is_no_word_about_the_job(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,4 +217,3 @@ def test_an_agent_without_a_job_says_what_is_missing(node: Node) -> None:
     assert agent.returncode == 2
     assert said.startswith("error: mailbox ")
     assert "must contain job.json and request.json" in said
-    assert ControlKind.STOP
