@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -134,10 +135,10 @@ class Uploads:
         self._objects, self._mailbox, self._epoch = objects, mailbox, epoch
         self._pool = ThreadPoolExecutor(_AT_ONCE, "upload")
         self._known: dict[str, str] = {}  # HEX → EPOCH/HEX of every part that was stored
-        self._fresh: list[str] = []
+        self._fresh: list[str] = []  # stored, but not listed yet
         for _, data in mailbox.segments(PARTS, 0, refuse):
             self._known |= {key.rpartition("/")[2]: key for key in data.decode().split() if _PART.fullmatch(key)}
-        self._segment = mailbox.last(PARTS)
+        self._noted, self._segment = set(self._known.values()), mailbox.last(PARTS)
 
     def file(self, path: Path) -> StagedFile:
         """Store a file in parts.
@@ -147,20 +148,15 @@ class Uploads:
             UnavailableError: the store does not answer.
         """
         whole, size, parts = hashlib.sha256(), 0, list[str]()
-        sent: dict[str, Future[None]] = {}
+        sent = deque[Future[str]]()
         with open_plain(path) as file:
             while data := file.read(PART):
-                whole.update(data)
+                if len(sent) >= _AT_ONCE:
+                    parts.append(self._stored(sent.popleft()))
+                sent.append(self._pool.submit(self._send, data))
+                whole.update(data)  # beside the hashes and the uploads of the parts
                 size += len(data)
-                hexadecimal = hashlib.sha256(data).hexdigest()
-                key = self._known.get(hexadecimal, f"{self._epoch}/{hexadecimal}")
-                if hexadecimal not in self._known and key not in sent:
-                    while sum(not one.done() for one in sent.values()) >= _AT_ONCE:
-                        self._await(sent)
-                    sent[key] = self._pool.submit(self._objects.put, key, data)
-                parts.append(key)
-        while sent:
-            self._await(sent)
+        parts += map(self._stored, sent)
         return StagedFile(DIGEST_PREFIX + whole.hexdigest(), size, tuple(parts))
 
     def tree(self, folder: Path) -> dict[str, Any]:
@@ -196,14 +192,23 @@ class Uploads:
         """End the threads; uploads that wait are dropped."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _await(self, sent: dict[str, Future[None]]) -> None:
-        """Wait for the oldest upload; its part counts as stored from then on."""
-        key = next(iter(sent))
-        sent.pop(key).result()
-        self._known[key.rpartition("/")[2]] = key
-        self._fresh.append(key)
-        if len(self._fresh) >= _PARTS_NOTED:
-            self._note()
+    def _send(self, data: bytes) -> str:
+        hexadecimal = hashlib.sha256(data).hexdigest()
+        if hexadecimal in self._known:
+            return self._known[hexadecimal]
+        key = f"{self._epoch}/{hexadecimal}"
+        self._objects.put(key, data)
+        return key
+
+    def _stored(self, sent: Future[str]) -> str:
+        """Wait for a part; it counts as stored from then on."""
+        key = sent.result()
+        if self._known.setdefault(key.rpartition("/")[2], key) == key and key not in self._noted:
+            self._noted.add(key)
+            self._fresh.append(key)
+            if len(self._fresh) >= _PARTS_NOTED:
+                self._note()
+        return key
 
     def _note(self) -> None:
         if self._fresh:
