@@ -38,6 +38,7 @@ class Far:
         there = self.there(spec)
         there.folder.mkdir(parents=True, exist_ok=True)
         (there.folder / "mailbox").write_text(spec.mailbox)
+        (there.folder / "bootstrap").write_text(spec.bootstrap)
         own = {"PYTHONPATH": str(HERE), "FAR_SCRATCH": str(self.scratch(spec)), "FAR_STARTS": str(self.root / "starts")}
         return self._local.submit(replace(spec, mailbox=there.mailbox, module="far", environment=own, secrets=()))
 
@@ -65,7 +66,8 @@ class Far:
 
 
 def _of_the_node(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name == "PATH" or name.startswith("AWS_")}
+    keys = () if "FAR_KEYLESS" in environment else ("AWS_",)
+    return {name: value for name, value in environment.items() if name == "PATH" or name.startswith(keys)}
 
 
 def main(folder: Path) -> int:
@@ -74,7 +76,8 @@ def main(folder: Path) -> int:
     starts.parent.mkdir(exist_ok=True)
     with starts.open("a") as file:
         file.write(f"{os.getpid()}\n")
-    return Agent((folder / "mailbox").read_text(), 0, Path(os.environ["FAR_SCRATCH"])).run()
+    bootstrap = (folder / "bootstrap").read_text()
+    return Agent((folder / "mailbox").read_text(), 0, Path(os.environ["FAR_SCRATCH"]), bootstrap).run()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ from tiny_run import make_template
 from workbench import Reference, Workbench
 
 from posttrain.domain.jobspec import JobRef
+from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
+from serving import Served
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
@@ -47,6 +49,31 @@ def first(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
     make_template(bench, "--executor", "far", "--mailboxes", "s3://far/mail")
     yield bench
     bench.clean()
+
+
+def test_a_servers_job_elsewhere_holds_no_key_and_outlives_its_server(
+    first: Workbench, reference: Reference, tmp_path: Path
+) -> None:
+    first.environment |= {"FAR_KEYLESS": "yes"}
+    served = Served(first)
+    ann = served.client(tmp_path / "ann", "ann", "submitter")
+    running = ann.start("run", "run.yaml")
+    starts = str(tmp_path / "node" / "starts")
+    for pid in first.wait("an agent", lambda: processes.carrying("FAR_STARTS", starts)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            known = Path(f"/proc/{pid}/environ").read_text()
+            assert "AWS_" not in known
+            assert KEYS["SECRET_ACCESS_KEY"] not in known
+    served.kill()
+    first.wait("the end of the driver", lambda: served.driver() is None)
+    served.start()
+    ended = ann.finish(running)
+    assert ended.code == 0, ended.err
+    run_id = first.run_id()
+    assert first.outputs(run_id) == reference.outputs
+    assert all(one.host is None for one in first.attempts(run_id))
+    assert "posttrain_bootstrap_" not in (first.folder / "serve.log").read_text()
+    served.end()
 
 
 def second_host(first: Workbench, folder: Path) -> Workbench:

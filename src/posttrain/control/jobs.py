@@ -121,7 +121,10 @@ class AttemptFolders:
 
 
 class Access(Protocol):
-    """Restricts jobs of a server to reading their own inputs."""
+    """Restricts jobs of a server to their own inputs, mailboxes and staged files."""
+
+    def bootstrap(self, attempt: AttemptRecord) -> str:
+        """Return what the agent of an attempt's job on another machine needs to redeem credentials at its start."""
 
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """Write credentials into an attempt's folder, valid until the attempt ends.

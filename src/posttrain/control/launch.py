@@ -326,9 +326,11 @@ def launch_attempt(
             f"{jobs.folders.root}: no longer exists; if the workspace was moved, drive it from its new folder"
         )
     _lay_down(jobs, folder, order)
-    if jobs.access is not None:
-        jobs.access.give(attempt, folder.path, boxed=bool(order.image))
     spec = spec_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
+    if jobs.access is not None and jobs.executor.remote:
+        spec = replace(spec, bootstrap=jobs.access.bootstrap(attempt))
+    elif jobs.access is not None:
+        jobs.access.give(attempt, folder.path, boxed=bool(order.image))
     crashpoint("attempt.after_intent")
     try:
         answer = jobs.executor.submit(spec)

@@ -104,6 +104,7 @@ class JobSpec(JobRef):
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL
     labels: Mapping[str, str] = field(default_factory=dict)  # its owner: workspace, run, stage
     epoch: int = 0  # number that grows with each attempt of a stage
+    bootstrap: str = field(default="", repr=False)  # POSTTRAIN_BOOTSTRAP of the agent of a server's job; never stored
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.gang]
@@ -124,8 +125,9 @@ class JobSpec(JobRef):
         return sum(group.gpus * group.max for group in self.gang)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields except the mailbox: the workspace may be moved."""
-        return {"schema": SPEC_SCHEMA} | {key: item for key, item in asdict(self).items() if key != "mailbox"}
+        """Return the stored fields: not the mailbox, because the workspace may be moved, and no secret."""
+        stored = {key: item for key, item in asdict(self).items() if key not in ("mailbox", "bootstrap")}
+        return {"schema": SPEC_SCHEMA, **stored}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], mailbox: str) -> JobSpec:

@@ -8,6 +8,7 @@ and publishes the result last. The job dies with its agent; the node keeps nothi
 Environment:
 
     POSTTRAIN_INCARNATION   how often the executor restarted this job before; default 0
+    POSTTRAIN_BOOTSTRAP     of a job of a server: the token with which the agent gets the job's token; see `Bootstrap`
     POSTTRAIN_SCRATCH       the folder for scratch folders; default: a folder of this user in the temporary folder
 """
 
@@ -21,17 +22,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from posttrain.control.jobs import called, present_code
 from posttrain.domain.canonical import DIGEST_PREFIX
-from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError, UnavailableError
+from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder
 from posttrain.domain.jobspec import JobSpec
+from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
 from posttrain.execution.executors.local.supervisor import Limit, command, job_environment, wait
 from posttrain.execution.trainers.installed import Trainers
@@ -39,11 +42,15 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs.entry import failed
 from posttrain.store.atomic import make_folder, open_plain
 from posttrain.store.attempts import AttemptFolder, mailbox_at
+from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
 from posttrain.store.mailbox import EVENTS, ORDER, REQUEST, SAMPLES, ControlKind, Mailbox, Start
-from posttrain.store.staging import StoredParts, Uploads
+from posttrain.store.mailboxes.served import ServedObjects
+from posttrain.store.retries import Bootstrap, RefusedError
+from posttrain.store.staging import PartObjects, ServedParts, StoredParts, Uploads
 from posttrain.store.trees import materialise, scratch
 
+T = TypeVar("T")
 _RELAY_SECONDS = 0.5  # between two looks at the job's mailbox
 _LOOK_SECONDS = 2.0  # between two looks at the attempt's mailbox
 _FENCE_SECONDS = 15.0  # between two checks that no later incarnation began
@@ -51,6 +58,7 @@ _LOG_SECONDS = 5.0  # after which unread output is relayed even if it is short
 _LOG_BYTES = 256 << 10
 _PIECE = 4 << 20
 _SILENT_SECONDS = 600.0  # for which the store may be unreachable before the agent gives the job up
+_SERVER_SECONDS = 5.0  # for which a request to the mailbox waits for a server; the next round tries again
 _TERMINATED = 128 + signal.SIGTERM
 _ENDING_SECONDS = 600.0  # a scheduler that sent SIGTERM kills the agent within this time
 
@@ -131,8 +139,11 @@ class Agent:
     url: str  # of the mailbox
     incarnation: int
     scratch: Path
+    bootstrap: str = field(default="", repr=False)  # of a server's job; empty: the node has keys of its own
     told: int = 0  # the signal that asked the agent to end
     lost: str = ""  # why the job was given up
+    _team: Bootstrap | None = None
+    _folder: Path | None = None  # with the job's access to its server
 
     def run(self) -> int:
         """Run the job to its published result.
@@ -144,17 +155,18 @@ class Agent:
         Raises:
             PosttrainError: the job cannot be started or its result cannot be published; nothing is published.
         """
-        outside = mailbox_at(self.url)
-        order, spec = self._read(outside)
-        held = outside.start(order.epoch, processes.identity(os.getpid()) or "", self.incarnation)
-        if held is not None:
-            print(f"job {order.name} computes nothing: {held.cancelled or f'{held.host}:{held.pid} has it'}")
-            return ANOTHER_RUNS
-        mine = outside.started()
         with scratch(self.scratch, "job-") as folder:
+            outside = self._mailbox(folder)
+            order, spec = self._insist(lambda: self._read(outside))
+            process = processes.identity(os.getpid()) or ""
+            held = self._insist(lambda: outside.start(order.epoch, process, self.incarnation))
+            if held is not None:
+                print(f"job {order.name} computes nothing: {held.cancelled or f'{held.host}:{held.pid} has it'}")
+                return ANOTHER_RUNS
+            mine = outside.started()
             attempt = AttemptFolder(folder / "attempt", "")
             make_folder(attempt.path)
-            uploads = Uploads(StoredParts(order.store_url, order.name), outside, self.incarnation)
+            uploads = Uploads(self._parts(folder, order), outside, self.incarnation)
             relay = Relay(attempt, outside, mine.token if mine else "")
             with self._output(attempt.log), self._signals(attempt):
                 try:
@@ -163,7 +175,7 @@ class Agent:
                     code = self._supervise(spec, attempt, relay, uploads)
                     if self.lost:
                         raise ConflictError(self.lost)
-                    return self._publish(outside, attempt, relay, uploads, code)
+                    return self._insist(lambda: self._publish(outside, attempt, relay, uploads, code))
                 except PosttrainError as error:
                     print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                     raise
@@ -171,6 +183,42 @@ class Agent:
                     uploads.close()
                     with suppress(PosttrainError):
                         relay.log(whole=True)
+
+    def _mailbox(self, folder: Path) -> Mailbox:
+        if not self.bootstrap:
+            return mailbox_at(self.url)
+        self._team = Bootstrap.from_json(self.bootstrap)
+        self._team.redeem(folder)
+        self._folder = folder
+        return Mailbox(ServedObjects(folder, _SERVER_SECONDS))
+
+    def _parts(self, folder: Path, order: JobOrder) -> PartObjects:
+        if not self.bootstrap:
+            return StoredParts(order.store_url, order.name)
+        return ServedParts(folder, pause=self.turn)
+
+    def turn(self, seconds: float) -> None:
+        """Wait after an unanswered request; then use the next server of the team."""
+        time.sleep(seconds)
+        if self._team is not None and self._folder is not None:
+            self._team.turn(self._folder)
+
+    def _insist(self, ask: Callable[[], T]) -> T:
+        """Repeat what may be repeated until the store or the server answers.
+
+        Raises:
+            InfrastructureError: there was no answer for ten minutes, or the attempt has another job.
+        """
+        until = time.monotonic() + _SILENT_SECONDS
+        while True:
+            try:
+                return ask()
+            except RefusedError:
+                raise
+            except InfrastructureError:
+                if time.monotonic() >= until:
+                    raise
+                self.turn(_LOOK_SECONDS)
 
     def _read(self, outside: Mailbox) -> tuple[JobOrder, JobSpec]:
         order, spec = outside.document(ORDER), outside.document(REQUEST)
@@ -183,7 +231,7 @@ class Agent:
         try:
             self._fetch(order, attempt, folder)
             return True
-        except UnavailableError:
+        except InfrastructureError:
             raise
         except (PosttrainError, OSError) as error:
             outside.answer(failed(error).to_json())
@@ -192,7 +240,8 @@ class Agent:
     def _fetch(self, order: JobOrder, attempt: AttemptFolder, folder: Path) -> None:
         """Fetch the inputs into a store and a cache of this job, and write the order that names them."""
         _refuse_other_code(order)
-        blobs, own = open_blobs(order.store_url), open_blobs(folder / "blobs")
+        own = open_blobs(folder / "blobs")
+        blobs: BlobStore = ServedBlobs(folder, pause=self.turn) if self.bootstrap else open_blobs(order.store_url)
         cache = folder / "cache"
         make_folder(cache / "files")
         resumed = [InputBlob(order.resume, "tree")] if order.resume else []
@@ -202,7 +251,7 @@ class Agent:
                 own.put(blobs.get(blob.digest))
             else:
                 blobs.fetch(blob.digest, cache / "files" / blob.digest.removeprefix(DIGEST_PREFIX))
-        attempt.write_order(replace(order, store_url=own.url, cache_dir=str(cache), channel=""))
+        attempt.write_order(replace(order, store_url=own.url, cache_dir=str(cache), channel="", served=False))
 
     def _supervise(self, spec: JobSpec, attempt: AttemptFolder, relay: Relay, uploads: Uploads) -> int:
         """Start the job and relay until it ends; return its exit code, negative for a signal."""
@@ -297,7 +346,10 @@ class _Beat:
                     self._due[act] = now + seconds[act]
                     act()
             self._silent = None
-        except UnavailableError as error:
+        except RefusedError as error:
+            self._give_up(str(error))
+        except InfrastructureError as error:
+            self._agent.turn(0.0)
             self._silent = now if self._silent is None else self._silent
             if now - self._silent > _SILENT_SECONDS:
                 self._give_up(f"the store has not answered for {_SILENT_SECONDS:g} s: {error}")
@@ -360,7 +412,8 @@ def main() -> None:
         raise SystemExit(2)
     own = Path(tempfile.gettempdir(), f"posttrain-{os.getuid()}")
     place = Path(os.environ.get("POSTTRAIN_SCRATCH") or own)
-    agent = Agent(sys.argv[1], int(os.environ.get("POSTTRAIN_INCARNATION") or 0), place)
+    bootstrap = os.environ.pop("POSTTRAIN_BOOTSTRAP", "")
+    agent = Agent(sys.argv[1], int(os.environ.get("POSTTRAIN_INCARNATION") or 0), place, bootstrap)
     try:
         code = agent.run()
     except PosttrainError as error:

@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,16 +20,18 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from posttrain.domain.canonical import digest_bytes, is_digest
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InfrastructureError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.records import AttemptRecord
 from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread, whole
 from posttrain.store.atomic import most_of, read_json
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
+from posttrain.store.hosts import Host
 from posttrain.store.mailboxes.objects import object_store
 from posttrain.store.mailboxes.served import TOO_MUCH
-from posttrain.store.retries import INSIDE, SOCKET, JobAccess, tell
+from posttrain.store.retries import INSIDE, PARTS, REDEEM, SOCKET, Bootstrap, JobAccess, tell
+from posttrain.store.staging import FOLDER, PART, StoredParts
 from posttrain.store.trees import tree_listing
 from posttrain.workspace.served import PLACE
 
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     from posttrain.workspace.settings import OpenWorkspace
 
 log = logging.getLogger("posttrain.driver")
-PREFIX = "posttrain_job_"
+PREFIX, BOOTSTRAP_PREFIX = "posttrain_job_", "posttrain_bootstrap_"
+_PART = re.compile(r"[0-9]{1,6}/[0-9a-f]{64}")
 RENEW_SECONDS = 60.0  # seconds between two renewals of grants
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
@@ -58,10 +62,13 @@ class Granting:
     Args:
         root: the workspace's folder.
         host: the host whose attempts' grants are renewed; None if the ledger has only one host.
+        peers: returns the hosts of the ledger.
     """
 
-    def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
-        self._root, self._grants, self._host = root, grants, host
+    def __init__(
+        self, root: Path, grants: Grants, host: str | None, peers: Callable[[], Sequence[Host]] = tuple
+    ) -> None:
+        self._root, self._grants, self._host, self._peers = root, grants, host, peers
         self._renewed = -RENEW_SECONDS
         self._told: dict[str, tuple[str, str]] = {}  # attempt folder → the server's address written there
         self._damaged: set[str] = set()  # folders for which an error was logged
@@ -77,6 +84,18 @@ class Granting:
         self._grants.add(attempt, digest_bytes(secret.encode()))
         JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
+    def bootstrap(self, attempt: AttemptRecord) -> str:
+        """See `control.jobs.Access.bootstrap`: a token, this server, and the other servers of the team.
+
+        Raises:
+            InfrastructureError: the server has not recorded its address yet.
+        """
+        url, certificate = self._server()
+        secret = BOOTSTRAP_PREFIX + secrets.token_urlsafe(32)
+        self._grants.add(attempt, digest_bytes(secret.encode()), bootstrap=True)
+        team = [one.url for one in self._peers() if one.url and not one.gone]
+        return Bootstrap(secret, tuple(dict.fromkeys((url, *team))), certificate).to_json()
+
     def keep(self) -> None:
         """Renew the grants of running jobs when due, and write the server's current address into the jobs' folders.
 
@@ -86,7 +105,7 @@ class Granting:
         if time.monotonic() - self._renewed < RENEW_SECONDS:
             return
         place = self._server()
-        folders = set(self._grants.renew(self._host))
+        folders = {name for name in self._grants.renew(self._host) if (self._root / name).is_dir()}
         self._renewed = time.monotonic()  # set first, because a job may have damaged its folder
         self._damaged &= folders
         self._told = {name: told for name, told in self._told.items() if name in folders}
@@ -121,6 +140,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
     all_of = _Jobs(server.workspace, server.limits)
     channel = "/v1/attempt/channel/{key:path}"
     app.add_api_route(channel, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
+    app.add_api_route(REDEEM, all_of.redeem, methods=["POST"], name="attempt_redeem")
+    app.add_api_route(f"{PARTS}/{{key:path}}", all_of.part, methods=["POST", "PUT"], name="attempt_part")
     app.add_api_route(BLOB, all_of.fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
 
@@ -156,10 +177,42 @@ class _Jobs:
             body = await whole(request, most, f"mailbox: {key}")
             return await in_thread(UPLOAD, self._talked, request, who, secret, body)
 
+    async def redeem(self, request: Request) -> Response:
+        """Answer with a new token for the attempt that a bootstrap token names; its earlier token becomes invalid."""
+        secret = PREFIX + secrets.token_urlsafe(32)
+        bearer = _secret(request)
+        digests = digest_bytes(bearer.encode()), digest_bytes(secret.encode())
+        granted = await in_thread(READ, self._grants.redeem, *digests) if bearer.startswith(BOOTSTRAP_PREFIX) else None
+        if granted is None:
+            raise AuthenticationError(
+                "the bootstrap token is not that of a running attempt: the attempt has ended, or was replaced"
+            )
+        return JSONResponse({"token": secret}, headers=_UNKEPT)
+
+    async def part(self, request: Request) -> Response:
+        """Store a part of a staged file (PUT), or answer where to send a large part directly (POST)."""
+        who, _ = await in_thread(READ, self._granted, request)
+        key = request.path_params["key"]
+        if not _PART.fullmatch(key):
+            raise InputError(f"part: must be named EPOCH/SHA-256, got {key[:80]!a}; see store/staging.py")
+        size = _size(request, PART) if request.method == "PUT" else int(request.query_params.get("size", "0")[:_DIGITS])
+        if request.method == "POST":
+            ticket = None
+            if self._direct is not None and size <= PART:
+                ticket = await in_thread(UPLOAD, self._direct.part, f"{FOLDER}/{who.name}/{key}", size)
+            if ticket is None:
+                return Response(status_code=204)
+            return JSONResponse({"url": ticket.url, "headers": dict(ticket.headers)}, headers=_UNKEPT)
+        async with self._limits.taken(f"attempt {who.run_id}/{who.stage}/{who.number}", CHANNEL, size):
+            body = await whole(request, PART, f"part {key}")
+            if digest_bytes(body).removeprefix(DIGEST_PREFIX) != key.rpartition("/")[2]:
+                raise InputError(f"part {key}: the received bytes have another digest; send it again")
+            await in_thread(UPLOAD, StoredParts(self._workspace.blobs.url, who.name).put, key, body)
+        return Response(status_code=204)
+
     def _granted(self, request: Request) -> tuple[Granted, str]:
         """Return the grant of the token, and the token's digest."""
-        header = request.headers.get("authorization", "")
-        secret = header[len(_SCHEME) :].strip() if header.lower().startswith(_SCHEME) else ""
+        secret = _secret(request)
         digest = digest_bytes(secret.encode())
         found = self._grants.known(digest) if secret.startswith(PREFIX) else None
         if found is None:
@@ -198,6 +251,11 @@ class _Jobs:
         elif not channel.create(key, body):
             return Response(status_code=409)
         return Response(status_code=204)
+
+
+def _secret(request: Request) -> str:
+    header = request.headers.get("authorization", "")
+    return header[len(_SCHEME) :].strip() if header.lower().startswith(_SCHEME) else ""
 
 
 def _size(request: Request, most: int) -> int:

@@ -98,7 +98,9 @@ def main(root: Path, words: list[str]) -> int:
     except PosttrainError as error:
         say_of_driver(f"error: {error}")
         return error.exit_code
-    granting = Granting(root, Grants(workspace.ledger.database, workspace.ledger.clock), workspace.jobs.host)
+    hosts = workspace.hosts
+    peers = hosts.all if hosts is not None else tuple
+    granting = Granting(root, Grants(workspace.ledger.database, workspace.ledger.clock), workspace.jobs.host, peers)
     serve_jobs(workspace, granting)
     runs = OpenRuns(workspace, say_of_driver, granting, SharedCounters(int(words[2])) if len(words) > 2 else None)
     driver = Driver(workspace, runs, say_of_driver, served=True)

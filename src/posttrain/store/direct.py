@@ -88,6 +88,15 @@ class Direct:
         headers = {"content-length": str(size), "x-amz-checksum-sha256": checksum}
         return Ticket(presigned(keys, "PUT", self._address(_sent(project, digest)), SECONDS, headers=headers), headers)
 
+    def part(self, key: str, size: int) -> Ticket | None:
+        """Return a ticket to write an object whose last path component is the SHA-256 of its bytes; None: no keys."""
+        keys = Keys.of_environment()
+        if keys is None or not LARGE <= size <= MOST:
+            return None
+        checksum = base64.b64encode(bytes.fromhex(key.rpartition("/")[2])).decode()
+        headers = {"content-length": str(size), "x-amz-checksum-sha256": checksum}
+        return Ticket(presigned(keys, "PUT", self._address(key), SECONDS, headers=headers), headers)
+
     def adopt(self, project: str, digest: str, size: int) -> None:
         """Store the object that a client has sent as a blob, if it has the declared size and digest.
 

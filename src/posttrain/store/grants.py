@@ -4,20 +4,24 @@ A job's token is for one attempt, and only the token's digest is stored. The tok
 ends, when another attempt of the stage begins, or when the token is not renewed. For each request, any server of the
 ledger looks up the token in one statement.
 
+A job on another machine begins with a bootstrap token, which redeems the job's token. Each redemption invalidates the
+job's earlier token, so of several incarnations of a job only the last has access.
+
 A session maps a browser's secret to a token; only the digest of the secret is stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, exists, insert, not_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, not_, select, update
 
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.database import Database, now_in
 from posttrain.store.hosts import Ledger
-from posttrain.store.schema import attempts, grants, runs, sessions, tokens
+from posttrain.store.schema import attempts, grants, keyed, runs, sessions, tokens
 
 SECONDS = 900.0  # validity of a grant without renewal
 _KEPT = 86400.0  # seconds that an expired grant is kept, because a returning driver may renew it
@@ -35,6 +39,11 @@ class Granted:
     number: int
     resume: str | None  # digest of the checkpoint from which the attempt resumes
 
+    @property
+    def name(self) -> str:
+        """The external name of the attempt's job."""
+        return f"{self.run_id}-{self.stage}-{self.number}"
+
 
 class Grants:
     """The grants of a ledger, of every project."""
@@ -42,14 +51,43 @@ class Grants:
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database, self._clock = database, clock
 
-    def add(self, attempt: AttemptRecord, digest: str) -> None:
-        """Grant the access of the attempt to the holder of the secret with this digest."""
-        with self._database.write() as connection:
-            until = now_in(connection, self._clock) + SECONDS
-            key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
-            connection.execute(insert(grants).values(digest=digest, expires_at=until, put_bytes=0, **key))
+    def add(self, attempt: AttemptRecord, digest: str, *, bootstrap: bool = False) -> None:
+        """Grant the access of the attempt to the holder of the secret with this digest.
 
-    def known(self, digest: str) -> Granted | None:
+        Args:
+            bootstrap: whether the secret opens nothing, and only redeems the secret of a job.
+        """
+        key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
+        with self._database.write() as connection:
+            self._add(connection, digest, key, bootstrap=int(bootstrap))
+
+    def redeem(self, bootstrap: str, digest: str) -> Granted | None:
+        """Give the access of an attempt to the holder of a new secret, and to no earlier holder.
+
+        Args:
+            bootstrap: digest of the bootstrap token.
+            digest: digest of the new secret.
+
+        Returns:
+            The attempt; None if the bootstrap token is not valid.
+        """
+        found = self.known(bootstrap, bootstrap=True)
+        if found is None:
+            return None
+        key = {"run_id": found.run_id, "stage": found.stage, "number": found.number}
+        with self._database.write(across="a secret names its run") as connection:
+            earlier = (*keyed(grants, **key), grants.c.bootstrap == 0)
+            spent = connection.execute(select(func.max(grants.c.put_bytes)).where(*earlier)).scalar()
+            connection.execute(delete(grants).where(*earlier))
+            self._add(connection, digest, key, put_bytes=spent or 0)
+        return found
+
+    def _add(self, connection: Connection, digest: str, key: Mapping[str, Any], **values: int) -> None:
+        until = now_in(connection, self._clock) + SECONDS
+        row = {"digest": digest, "expires_at": until, "put_bytes": 0, "bootstrap": 0, **key, **values}
+        connection.execute(insert(grants).values(row))
+
+    def known(self, digest: str, *, bootstrap: bool = False) -> Granted | None:
         """Return the attempt that owns the secret; None if the secret is not valid."""
         later = attempts.alias()
         newer = exists().where(
@@ -60,7 +98,10 @@ class Grants:
             query = query.join(attempts, _of_attempt()).join(runs, runs.c.id == grants.c.run_id)
             good = grants.c.expires_at > now_in(connection, self._clock)
             row = connection.execute(
-                query.where(grants.c.digest == digest, good, attempts.c.state.in_(_LIVE), not_(newer))
+                query.where(
+                    *(grants.c.digest == digest, grants.c.bootstrap == int(bootstrap), good),
+                    *(attempts.c.state.in_(_LIVE), not_(newer)),
+                )
             ).one_or_none()
         return Granted(*row) if row else None
 
@@ -77,9 +118,13 @@ class Grants:
             return done.rowcount == 1
 
     def renew(self, host: str | None) -> Sequence[str]:
-        """Renew the grants of a host's live attempts, delete those of ended attempts; return the live folders."""
+        """Renew the grants of live attempts, delete those of ended attempts; return the folders of the live attempts.
+
+        Args:
+            host: the host whose attempts are meant, besides those that belong to no host.
+        """
         with self._database.write(across="a host has jobs of every project") as connection:
-            mine = attempts.c.host == host if host else attempts.c.host.is_(None)
+            mine = attempts.c.host.is_(None) | (attempts.c.host == host)
             living = select(attempts.c.folder).join(grants, _of_attempt()).where(attempts.c.state.in_(_LIVE), mine)
             folders = list(connection.execute(living.distinct()).scalars())
             self._forget(connection)

@@ -13,7 +13,10 @@ The job can write both files, so no part of the server reads them; the driver ke
 Jobs import this module, so it imports only the standard library and the modules that access the folder.
 """
 
+from __future__ import annotations
+
 import http.client
+import itertools
 import json
 import socket
 import ssl
@@ -21,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Set
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +41,8 @@ INSIDE = "/run/posttrain"  # the path of that folder in such jobs
 _MOST = 1 << 20  # maximum bytes of an access file; a certificate with its chain has a few thousand bytes
 PATIENCE = 900.0  # seconds that a server may be unreachable
 REFUSED = (401, 403)
+REDEEM, PARTS = "/v1/attempt/redeem", "/v1/attempt/parts"
+_OK = 200
 _CONNECT_SECONDS = 10.0
 STALLED = 90.0  # seconds without a byte until a connection fails; longer than a server waits for its store
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries; the last value repeats
@@ -44,6 +50,10 @@ _TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
 W = TypeVar("W")
+
+
+class RefusedError(InfrastructureError):
+    """A server no longer accepts a job's token: the attempt has ended, or another job of it has access now."""
 
 
 class AwayError(Exception):
@@ -141,6 +151,67 @@ def _read(path: Path, known: Set[str]) -> dict[str, str] | None:
     return said
 
 
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """What a job on another machine begins with: it redeems the job's token, at any server of the team."""
+
+    token: str = field(repr=False)
+    urls: tuple[str, ...]
+    certificate: str = ""  # of the first server, in PEM; empty: no TLS, or a certificate of a known authority
+
+    def to_json(self) -> str:
+        return json.dumps({"token": self.token, "urls": list(self.urls), "certificate": self.certificate})
+
+    @classmethod
+    def from_json(cls, text: str) -> Bootstrap:
+        """Return the inverse of `to_json`.
+
+        Raises:
+            IntegrityError: the text has another form.
+        """
+        try:
+            said = json.loads(text)
+            return cls(str(said["token"]), tuple(map(str, said["urls"])), str(said["certificate"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise IntegrityError(f"POSTTRAIN_BOOTSTRAP cannot be read: {error!r}; submit the job again") from error
+
+    def redeem(self, folder: Path, patience: float = PATIENCE) -> None:
+        """Get the job's token from the first server that answers, and write it and the server's URL into a folder.
+
+        Raises:
+            InfrastructureError: no server answered, or the attempt has ended.
+        """
+        tried = itertools.cycle(self.urls)
+
+        def ask() -> None:
+            url = next(tried)
+            certificate = self.certificate if url == self.urls[0] else ""
+            try:
+                with closing(connected(url, certificate, pinned=bool(certificate))) as connection:
+                    connection.request("POST", REDEEM, b"", {"authorization": f"Bearer {self.token}"})
+                    response = connection.getresponse()
+                    said = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise AwayError(f"server {url} does not answer ({error})") from error
+            if response.status in REFUSED:
+                raise refusal()
+            if response.status != _OK:
+                raise AwayError(f"server {url} answers {response.status}")
+            JobAccess(url, json.loads(said)["token"], certificate).write(folder)
+
+        try:
+            patiently(ask, AwayError, patience, "waiting for it")
+        except AwayError as error:
+            raise UnavailableError(f"{error}; check that the node can reach it") from error
+
+    def turn(self, folder: Path) -> None:
+        """Let the job of a folder use the next server of the team."""
+        access = read_access(folder)
+        if access is not None and len(self.urls) > 1:
+            following = self.urls[(self.urls.index(access.url) + 1) % len(self.urls)]
+            tell(folder, following, self.certificate if following == self.urls[0] else "")
+
+
 class Reach:
     """Requests to the server of an attempt, with retries.
 
@@ -185,11 +256,9 @@ class Reach:
             raise UnavailableError(f"server {url} did not answer within {self._patience:g} s ({why}); retry") from error
 
 
-def refusal() -> InfrastructureError:
+def refusal() -> RefusedError:
     """Return the error for a server that no longer accepts the token."""
-    return InfrastructureError(
-        "the server rejects this attempt: the attempt has ended, or another attempt has replaced it"
-    )
+    return RefusedError("the server rejects this attempt: the attempt has ended, or another attempt has replaced it")
 
 
 def reached(access: JobAccess) -> http.client.HTTPConnection:

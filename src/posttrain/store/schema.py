@@ -35,7 +35,7 @@ from sqlalchemy import (
 
 from posttrain.domain.errors import IntegrityError
 
-SCHEMA_VERSION = "0005"  # revisions are numbered with leading zeros, so they compare as text
+SCHEMA_VERSION = "0006"  # revisions are numbered with leading zeros, so they compare as text
 USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this revision
 
 
@@ -535,6 +535,7 @@ grants = Table(  # the attempts to which the secrets of running jobs give access
     Column("number", Integer, nullable=False),
     Column("expires_at", Float(53), nullable=False),
     Column("put_bytes", BigInteger, nullable=False),  # bytes that the attempt has written to its mailbox
+    Column("bootstrap", Integer, nullable=False, server_default="0"),  # 1: the secret only redeems another one
     Index("grants_by_attempt", "run_id", "stage", "number"),
 )
 sessions = Table(  # browser sessions, with the token behind each session's secret

@@ -17,26 +17,41 @@ records the digest in a row, all under the store's lock.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import itertools
+import json
 import re
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import obstore
 
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
 from posttrain.domain.jobs import JobOrder, LogPage, Output, count
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import files_below, look_over, open_plain
 from posttrain.store.attempts import AttemptFolder, StoredCheckpoint, spending
 from posttrain.store.blobs import ObjectBlobs, answering, backend_of
+from posttrain.store.direct import LARGE
 from posttrain.store.mailbox import ORDER, OUTPUTS, PARTS, Mailbox, refuse
+from posttrain.store.retries import (
+    PARTS as PARTS_PATH,
+    PATIENCE,
+    REFUSED,
+    JobAccess,
+    Reach,
+    connected,
+    reached,
+    refusal,
+)
 from posttrain.store.trees import TreeFile, put_listing
 
 PART = 32 << 20  # bytes of a part; S3 accepts 10,000 parts of an object, so a file may have 320 GB
@@ -103,6 +118,60 @@ class StoredParts:
         with answering(self._url, name):
             obstore.put(self._store, name, data)
             self._backend.settle(name)
+
+
+class ServedParts:
+    """`PartObjects` of an attempt at a server, because a job that a server launched has no key to the store.
+
+    The server stores a small part; a large one is sent directly to the store, with a URL that fixes its bytes.
+
+    Args:
+        folder: the folder with the job's access.
+        patience: seconds that the server may be unreachable.
+    """
+
+    def __init__(self, folder: Path, patience: float = PATIENCE, pause: Callable[[float], None] = time.sleep) -> None:
+        self._reach = Reach(folder, patience, pause)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `PartObjects.put`."""
+
+        def asked(access: JobAccess) -> None:
+            with closing(reached(access)) as server:
+                if len(data) >= LARGE:
+                    said = _answer(server, access, "POST", f"{PARTS_PATH}/{key}?size={len(data)}")
+                    if said:
+                        ticket = json.loads(said)
+                        _send(str(ticket["url"]), dict(ticket["headers"]), data)
+                        return
+                _answer(server, access, "PUT", f"{PARTS_PATH}/{key}", data)
+
+        self._reach.again(asked)
+
+
+def _answer(
+    server: http.client.HTTPConnection, access: JobAccess, method: str, path: str, data: bytes | None = None
+) -> bytes:
+    prefix = urlsplit(access.url).path.rstrip("/")
+    server.request(method, prefix + path, data, {"authorization": f"Bearer {access.token}"})
+    response = server.getresponse()
+    said = response.read()
+    if response.status in REFUSED:
+        raise refusal()
+    if response.status not in (200, 204):
+        raise UnavailableError(f"status {response.status}")
+    return said
+
+
+def _send(url: str, headers: dict[str, str], data: bytes) -> None:
+    """Send bytes to a presigned URL, which is in no error."""
+    place = urlsplit(url)
+    with closing(connected(url)) as store:
+        store.request("PUT", f"{place.path}?{place.query}", data, headers)
+        response = store.getresponse()
+        response.read()
+    if response.status != 200:
+        raise UnavailableError(f"the store answers {response.status}")
 
 
 class StagingArea:

@@ -6,6 +6,8 @@ the next segment.
 
 import http.client
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -24,8 +26,8 @@ class ServedObjects:
         patience: seconds that the server may be unreachable.
     """
 
-    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
-        self._reach, self._kept = Reach(folder, patience), KeptConnection()
+    def __init__(self, folder: Path, patience: float = PATIENCE, pause: Callable[[float], None] = time.sleep) -> None:
+        self._reach, self._kept = Reach(folder, patience, pause), KeptConnection()
 
     @property
     def place(self) -> str:

@@ -177,7 +177,7 @@ class LocalExecutor:
         with unclaimed(folder) as free:
             if not free:  # replacing files that a running container covers would expose them
                 return ALREADY_CLAIMED
-            write_json(folder / "spec.json", {**asdict(spec), "folder": str(folder), **reserved, **boxed})
+            write_json(folder / "spec.json", {**spec.to_json(), "folder": str(folder), **reserved, **boxed})
         code, own = None, self._own(spec)
         if boxed:
             own = containers.variables(os.environ) | own
