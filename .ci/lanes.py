@@ -83,9 +83,9 @@ SLOW = (
     Lane(
         "slow-control", 7, _source("control", "data", "decision", "drivers", "execution", "preflight", "store"),
         files=(
-            *_tests("contract", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
+            *_tests("contract", "agent", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
                     "executor_contract", "starved_jobs", "store_lock"),
-            *_tests("e2e", "background", "budget", "channels", "confined", "fuzz", "recovery", "stalls"),
+            *_tests("e2e", "background", "budget", "channels", "confined", "far", "fuzz", "recovery", "stalls"),
             *_tests("unit", "approvals", "channel_policies", "cli_backup", "cli_erase", "cli_gc", "cli_s3",
                     "control_beside", "control_billing", "control_decide", "control_idle", "control_model",
                     "control_orphans", "control_protocol", "control_trouble", "control_watching", "data_files",

@@ -15,8 +15,8 @@ from pathlib import Path
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Capacity, LogPage, Observation, Submission
 from posttrain.domain.jobspec import JobRef, JobSpec, Listed
+from posttrain.execution.agent import Agent
 from posttrain.execution.executors.local.executor import LocalExecutor
-from posttrain.jobs.agent import Agent
 from posttrain.store.attempts import mailbox_at
 from posttrain.store.staging import relayed_log
 
@@ -66,7 +66,7 @@ class Far:
 
 
 def _of_the_node(environment: Mapping[str, str]) -> dict[str, str]:
-    keys = () if "FAR_KEYLESS" in environment else ("AWS_",)
+    keys = ("POSTTRAIN_CRASHPOINT", *(() if "FAR_KEYLESS" in environment else ("AWS_",)))
     return {name: value for name, value in environment.items() if name == "PATH" or name.startswith(keys)}
 
 

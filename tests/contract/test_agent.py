@@ -46,7 +46,7 @@ class Node:
     def start(self, incarnation: int = 0) -> subprocess.Popen[str]:
         own = {"POSTTRAIN_SCRATCH": str(self.root / "scratch"), "POSTTRAIN_INCARNATION": str(incarnation)}
         own |= {"PATH": os.environ["PATH"], "AWS_SECRET_ACCESS_KEY": "the-nodes", "JUDGE_KEY": "a-judges-key"}
-        command = [sys.executable, "-m", "posttrain.jobs.agent", self.url]
+        command = [sys.executable, "-m", "posttrain.execution.agent", self.url]
         process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.started.append(process)
         return process

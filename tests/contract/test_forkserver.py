@@ -162,7 +162,8 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
 
     def start(seconds: float) -> int | None:
         spec = driver.spec()
-        (spec.folder / "spec.json").write_text(json.dumps({**asdict(spec), "devices": 0, "machine": asdict(Devices())}))
+        words = {"folder": str(spec.folder), "devices": 0, "machine": asdict(Devices())}
+        (spec.folder / "spec.json").write_text(json.dumps({**spec.to_json(), **words}))
         return server.start(spec.folder, job_environment(spec.environment), seconds)
 
     assert start(PATIENCE) == 0

@@ -133,11 +133,12 @@ class Bench:
         self.reconciler = Reconciler(self.stores, self.jobs, "here")
 
     def _on_launch(self, spec: JobSpec) -> int | None:
-        stage = spec.folder.parent.name
+        folder = spec.folder_below(self.root / "runs")
+        stage = folder.parent.name
         self.launched.append(stage)
         queue = self.scripts[stage]
         script = queue.pop(0) if len(queue) > 1 else queue[0]
-        return script(AttemptFolder(spec.folder)) if script else None
+        return script(AttemptFolder(folder)) if script else None
 
     def submit(self, again: bool = False, **changes: Any) -> str:
         raw = {**RUN, **changes}

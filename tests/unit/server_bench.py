@@ -198,6 +198,7 @@ def attempt_with_access(
     attempt = AttemptRecord(
         run_id=run_id, stage="sft", number=number, name=f"{name}-sft-{number}", folder=folder,
         state=AttemptState.PLANNED, executor="local", resume=resume,
+        channel=workspace.jobs.folders.mailbox_of(run_id, "sft", number),
     )  # fmt: skip
     with workspace.ledger.transaction(workspace.actor) as transaction:
         if project not in transaction.snapshot.projects():

@@ -42,6 +42,7 @@ DECIDES_NOTHING = {
     "store/mailboxes/objects.py": "keeps bytes",
     "store/mailboxes/served.py": "keeps what is said",
     "store/external.py": "whether a store's address is one",
+    "store/signed.py": "asks a store to keep bytes",
     "store/trees.py": "keeps bytes, known by their digest; temporary files",
 }
 

@@ -22,9 +22,11 @@ from server_bench import KEY, ServerBench, attempt_with_access, granting, served
 import podman_image
 from posttrain.app.workspace import init_workspace
 from posttrain.control import launch
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
 from posttrain.domain.jobspec import JobRef, JobSpec, PodGroup
+from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.containers import fetched
 from posttrain.execution.executors.local.executor import LocalExecutor
@@ -264,7 +266,11 @@ def test_who_submits_beside_another_replaces_nothing_that_is_covered(
 
     monkeypatch.setattr(containers, "contained", meanwhile)
     assert isinstance(LocalExecutor(images=True).submit(request), Exists)
-    launch._lay_down(AttemptFolder(machine), JobOrder("r-s-1", "sft", 1, {}, {}, "", "", image=IMAGE))
+    launch._lay_down(
+        Jobs(FakeExecutor(), {}, AttemptFolders(machine)),
+        AttemptFolder(machine),
+        JobOrder("r-s-1", "sft", 1, {}, {}, "", "", image=IMAGE),
+    )
     assert places() == before[0]
     (machine / "go").touch()
     until(lambda: first.observe([request])[0].gone)

@@ -11,9 +11,10 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, fail, train
 from test_control_billing import write_checkpoint
 
-from posttrain.control import actions, budgets, launch, stages, stages as actuator
+from posttrain.control import actions, budgets, stages, stages as actuator
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, InfrastructureError
+from posttrain.store import attempts as store_attempts
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.journal import RUN, STAGE
 from posttrain.store.work import WorkQueue
@@ -55,14 +56,14 @@ def test_two_stages_that_start_beside_each_other_know_what_the_other_took_over(
     assert bench.drive(first).state == "failed"
     assert {one.stage: one.tokens for one in bench.ledger.attempts(first)} == {"a": 400, "b": 400}
     driver = Reconciler(bench.stores, replace(bench.jobs, beside=2), "here")
-    put, go_on = launch.put_tree, threading.Event()
+    put, go_on = store_attempts.put_tree, threading.Event()
 
     def slow(*words: Any) -> str:
         if "/b/" in str(words[1]):  # the hash of the second takes until the first has begun
             assert go_on.wait(60)
         return put(*words)
 
-    monkeypatch.setattr(launch, "put_tree", slow)
+    monkeypatch.setattr(store_attempts, "put_tree", slow)
     second = bench.submit(budget={"tokens": 1000}, **TWO)
     until(bench, driver, second, lambda: bench.stage(second, "a").state == "running")
     go_on.set()
@@ -118,7 +119,7 @@ def test_slots_are_counted_when_they_are_taken(bench: Bench, monkeypatch: pytest
     for _ in range(4):
         dying.step(lonely)
     assert bench.stage(lonely, "sft").state == "running"
-    put = launch.put_tree
+    put = store_attempts.put_tree
 
     def slow(*words: Any) -> str:
         bench.clock.sleep(20)
@@ -126,7 +127,7 @@ def test_slots_are_counted_when_they_are_taken(bench: Bench, monkeypatch: pytest
             other.step(third)
         return put(*words)
 
-    monkeypatch.setattr(launch, "put_tree", slow)
+    monkeypatch.setattr(store_attempts, "put_tree", slow)
     second = bench.submit(budget={"attempts": 4}, **TRAIN_ONLY)
     for _ in range(4):
         bench.reconciler.step(second)

@@ -176,11 +176,11 @@ def test_a_result_that_comes_between_a_look_and_the_end_of_an_attempt_is_read(
     actions.stop(bench.stores, run_id)
     folder = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0])
 
-    def late(folders: Any, attempt: Any, why: str) -> bool:
+    def late(folders: Any, attempt: Any, why: str, **words: Any) -> bool:
         if folder.mailbox.answered() is None:
             folder.mailbox.start(1, "a process that is gone")
             train()(folder)
-        return give_up(folders, attempt, why)
+        return give_up(folders, attempt, why, **words)
 
     monkeypatch.setattr("posttrain.control.attempts.give_up", late)
     bench.drive(run_id)

@@ -22,7 +22,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.hosts import GONE_SECONDS, Hosts, Ledger, host_of, server_lives
 from posttrain.store.journal import RUN
-from posttrain.store.schema import attempts, hosts, work
+from posttrain.store.schema import hosts, work
 from posttrain.store.sealer import seal
 from posttrain.store.work import WorkQueue, open_runs
 
@@ -155,22 +155,6 @@ def test_a_job_on_a_host_that_is_gone_waits_for_a_persons_word(two: Two) -> None
     assert two.a.launched == ["sft"]
     seal(two.b.ledger)
     verify_rows(two.b.ledger)
-
-
-def test_an_attempt_of_before_is_of_the_host_that_has_its_folder(two: Two) -> None:
-    two.a.scripts["sft"] = [None]
-    run_id = two.a.submit(**TRAIN_ONLY)
-    two.pass_over(run_id, two.a)
-    with two.a.ledger.database.write(across="a test") as connection:  # as a release that knew no hosts left it
-        connection.execute(update(attempts).values(host=None))
-        connection.execute(update(work).values(affinity=None, lease_owner=None, lease_token=None, lease_until=None))
-    two.pass_over(run_id, two.b)
-    assert two.b.launched == []
-    assert [one.state for one in two.b.ledger.attempts(run_id)] == ["launched"]
-    two.pass_over(run_id, two.a)
-    assert [one.state for one in two.a.ledger.attempts(run_id)] == ["launched"]
-    with two.a.ledger.database.write(across="a test") as connection:  # what no event tells
-        connection.execute(update(attempts).values(host="a" * 32))
 
 
 def test_a_host_says_where_it_is_and_how_long_it_was_silent(two: Two) -> None:

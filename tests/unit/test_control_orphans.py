@@ -16,7 +16,7 @@ from posttrain.control.attempts import Orphans, end_orphans, find_orphans
 from posttrain.control.reconciler import SWEEP_SECONDS, Reconciler
 from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobState
-from posttrain.domain.jobspec import Job, JobRef, JobSpec, Listed
+from posttrain.domain.jobspec import JobRef, JobSpec, Listed
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.Monke
     second = orphan(bench, mine, "b-sft-1")
     kill = bench.executor.kill
 
-    def resists(job: Job) -> None:
+    def resists(job: JobRef) -> None:
         if job.name == "a-sft-1":
             raise DeadlineError("still runs after SIGKILL")
         kill(job)

@@ -13,12 +13,13 @@ from benchmarks.watching import Idle, scripted
 from control_bench import TRAIN_ONLY, Bench, train
 from sqlalchemy import update
 
-from posttrain.control import actions, attempts
+from posttrain.control import actions
 from posttrain.control.reconciler import LEASE_SECONDS, POLL_SECONDS, SLOT_SECONDS, Reconciler
 from posttrain.control.wakeups import Turns
 from posttrain.domain.jobs import Capacity, Observation
 from posttrain.domain.jobspec import JobRef
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store import attempts as store_attempts
 from posttrain.store.journal import RUN
 from posttrain.store.schema import work
 
@@ -166,7 +167,7 @@ def test_a_slot_that_a_run_of_ones_own_leaves_is_given_at_once(bench: Bench) -> 
 
 def test_audit_8_no_stop_waits_for_a_hash(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run's result is hashed without an end; another's job is told to stop, and killed."""
-    hashing, go_on, put = threading.Event(), threading.Event(), attempts.put_tree
+    hashing, go_on, put = threading.Event(), threading.Event(), store_attempts.put_tree
     decides, hashes = threading.get_ident(), set[int]()
 
     def slow(*words: Any) -> Any:
@@ -175,7 +176,7 @@ def test_audit_8_no_stop_waits_for_a_hash(bench: Bench, monkeypatch: pytest.Monk
         assert decides in hashes or go_on.wait(60)
         return put(*words)
 
-    monkeypatch.setattr(attempts, "put_tree", slow)
+    monkeypatch.setattr(store_attempts, "put_tree", slow)
     first, second = submitted(bench, 2)
     bench.scripts["sft"] = [lambda folder: train()(folder) if first in str(folder.path) else None]
     driver = Reconciler(bench.stores, replace(bench.jobs, beside=2), "here")

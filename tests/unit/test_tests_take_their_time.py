@@ -42,6 +42,8 @@ ALLOWED = {
     ("contract/test_device_locks.py", "time.sleep(0.01)"): POLL,
     ("contract/channel_jobs.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/test_channel_contract.py", "time.sleep(0.01)"): POLL,
+    ("contract/far_job.py", "time.sleep(0.02)"): "the job's own work until it is told to leave",
+    ("contract/test_agent.py", "time.sleep(0.02)"): POLL,
     ("contract/executor_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/executor_late_supervisor.py", "time.sleep(0.01)"): POLL,
     ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,
@@ -201,6 +203,10 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
+    "execution/agent.py:_RELAY_SECONDS": "between two looks at the job's mailbox",
+    "execution/agent.py:_LOOK_SECONDS": "between two looks at the attempt's mailbox",
+    "execution/agent.py:_LOG_SECONDS": "after which the job's output is relayed",
+    "execution/agent.py:_SERVER_SECONDS": "a server that is away longer is asked again in the next round",
     "server/connections.py:LOOK_SECONDS": "between two looks at who there is",
     "server/connections.py:_CONNECT_SECONDS": "a server that is away longer is asked again later; this one answers",
     "server/limits.py:RETRY_SECONDS": "what a client is told to wait before it asks again",

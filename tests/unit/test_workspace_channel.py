@@ -20,7 +20,6 @@ from posttrain.control.launch import tokens_taken_over, trained_elsewhere
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult, Progress
-from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
@@ -131,16 +130,6 @@ def test_an_attempt_keeps_its_place_which_only_its_job_has_from_its_order(store:
     assert AttemptFolder(there.path, job=True).mailbox._objects.place == f"{store}/there"
     assert here.mailbox._objects.place == str(here.path)
     assert objects.object_store(f"{store}/there") is objects.object_store(f"{store}/there"), "it is opened once"
-
-
-def test_the_attempt_of_a_release_before_has_its_channel_where_its_order_says(store: str, tmp_path: Path) -> None:
-    far, near = AttemptFolders(tmp_path, lambda: store), AttemptFolders(tmp_path)
-    attempt = AttemptRecord("r", "sft", 1, "r-sft-1", "runs/r/sft/001", "launched")
-    assert far.of(attempt).mailbox._objects.place == f"{store}/r/sft/001", "there is no order yet"
-    order = JobOrder("a", "sft", 1, {}, {}, "", "", channel=f"{store}/before-it-was-copied")
-    far.of(attempt).write_order(order)
-    assert far.of(attempt).mailbox._objects.place == order.channel
-    assert near.of(attempt).mailbox._objects.place == str(near.of(attempt).path), "this workspace has none in a store"
 
 
 @pytest.mark.parametrize("far", [True, False])

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain.control.stores import Stores
-from posttrain.domain.engines import ENGINE, engine_plugin, engine_words, engines_in, installed_engine
-from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
+from posttrain.domain.engines import engine_plugin, engines_in
+from posttrain.domain.errors import IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.jobspec import RUN, STAGE, WORKSPACE, JobRef, JobSpec, PodGroup
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.manifest import KIND, InputRef, Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.sinks import RUN_ENVIRONMENT
+from posttrain.execution.code import present_code, trainer_of
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.atomic import make_folder, read_json, write_json
@@ -50,42 +51,6 @@ def code_of(stages: Iterable[StageManifest], trainers: Mapping[str, Trainer]) ->
         named |= {stage.trainer, *([f"{KIND}{stage.kind}"] if installed_kind(stage.kind) else [])}
         named |= {name for name in engines_in(stage.params) if engine_plugin(name)}
     return {name: present_code(name, trainers) for name in sorted(named)}
-
-
-def present_code(name: str, trainers: Mapping[str, Trainer]) -> str:
-    """Return the current digest of a name in `code`.
-
-    Raises:
-        InputError: the trainer, kind or engine is no longer installed, or its package is broken.
-    """
-    if name.startswith(ENGINE):
-        return installed_engine(*engine_words(name)).code_digest()
-    if name.startswith(KIND):
-        kind = name.removeprefix(KIND)
-        found = installed_kind(kind)
-        if found is None:
-            raise InputError(f"kind {kind!r} must be installed; install its package")
-        return found.code_digest()
-    return trainer_of(name, trainers).code_digest()
-
-
-def trainer_of(name: str, trainers: Mapping[str, Trainer]) -> Trainer:
-    """Return the trainer of this name.
-
-    Raises:
-        InputError: the trainer is not installed, or its package is broken.
-    """
-    if name not in trainers:
-        known = ", ".join(sorted(trainers))
-        raise InputError(f"trainer {name!r} is not installed (installed: {known}); install its package")
-    return trainers[name]
-
-
-def called(name: str) -> str:
-    """Return a name of `code` as errors show it."""
-    if name.startswith(ENGINE):
-        return "{} engine {!r}".format(*engine_words(name))
-    return f"kind {name.removeprefix(KIND)!r}" if name.startswith(KIND) else f"trainer {name!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from posttrain.control.effects import (
     StopStage,
     TryAgain,
 )
-from posttrain.control.jobs import Jobs, called, present_code
+from posttrain.control.jobs import Jobs
 from posttrain.control.launch import (
     cache_key,
     launch_attempt,
@@ -53,6 +53,7 @@ from posttrain.domain.manifest import Manifest, names_of
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
+from posttrain.execution.code import called, present_code
 from posttrain.store.hosts import Ledger
 
 

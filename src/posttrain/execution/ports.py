@@ -46,8 +46,8 @@ class Executor(Protocol):
     def remote(self) -> bool:
         """Whether its jobs share no disk with this process: they stage their files (`store.staging`).
 
-        The order and the spec of such a job are in its mailbox, and `python -m posttrain.jobs.agent MAILBOX` runs it,
-        with the spec's `bootstrap` as POSTTRAIN_BOOTSTRAP, which no other user of the node may read.
+        The order and the spec of such a job are in its mailbox, and `python -m posttrain.execution.agent MAILBOX` runs
+        it, with the spec's `bootstrap` as POSTTRAIN_BOOTSTRAP, which no other user of the node may read.
         """
 
     @property

@@ -7,7 +7,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from posttrain.control.channels import check_manifest, policy_of
-from posttrain.control.jobs import called, present_code
 from posttrain.control.plan import Planned
 from posttrain.data.catalog import external_versions
 from posttrain.data.refs import UNCONFINED, is_confined, refuse_afar
@@ -18,6 +17,7 @@ from posttrain.domain.kinds import Driver, StageContract, kind_of
 from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_json
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
+from posttrain.execution.code import called, present_code
 from posttrain.preflight.confinement import refuse_missing_secrets
 from posttrain.preflight.data import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless

@@ -1,4 +1,4 @@
-"""Runs one attempt's job on a node that shares no disk with its driver: `python -m posttrain.jobs.agent MAILBOX`.
+"""Runs one attempt's job on a node that shares no disk with its driver: `python -m posttrain.execution.agent MAILBOX`.
 
 The executor starts the agent, which begins the attempt in its mailbox, fetches the inputs, and starts the job in a
 scratch folder. The job finds what it finds on a driver's machine: a folder, a mailbox in it, and a store with its
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,17 +30,24 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from posttrain.control.jobs import called, present_code
 from posttrain.domain.canonical import DIGEST_PREFIX
-from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError, PosttrainError
-from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder
+from posttrain.domain.errors import (
+    ConflictError,
+    FailureClass,
+    InfrastructureError,
+    InputError,
+    IntegrityError,
+    PosttrainError,
+    is_full,
+)
+from posttrain.domain.jobs import ANOTHER_RUNS, Failure, InputBlob, JobOrder, JobResult
 from posttrain.domain.jobspec import JobSpec
 from posttrain.domain.ports import BlobStore
 from posttrain.execution import processes
+from posttrain.execution.code import called, present_code
 from posttrain.execution.executors.local.supervisor import Limit, command, job_environment, wait
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.jobs.entry import failed
 from posttrain.store.atomic import make_folder, open_plain
 from posttrain.store.attempts import AttemptFolder, mailbox_at
 from posttrain.store.backends.served import ServedBlobs
@@ -234,7 +242,7 @@ class Agent:
         except InfrastructureError:
             raise
         except (PosttrainError, OSError) as error:
-            outside.answer(failed(error).to_json())
+            outside.answer(_failed(error).to_json())
             return False
 
     def _fetch(self, order: JobOrder, attempt: AttemptFolder, folder: Path) -> None:
@@ -289,7 +297,7 @@ class Agent:
             try:
                 uploads.outputs(attempt, result.outputs)
             except (InputError, IntegrityError) as error:  # the job left something else than its result states
-                result = failed(error, result.tokens)
+                result = _failed(error, result.tokens)
         relay.log(whole=True)
         outside.answer(result.to_json())
         return 0
@@ -387,6 +395,14 @@ class _Beat:
         self._agent.lost = self._agent.lost or why
         with suppress(ProcessLookupError):
             os.killpg(self._job, signal.SIGKILL)
+
+
+def _failed(error: Exception, tokens: int = 0) -> JobResult:
+    """Return the result of a job that this node cannot compute, and print the traceback to the log."""
+    traceback.print_exc()
+    kind = FailureClass.DISK_FULL if is_full(error) else getattr(error, "failure_class", None) or FailureClass.BAD_INPUT
+    message = " ".join(str(error).split())[:500]
+    return JobResult("failed", tokens=tokens, failure=Failure(kind, message, f"{type(error).__name__}@agent"))
 
 
 def _refuse_other_code(order: JobOrder) -> None:
