@@ -81,19 +81,17 @@ class Direct:
 
     def upload(self, project: str, digest: str, size: int) -> Ticket | None:
         """Return a ticket to upload one blob to the store; None if the client must upload it through the server."""
-        keys = Keys.of_environment()
-        if keys is None or not LARGE <= size <= MOST:
-            return None
-        checksum = base64.b64encode(bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))).decode()
-        headers = {"content-length": str(size), "x-amz-checksum-sha256": checksum}
-        return Ticket(presigned(keys, "PUT", self._address(_sent(project, digest)), SECONDS, headers=headers), headers)
+        return self._ticket(_sent(project, digest), digest.removeprefix(DIGEST_PREFIX), size)
 
     def part(self, key: str, size: int) -> Ticket | None:
         """Return a ticket to write an object whose last path component is the SHA-256 of its bytes; None: no keys."""
+        return self._ticket(key, key.rpartition("/")[2], size)
+
+    def _ticket(self, key: str, hexadecimal: str, size: int) -> Ticket | None:
         keys = Keys.of_environment()
         if keys is None or not LARGE <= size <= MOST:
             return None
-        checksum = base64.b64encode(bytes.fromhex(key.rpartition("/")[2])).decode()
+        checksum = base64.b64encode(bytes.fromhex(hexadecimal)).decode()
         headers = {"content-length": str(size), "x-amz-checksum-sha256": checksum}
         return Ticket(presigned(keys, "PUT", self._address(key), SECONDS, headers=headers), headers)
 
