@@ -33,6 +33,7 @@ SUITES = (  # benchmark and options
     "ledger",
     "watching",
     "transitions",
+    "staging",
     "starting",
     "serving",
 )

@@ -46,6 +46,7 @@ SUITES = {
     "tracing",
     "streaming",
     "weights",
+    "staging",
     "starting",
     "transitions",
     "ledger",

@@ -16,6 +16,7 @@ from workbench import Reference, Workbench
 from posttrain.domain.jobspec import JobRef
 from posttrain.execution import processes
 from posttrain.store.attempts import mailbox_at
+from posttrain.store.staging import StagingArea
 from serving import Served
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -116,3 +117,9 @@ def test_a_second_host_finishes_what_the_first_began_from_what_the_node_staged(
     assert begun.state != "succeeded"
     assert (again.state, again.resumed_step) == ("succeeded", 5)
     assert mailbox_at(job.mailbox).checkpoints() == [5]
+    assert "of processor time" in second.run("logs", run_id, "sft").out
+    area = StagingArea("s3://far/store")
+    assert {name for name, *_ in area.stored()} == {one.name for one in second.attempts(run_id)}
+    second.run("gc", "--older-than", "0s")
+    assert list(area.stored()) == [], "nothing of a run that has succeeded is resumed"
+    assert list((tmp_path / "node" / "scratch").glob("*/job-*")) == []

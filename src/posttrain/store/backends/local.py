@@ -54,12 +54,13 @@ class LocalFolder(Backend):
         if len(sources) == 1:
             obstore.copy(store, sources[0], target)
         else:
-            self.write(store, target, self._bytes_of(sources), size)
+            self.write(store, target, (piece for source in sources for piece in self.pieces(store, source)), size)
 
-    def _bytes_of(self, keys: Sequence[str]) -> Iterator[bytes]:
-        for key in keys:
-            with open(self.folder / key, "rb") as file:
-                yield from iter(lambda: file.read(_CHUNK), b"")
+    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
+        """See `Backend.pieces`. This is several times as fast as obstore's stream, which changes threads."""
+        with open(self.folder / key, "rb") as file:
+            while piece := file.read(_CHUNK):
+                yield piece
 
     def settle(self, key: str) -> None:
         """Make the blob at `key` durable and private to its owner; obstore leaves permissions to the umask."""
